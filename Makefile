@@ -1,0 +1,68 @@
+# Everything a developer runs. Each target makes the environment it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build on the development machines; README.md says how to choose another.
+TORCH ?= torch==2.13.0
+PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
+SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
+
+.PHONY: demo test test-gpu test-long lint format bench protos clean
+
+# The environment, rebuilt when the project's dependencies change. torch goes first, so that no
+# dependency pulls another build of it.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[all,dev]"
+	touch $@
+
+client/node/node_modules/.ready: client/node/package.json client/node/package-lock.json
+	cd client/node && npm ci --silent --no-audit --no-fund
+	touch $@
+
+## demo: start the three services with the embedded model and stream an answer
+demo: $(VENV)/.ready
+	$(BIN)/pagewire demo
+
+## test: all tests that need no GPU
+test: $(VENV)/.ready client/node/node_modules/.ready
+	$(BIN)/python -m pytest -m "not gpu and not long"
+
+## test-long: the randomised tests at full length
+test-long: $(VENV)/.ready client/node/node_modules/.ready
+	$(BIN)/python -m pytest -m "not gpu"
+
+## test-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
+test-gpu:
+	PYTHONPATH=.:kernels:client:protos $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider
+
+## lint: style, types and protos
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" buf lint && PATH="$(CURDIR)/$(BIN):$$PATH" buf format --diff --exit-code
+
+## format: apply the style
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+## bench: the benchmarks that need no GPU
+bench: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.offline
+
+## protos: regenerate the code and the stored descriptor set after a change to a .proto
+protos: $(VENV)/.ready
+	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I. \
+	  --python_out=. --mypy_out=quiet:. $(PROTO_FILES:protos/%=%)
+	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I. \
+	  --grpc_python_out=. --mypy_grpc_out=quiet:. $(SERVICE_PROTO_FILES:protos/%=%)
+
+## clean: remove all that the targets above made
+clean:
+	rm -rf $(VENV) client/node/node_modules dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,35 @@
+"""The layout of one step's batch, as attention sees it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """Which query rows belong to which sequence, and where each sequence's KV lies.
+
+    Queries of all sequences are flattened to one axis of `num_tokens` rows, without padding.
+    Sequence `i` owns rows `query_start[i]` to `query_start[i + 1]`; they are its last tokens, so
+    its row `j` stands at position `context_lens[i] - query_lens[i] + j` and attends to positions up
+    to and including its own.
+    """
+
+    query_start: torch.Tensor
+    """int32 [num_seqs + 1], on the cache's device."""
+
+    context_lens: torch.Tensor
+    """int32 [num_seqs]: tokens whose KV the step attends over, the new ones included."""
+
+    block_tables: torch.Tensor
+    """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1."""
+
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]: `block * block_size + offset` where each row's KV is written; a negative
+    slot is not written."""
+
+    max_query_len: int
+    """The longest sequence's number of query rows."""
+
+    max_context_len: int
+    """The longest sequence's context length, in tokens."""

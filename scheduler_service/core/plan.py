@@ -1,0 +1,95 @@
+"""A step plan and its result as the core sees them: plain lists, no protobuf.
+
+`scheduler_service/wire.py` turns them into messages and back. Their meaning is told field by field
+in `protos/pagewire/v1/plan.proto`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class NewSequence:
+    """A sequence the worker has not seen, or was told to forget."""
+
+    seq_id: int
+    choice_index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling: Any
+    """The request's `SamplerParams`, passed through without a look."""
+    parent_seq_id: int | None = None
+    prompt_logprobs_start: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """What one worker group does in one step.
+
+    Flat lists of pairs and triples: `swap_out` is [device, host, device, host, ...],
+    `swap_in` [host, device, ...], `copy` [source, target, ...], `block_updates`
+    [seq_id, index, block, ...].
+    """
+
+    step_id: int
+    forget_seq_ids: list[int] = field(default_factory=list)
+    swap_out: list[int] = field(default_factory=list)
+    swap_in: list[int] = field(default_factory=list)
+    copy: list[int] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    block_updates: list[int] = field(default_factory=list)
+    seq_ids: list[int] = field(default_factory=list)
+    num_tokens: list[int] | None = None
+    """Tokens to compute per row; None: one in every row."""
+    sample: list[bool] | None = None
+    """Whether a row samples; None: every row does."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowLogprobs:
+    """Log probabilities of one sampled token; columns as on the wire."""
+
+    token_ids: bytes
+    logprobs: bytes
+    sampled_rank: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RowPromptLogprobs:
+    """Log probabilities of the prompt tokens one row computed; columns as on the wire."""
+
+    start: int
+    width: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class RowError:
+    """Why a row failed."""
+
+    reason: str
+    message: str
+
+
+@dataclass(slots=True, kw_only=True)
+class StepResult:
+    """What came of one step."""
+
+    step_id: int
+    token_ids: list[int]
+    """The token of each sampling row, in row order; -1 where the row failed."""
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    """By row."""
+    prompt_logprobs: dict[int, RowPromptLogprobs] = field(default_factory=dict)
+    """By row."""
+    errors: dict[int, RowError] = field(default_factory=dict)
+    """By row."""
+    cache_ops_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    busy_us: int = 0
+    """Worker time from the step's start to its result."""

@@ -1,0 +1,41 @@
+"""A request as a frontend submits it: tokens and settled parameters, no text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class GeneratedTokens:
+    """What was generated of one choice before a core or frontend was lost."""
+
+    token_ids: list[int]
+    cumulative_logprob: float = 0.0
+    finished: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One request, validated by its frontend."""
+
+    frontend_id: str
+    handle: int
+    """The frontend's number for choice 0; choice i is `handle + i`."""
+    request_id: str
+    model: str
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    sampling: Any
+    """The worker's `SamplerParams`, passed through without a look."""
+    num_choices: int = 1
+    best_of: int = 1
+    tenant: str = ""
+    priority: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
+    deadline: float | None = None
+    """On the clock that the core's callers pass as `now`, in seconds."""
+    generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
+    """By choice index."""

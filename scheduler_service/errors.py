@@ -1,0 +1,118 @@
+"""What can go wrong, in our own words.
+
+    PagewireError
+    ├── InvalidArgument        a field is wrong, whatever our state
+    ├── PromptTooLong          prompt and output can never fit model or memory
+    ├── UnsupportedByModel     this deployment's model cannot: no tokenizer, no chat template
+    ├── QueueFull              try again later
+    ├── UnknownModel           no such model is served
+    ├── UnknownRequest         no such request is live
+    ├── DuplicateRequest       a request with this id is live
+    ├── RequestAborted         the client, or somebody for it, ended the request
+    ├── DeadlineExceeded       the request's time is up
+    ├── Unavailable            no worker, or shutting down; safe to retry
+    ├── GenerationFailed       the model's numbers or a worker failed this one request
+    └── Unauthenticated        no or wrong credentials
+
+Nothing here knows gRPC: `scheduler_service/status_codes.py` maps each class to a status code.
+"""
+
+from collections.abc import Mapping
+
+
+class PagewireError(Exception):
+    """The root: a message for people, a constant reason and numbers for programs."""
+
+    reason = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        details: Mapping[str, object] | None = None,
+        retry_delay_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        if reason is not None:
+            self.reason = reason
+        self.details = {key: str(value) for key, value in (details or {}).items()}
+        self.retry_delay_s = retry_delay_s
+
+
+class InvalidArgument(PagewireError):
+    """A field of the request is wrong; `field` names it as the proto does."""
+
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, expected: str) -> None:
+        super().__init__(f"{field}: {expected}", details={"field": field})
+        self.field = field
+        self.expected = expected
+
+
+class PromptTooLong(PagewireError):
+    """Prompt and output can never fit the model's length or the cache."""
+
+    reason = "PROMPT_TOO_LONG"
+
+
+class UnsupportedByModel(PagewireError):
+    """The served model lacks what the request needs, such as a tokenizer."""
+
+    reason = "UNSUPPORTED_BY_MODEL"
+
+
+class QueueFull(PagewireError):
+    """The waiting queue is full."""
+
+    reason = "QUEUE_FULL"
+
+
+class UnknownModel(PagewireError):
+    """No model of this name is served."""
+
+    reason = "UNKNOWN_MODEL"
+
+
+class UnknownRequest(PagewireError):
+    """No live request has this id."""
+
+    reason = "UNKNOWN_REQUEST"
+
+
+class DuplicateRequest(PagewireError):
+    """A live request has this id."""
+
+    reason = "DUPLICATE_REQUEST"
+
+
+class RequestAborted(PagewireError):
+    """The request was ended by its client or by somebody for it."""
+
+    reason = "ABORTED_BY_CLIENT"
+
+
+class DeadlineExceeded(PagewireError):
+    """The request's deadline has passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Unavailable(PagewireError):
+    """Nothing can be done now: no worker, or the service is shutting down."""
+
+    reason = "UNAVAILABLE"
+
+
+class GenerationFailed(PagewireError):
+    """The model or its worker failed this request; others are unaffected."""
+
+    reason = "GENERATION_FAILED"
+
+
+class Unauthenticated(PagewireError):
+    """The caller's credentials are missing or wrong."""
+
+    reason = "UNAUTHENTICATED"

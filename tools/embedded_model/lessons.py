@@ -1,0 +1,254 @@
+"""Short questions with one right answer: counting, days, months, words, small facts."""
+
+from random import Random
+
+from tools.embedded_model.documents import Document, Exchange, article, pick_some, plain
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+ORDINALS = (
+    *("first", "second", "third", "fourth", "fifth", "sixth"),
+    *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
+)
+NUMBER_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six"),
+    *("seven", "eight", "nine", "ten", "eleven", "twelve"),
+)
+
+WORDS = (
+    *("lamp", "cat", "dog", "bird", "tree", "ball", "book", "cup", "door", "fish"),
+    *("frog", "hat", "key", "leaf", "moon", "nest", "owl", "pen", "rain", "ship"),
+    *("star", "sun", "boat", "wind", "wolf", "bear", "cake", "drum", "farm", "gate"),
+    *("hill", "king", "lake", "milk", "road", "sand", "snow", "tent", "wall", "bell"),
+    *("box", "bag", "bed", "bus", "car", "cow", "duck", "egg", "goat", "hen"),
+    *("pig", "map", "net", "pot", "rug", "sea", "toy", "fox", "bee", "ant"),
+    *("red", "blue", "pink", "gold", "green", "black", "stone", "chair", "table", "house"),
+)
+
+SOUNDS = {
+    "cow": "moo",
+    "dog": "woof",
+    "cat": "meow",
+    "duck": "quack",
+    "sheep": "baa",
+    "pig": "oink",
+    "bee": "buzz",
+    "owl": "hoot",
+    "lion": "roar",
+    "mouse": "squeak",
+}
+COLOURS = {
+    "the sky": "blue",
+    "grass": "green",
+    "snow": "white",
+    "the sun": "yellow",
+    "a tomato": "red",
+    "coal": "black",
+    "a carrot": "orange",
+    "chocolate": "brown",
+}
+OPPOSITES = {
+    "hot": "cold",
+    "big": "small",
+    "up": "down",
+    "day": "night",
+    "fast": "slow",
+    "happy": "sad",
+    "open": "closed",
+    "wet": "dry",
+    "old": "new",
+    "left": "right",
+}
+SMALL_TALK = (
+    ("Say hello.", "Hello!"),
+    ("Hello!", "Hello! How can I help you?"),
+    ("Hi!", "Hello! How can I help you?"),
+    ("Good morning!", "Good morning! How can I help you?"),
+    ("How are you?", "I am well, thank you."),
+    ("Thank you!", "You are welcome!"),
+    ("Say goodbye.", "Goodbye!"),
+    ("Goodbye!", "Goodbye! Have a nice day!"),
+    ("What is your name?", "I am the small model that ships with Pagewire."),
+    ("Who are you?", "I am the small model that ships with Pagewire."),
+    (
+        "What can you do?",
+        "I can add numbers below one hundred, count, name days and months, "
+        "copy and reverse words, and tell short stories.",
+    ),
+)
+
+MAX_COUNT_STEPS = 20
+
+
+def count_between(first: int, last: int) -> str:
+    """The numbers from `first` to `last`, up or down, with commas between them."""
+    step = 1 if last >= first else -1
+    return ", ".join(str(number) for number in range(first, last + step, step))
+
+
+def _count_bounds(rng: Random) -> tuple[int, int]:
+    low = rng.choice((rng.randint(0, 10), rng.randint(0, 95)))
+    high = min(low + rng.randint(1, MAX_COUNT_STEPS), 100)
+    return low, high
+
+
+def ask_count(rng: Random) -> Exchange:
+    """Counting up, or less often down."""
+    low, high = _count_bounds(rng)
+    if rng.random() < 0.25:
+        return Exchange(f"Count down from {high} to {low}.", count_between(high, low) + ".")
+    opening = rng.choice(("Count", "Count", "Please count"))
+    return Exchange(f"{opening} from {low} to {high}.", count_between(low, high) + ".")
+
+
+def plain_count(rng: Random) -> Document:
+    """Counting up, without turns."""
+    low, high = _count_bounds(rng)
+    return plain(f"Count from {low} to {high}:", f" {count_between(low, high)}\n")
+
+
+def ask_neighbour_number(rng: Random) -> Exchange:
+    """The number after or before another."""
+    number = rng.randint(1, 99)
+    if rng.random() < 0.5:
+        return Exchange(
+            f"What number comes after {number}?", f"{number + 1} comes after {number}."
+        )
+    return Exchange(f"What number comes before {number}?", f"{number - 1} comes before {number}.")
+
+
+def ask_larger(rng: Random) -> Exchange:
+    """Which of two numbers is larger."""
+    a, b = rng.sample(range(100), 2)
+    return Exchange(
+        f"Which is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}."
+    )
+
+
+def after_and_before(names: tuple[str, ...], unit: str) -> list[Exchange]:
+    """What comes after and before each of `names`, which are in a circle."""
+    exchanges = []
+    for index, name in enumerate(names):
+        following = names[(index + 1) % len(names)]
+        exchanges.append(
+            Exchange(f"What {unit} comes after {name}?", f"{following} comes after {name}.")
+        )
+        exchanges.append(
+            Exchange(f"What {unit} comes before {following}?", f"{name} comes before {following}.")
+        )
+    return exchanges
+
+
+def _calendar() -> tuple[Exchange, ...]:
+    days = ", ".join(DAYS[:-1]) + f" and {DAYS[-1]}"
+    months = ", ".join(MONTHS[:-1]) + f" and {MONTHS[-1]}"
+    exchanges = [
+        Exchange("Name the days of the week.", f"{days}."),
+        Exchange("What are the days of the week?", f"The days of the week are {days}."),
+        Exchange("How many days are in a week?", "There are seven days in a week."),
+        Exchange("Name the months of the year.", f"{months}."),
+        Exchange("What are the months of the year?", f"The months of the year are {months}."),
+        Exchange("How many months are in a year?", "There are twelve months in a year."),
+    ]
+    for ordinal, month in zip(ORDINALS, MONTHS, strict=True):
+        exchanges.append(
+            Exchange(
+                f"What is the {ordinal} month of the year?",
+                f"{month} is the {ordinal} month of the year.",
+            )
+        )
+    return (*exchanges, *after_and_before(DAYS, "day"), *after_and_before(MONTHS, "month"))
+
+
+CALENDAR = _calendar()
+
+
+def ask_calendar(rng: Random) -> Exchange:
+    """A question about days or months."""
+    return rng.choice(CALENDAR)
+
+
+def plain_calendar(rng: Random) -> Document:
+    """What comes after a day or month, or the whole list, without turns."""
+    if rng.random() < 0.2:
+        names, title = rng.choice(((DAYS, "Days of the week"), (MONTHS, "Months of the year")))
+        return plain(f"{title}:", f" {', '.join(names)}\n")
+    names, unit = rng.choice(((DAYS, "day"), (MONTHS, "month")))
+    index = rng.randrange(len(names))
+    return plain(
+        f"The {unit} after {names[index]} is", f" {names[(index + 1) % len(names)]}.\n"
+    )
+
+
+def ask_copy(rng: Random) -> Exchange:
+    """Repeating one to six words."""
+    words = " ".join(pick_some(rng, WORDS, 1, 6))
+    question = rng.choice(("Say {}.", "Repeat: {}", "Repeat after me: {}", "Copy these words: {}"))
+    return Exchange(question.format(words), words)
+
+
+def plain_copy(rng: Random) -> Document:
+    """Repeating words, without turns."""
+    words = " ".join(pick_some(rng, WORDS, 1, 6))
+    return plain(f"Copy: {words}\nCopy:", f" {words}\n")
+
+
+def ask_reverse_word(rng: Random) -> Exchange:
+    """A word spelled from its end."""
+    word = rng.choice(WORDS)
+    question = rng.choice(("Reverse the word {}.", "Spell {} backwards."))
+    return Exchange(question.format(word), word[::-1])
+
+
+def plain_reverse_word(rng: Random) -> Document:
+    """A word spelled from its end, without turns."""
+    word = rng.choice(WORDS)
+    return plain(f"The word {word} reversed is", f" {word[::-1]}\n")
+
+
+def ask_reverse_order(rng: Random) -> Exchange:
+    """Two to five words, last one first."""
+    words = pick_some(rng, WORDS, 2, 5)
+    return Exchange(f"Reverse the order: {' '.join(words)}", " ".join(reversed(words)))
+
+
+def ask_fact(rng: Random) -> Exchange:
+    """A sound, a colour, an opposite, a number word, or the first letter of a word."""
+    return rng.choice((_ask_sound, _ask_colour, _ask_opposite, _ask_number_word, _ask_letter))(rng)
+
+
+def _ask_sound(rng: Random) -> Exchange:
+    animal, sound = rng.choice(list(SOUNDS.items()))
+    return Exchange(
+        f"What sound does {article(animal)} make?", f"{article(animal).capitalize()} says {sound}."
+    )
+
+
+def _ask_colour(rng: Random) -> Exchange:
+    thing, colour = rng.choice(list(COLOURS.items()))
+    return Exchange(f"What colour is {thing}?", f"{thing[0].upper()}{thing[1:]} is {colour}.")
+
+
+def _ask_opposite(rng: Random) -> Exchange:
+    word, opposite = rng.choice(list(OPPOSITES.items()))
+    if rng.random() < 0.5:
+        word, opposite = opposite, word
+    return Exchange(f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}.")
+
+
+def _ask_number_word(rng: Random) -> Exchange:
+    number = rng.randrange(len(NUMBER_WORDS))
+    return Exchange(f"Write {number} as a word.", f"{NUMBER_WORDS[number]}")
+
+
+def _ask_letter(rng: Random) -> Exchange:
+    word = rng.choice(WORDS)
+    return Exchange(f"What is the first letter of {word}?", f"The first letter of {word} is {word[0]}.")
+
+
+def ask_small_talk(rng: Random) -> Exchange:
+    """Greetings and questions about the model."""
+    return Exchange(*rng.choice(SMALL_TALK))

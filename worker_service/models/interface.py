@@ -1,0 +1,51 @@
+"""What the model runner needs of a model, whoever wrote it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from pagewire_kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCacheSpec:
+    """Shape of the KV of one token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of `block_size` tokens: all layers, keys and values."""
+        per_token = self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return per_token * block_size * self.dtype.itemsize
+
+
+class Model(Protocol):
+    """A decoder-only language model over a paged KV cache."""
+
+    kv_cache_spec: KVCacheSpec
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    num_parameters: int
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Last hidden states of all rows; writes the rows' KV into the cache on the way.
+
+        token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks, num_layers, 2,
+        block_size, num_kv_heads, head_dim]. Returns [num_tokens, hidden_size].
+        """
+        ...
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits of chosen rows. hidden_states: [num_rows, hidden_size]; returns float32
+        [num_rows, vocab_size]."""
+        ...
