@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # The CPU build on the development machines; README.md says how to choose another.
 TORCH ?= torch==2.13.0
 PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
+CONTRACT := ../tests/protos/contract.binpb
+TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
 .PHONY: demo test test-gpu test-long lint format bench protos clean
@@ -44,7 +46,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" buf lint && PATH="$(CURDIR)/$(BIN):$$PATH" buf format --diff --exit-code
+	cd protos && $(TOOLS) buf lint && $(TOOLS) buf format --diff --exit-code
 
 ## format: apply the style
 format: $(VENV)/.ready
@@ -55,12 +57,15 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.offline
 
-## protos: regenerate the code and the stored descriptor set after a change to a .proto
+## protos: regenerate the code after a change to a .proto, and store what it added to the contract
 protos: $(VENV)/.ready
-	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I. \
+	cd protos && $(TOOLS) python -m grpc_tools.protoc -I. \
 	  --python_out=. --mypy_out=quiet:. $(PROTO_FILES:protos/%=%)
-	cd protos && PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I. \
+	cd protos && $(TOOLS) python -m grpc_tools.protoc -I. \
 	  --grpc_python_out=. --mypy_grpc_out=quiet:. $(SERVICE_PROTO_FILES:protos/%=%)
+	cd protos && $(TOOLS) buf breaking --against $(CONTRACT)
+	cd protos && $(TOOLS) buf build --exclude-source-info -o $(CONTRACT)
+	PYTHONPATH=.:protos $(BIN)/python -m tests.protos.test_stored_bytes
 
 ## clean: remove all that the targets above made
 clean:

@@ -114,18 +114,14 @@ def ask_neighbour_number(rng: Random) -> Exchange:
     """The number after or before another."""
     number = rng.randint(1, 99)
     if rng.random() < 0.5:
-        return Exchange(
-            f"What number comes after {number}?", f"{number + 1} comes after {number}."
-        )
+        return Exchange(f"What number comes after {number}?", f"{number + 1} comes after {number}.")
     return Exchange(f"What number comes before {number}?", f"{number - 1} comes before {number}.")
 
 
 def ask_larger(rng: Random) -> Exchange:
     """Which of two numbers is larger."""
     a, b = rng.sample(range(100), 2)
-    return Exchange(
-        f"Which is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}."
-    )
+    return Exchange(f"Which is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}.")
 
 
 def after_and_before(names: tuple[str, ...], unit: str) -> list[Exchange]:
@@ -178,9 +174,7 @@ def plain_calendar(rng: Random) -> Document:
         return plain(f"{title}:", f" {', '.join(names)}\n")
     names, unit = rng.choice(((DAYS, "day"), (MONTHS, "month")))
     index = rng.randrange(len(names))
-    return plain(
-        f"The {unit} after {names[index]} is", f" {names[(index + 1) % len(names)]}.\n"
-    )
+    return plain(f"The {unit} after {names[index]} is", f" {names[(index + 1) % len(names)]}.\n")
 
 
 def ask_copy(rng: Random) -> Exchange:
@@ -246,7 +240,9 @@ def _ask_number_word(rng: Random) -> Exchange:
 
 def _ask_letter(rng: Random) -> Exchange:
     word = rng.choice(WORDS)
-    return Exchange(f"What is the first letter of {word}?", f"The first letter of {word} is {word[0]}.")
+    return Exchange(
+        f"What is the first letter of {word}?", f"The first letter of {word} is {word[0]}."
+    )
 
 
 def ask_small_talk(rng: Random) -> Exchange:
