@@ -95,9 +95,7 @@ def test_stored_bytes_still_decode_to_the_same_fields(descriptor: Descriptor) ->
 @pytest.mark.parametrize("descriptor", list(message_types()), ids=lambda d: d.name)
 def test_every_field_is_in_the_store(descriptor: Descriptor) -> None:
     entry = stored()[descriptor.full_name]
-    message = json_format.ParseDict(
-        entry["fields"], message_factory.GetMessageClass(descriptor)()
-    )
+    message = json_format.ParseDict(entry["fields"], message_factory.GetMessageClass(descriptor)())
     expected = {field.name for field, _ in filled(descriptor).ListFields()}
     assert {field.name for field, _ in message.ListFields()} == expected
 

@@ -102,11 +102,9 @@ def fit(model: LlamaForCausalLM, packer: Packer, num_steps: int, checkpoints: Pa
         optimizer.zero_grad()
         done = step + 1
         if done % LOG_EVERY == 0:
-            elapsed_s = time.monotonic() - started
-            rate = done * TOKENS_PER_STEP / elapsed_s
-            typer.echo(
-                f"step={done} loss={loss:.4f} elapsed_s={elapsed_s:.0f} tokens_per_s={rate:.0f}"
-            )
+            seconds = time.monotonic() - started
+            speed = f"elapsed_s={seconds:.0f} tokens_per_s={done * TOKENS_PER_STEP / seconds:.0f}"
+            typer.echo(f"step={done} loss={loss.item():.4f} {speed}")
         if done % CHECKPOINT_EVERY == 0 and done < num_steps:
             save_model(model, checkpoints)
 

@@ -1,0 +1,218 @@
+"""Text from tokens as they come, never taken back and never half a character.
+
+The pieces of a `Detokenizer`, joined, are what the tokenizer's own `decode` makes of all the tokens
+at once. Two kinds of tokenizer cover what language models use:
+
+- **Byte-level** (GPT-2, Llama 3, Qwen): every token is a fixed run of bytes, so the text is those
+  bytes, decoded as UTF-8 while they come. Exact, and a dictionary look-up per token.
+- **Everything else** (sentencepiece conversions and older kinds): what a token looks like depends
+  on its neighbours, so a token is decoded together with those of the piece before it, whose text is
+  then cut off. Byte-fallback tokens (`<0xE4>`) wait for the first token that is none: only then is
+  it known whether the run is text, or broken and shown as one U+FFFD per byte.
+
+A token costs O(1) amortised either way.
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 8
+"""Tokens held back for ending in U+FFFD, where a decoder of unknown kind might still mend it."""
+
+
+class Detokenizer(Protocol):
+    """The text of one growing run of tokens."""
+
+    def push(self, token_id: int) -> str:
+        """Text that has become certain with one more token."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come. Nothing may be pushed afterwards."""
+        ...
+
+
+class NoText:
+    """For models without a tokenizer: there is no text."""
+
+    def push(self, token_id: int) -> str:
+        """Nothing."""
+        return ""
+
+    def flush(self) -> str:
+        """Nothing."""
+        return ""
+
+
+class ByteLevelDetokenizer:
+    """Fixed bytes per token, decoded as UTF-8 as they come."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._rest = b""
+
+    def push(self, token_id: int) -> str:
+        """Whole characters, and U+FFFD for bytes that no later byte can mend."""
+        data = self._rest + self._token_bytes(token_id)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
+
+    def flush(self) -> str:
+        """U+FFFD if the last character is cut off."""
+        text, self._rest = self._rest.decode("utf-8", "replace"), b""
+        return text
+
+
+class WindowDetokenizer:
+    """New tokens decoded behind those of the piece before them.
+
+    `_context` holds the tokens of the last piece that has text of its own: enough for a decoder
+    that treats the first token, or the border of two tokens, in a special way.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        ignored: Callable[[int], bool],
+        is_byte_fallback: Callable[[int], bool],
+        *,
+        mends_replacements: bool,
+    ) -> None:
+        self._decode = decode
+        self._ignored = ignored
+        self._is_byte_fallback = is_byte_fallback
+        self._mends_replacements = mends_replacements
+        self._context: list[int] = []
+        self._context_text = ""
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text up to this token, unless it may still change."""
+        if self._ignored(token_id):
+            return ""
+        self._held.append(token_id)
+        if self._is_byte_fallback(token_id):
+            return ""
+        text = self._decode(self._context + self._held)
+        if self._may_change(text):
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """The text of the tokens held back."""
+        return self._emit(self._decode(self._context + self._held)) if self._held else ""
+
+    def _may_change(self, text: str) -> bool:
+        return (
+            self._mends_replacements
+            and text.endswith(REPLACEMENT)
+            and len(self._held) < MAX_HELD_TOKENS
+        )
+
+    def _emit(self, text: str) -> str:
+        piece = text[len(self._context_text) :]
+        own_text = self._decode(self._held)
+        if own_text or not self._context:
+            self._context, self._context_text = self._held, own_text
+        self._held = []
+        return piece
+
+
+class DetokenizerFactory:
+    """Makes the detokenizers of one tokenizer; what they share is kept here."""
+
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
+        """`decoder` is the `decoder` section of tokenizer.json."""
+        self._tokenizer = tokenizer
+        steps = _decoder_steps(decoder)
+        self._is_byte_level = steps == ["ByteLevel"]
+        self._has_byte_fallback = "ByteFallback" in steps
+        self._mends_replacements = "ByteLevel" in steps
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(id for id, token in added.items() if token.special)
+        self._token_bytes: dict[int, bytes] = {}
+        self._is_fallback: dict[int, bool] = {}
+
+    def make(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A detokenizer at the start of a text."""
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(
+                self._kept_bytes if skip_special_tokens else self._bytes_of_token
+            )
+        return WindowDetokenizer(
+            self._decode,
+            self._is_skipped if skip_special_tokens else self._is_unknown,
+            self._is_fallback_token,
+            mends_replacements=self._mends_replacements,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text as it reads inside a text; special tokens too."""
+        if self._is_byte_level:
+            return self._bytes_of_token(token_id).decode("utf-8", "replace")
+        # After itself a token is not the first one, whose leading space decoders strip.
+        return self._decode([token_id, token_id])[len(self._decode([token_id])) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is None
+
+    def _is_skipped(self, token_id: int) -> bool:
+        return token_id in self._special or self._is_unknown(token_id)
+
+    def _is_fallback_token(self, token_id: int) -> bool:
+        known = self._is_fallback.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id) or ""
+            known = self._has_byte_fallback and _BYTE_FALLBACK.fullmatch(token) is not None
+            self._is_fallback[token_id] = known
+        return known
+
+    def _bytes_of_token(self, token_id: int) -> bytes:
+        data = self._token_bytes.get(token_id)
+        if data is None:
+            data = byte_level_bytes(self._tokenizer.id_to_token(token_id) or "")
+            self._token_bytes[token_id] = data
+        return data
+
+    def _kept_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special else self._bytes_of_token(token_id)
+
+
+_BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[str]:
+    """Type names of a decoder and, in a sequence, of its parts."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for part in decoder["decoders"] for step in _decoder_steps(part)]
+    return [decoder["type"]]
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token; one with a foreign character (an added one) is plain text."""
+    alphabet = _byte_of_char()
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:
+        return token.encode()

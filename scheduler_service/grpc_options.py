@@ -1,0 +1,58 @@
+"""Options of every gRPC channel and server in the scheduler service; set nowhere else."""
+
+from typing import Any
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""Largest message between our own processes: a plan that takes in thousands of long prompts."""
+
+MAX_PUBLIC_MESSAGE_BYTES = 16 << 20
+"""Largest message a client may send: a prompt of four million token ids."""
+
+KEEPALIVE_MS = 10_000
+"""Time without traffic after which a peer is pinged."""
+
+KEEPALIVE_TIMEOUT_MS = 5_000
+"""Time after which a peer that does not answer pings counts as gone."""
+
+MAX_RECONNECT_BACKOFF_MS = 1_000
+"""Longest pause between two attempts to reach a peer: a restarted process is found soon."""
+
+Options = list[tuple[str, Any]]
+
+
+def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """Options of a server whose callers may send messages up to `max_receive_bytes`.
+
+    `so_reuseport` is off, so that a second process on the same port is an error instead of a
+    silent thief of every other connection.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Half our peers' ping interval: pings from an honest peer never count as abuse.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def channel_options() -> Options:
+    """Options of a channel to another of our processes.
+
+    It goes straight to its address, past any `http_proxy`, and shares no connection or backoff
+    with other channels, so a channel made anew tries at once.
+    """
+    return [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+    ]

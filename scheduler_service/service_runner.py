@@ -1,0 +1,104 @@
+"""One gRPC service as a process: its address, health, reflection and orderly end.
+
+Both roles run the same way:
+
+    runner = ServiceRunner(listen="127.0.0.1:7610", service_names=[...], grace_period_s=30)
+    add_SomeServiceServicer_to_server(servicer, runner.server)
+    await runner.start()             # binds, or raises CannotListen
+    await runner.set_serving(True)   # what grpc.health.v1 answers; NOT_SERVING until told
+    await runner.wait_for_signal()   # SIGTERM or SIGINT; a second one ends the process at once
+    ...                              # let running work finish, within runner.grace_period_s
+    await runner.stop()
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from scheduler_service.addresses import UNIX, CannotListen, ensure_free
+from scheduler_service.grpc_options import MAX_MESSAGE_BYTES, server_options
+
+logger = logging.getLogger(__name__)
+
+
+class ServiceRunner:
+    """A `grpc.aio` server with everything around it that is the same for every service."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        service_names: Sequence[str],
+        grace_period_s: float,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.grace_period_s = grace_period_s
+        self.server = grpc.aio.server(options=server_options(max_receive_bytes=max_receive_bytes))
+        self.address = listen
+        """Where the service listens; with port 0, the port in effect once it has started."""
+        self._service_names = ["", *service_names]
+        self._health = health.aio.HealthServicer()
+        self._signalled = asyncio.Event()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(
+            [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
+        )
+
+    async def start(self) -> None:
+        """Listen; raises CannotListen. Servicers must have been added before."""
+        await self.set_serving(False)
+        self.address = _bind(self.server, self.address)
+        await self.server.start()
+        logger.info("listening address=%s", self.address)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers for the whole process and for each service."""
+        status = health_pb2.HealthCheckResponse
+        for name in self._service_names:
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def wait_for_signal(self) -> None:
+        """Wait for SIGTERM or SIGINT, then answer NOT_SERVING for good."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            await self._signalled.wait()
+            await self._health.enter_graceful_shutdown()
+        except asyncio.CancelledError:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            raise
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._signalled.is_set():
+            logger.warning("ending at once signal=%s", name)
+            logging.shutdown()
+            os._exit(128 + number)
+        logger.info("shutting down signal=%s grace_period_s=%g", name, self.grace_period_s)
+        self._signalled.set()
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Refuse new calls, give open ones `grace_s` seconds, then end them."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+        logger.info("stopped address=%s", self.address)
+
+
+def _bind(server: grpc.aio.Server, address: str) -> str:
+    """The address in effect, once the server holds it."""
+    ensure_free(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise CannotListen(address, "the address cannot be used") from error
+    if address.startswith(UNIX):
+        return address
+    return f"{address.rpartition(':')[0]}:{port}"

@@ -1,0 +1,236 @@
+"""The core's dataclasses as protobuf messages and back; the only place that knows both.
+
+What a field means is told in the protos; here it is only carried over. Messages of the frontend's
+own side of `Attach` are in `scheduler_service/frontend/`.
+"""
+
+from collections.abc import Mapping
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import plan_pb2, scheduler_service_pb2
+from scheduler_service.columns import from_column, to_column
+from scheduler_service.core.outbox import Outbox, RequestFinished, RequestTimings
+from scheduler_service.core.plan import (
+    NewSequence,
+    RowError,
+    RowLogprobs,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+)
+from scheduler_service.core.request import GeneratedTokens, Request
+from scheduler_service.errors import InvalidArgument, PagewireError
+from scheduler_service.status_codes import status_code
+
+MAX_HANDLE = 2**31 - 1
+
+FINISH_REASONS: Mapping[str, inference_pb.FinishReason] = {
+    "stop": inference_pb.FINISH_REASON_STOP,
+    "length": inference_pb.FINISH_REASON_LENGTH,
+}
+
+
+def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
+    """`plan` for the stream fenced by `epoch`; columns that say nothing stay empty."""
+    return plan_pb2.StepPlan(
+        epoch=epoch,
+        step_id=plan.step_id,
+        forget_seq_ids=to_column(plan.forget_seq_ids),
+        swap_out=to_column(plan.swap_out),
+        swap_in=to_column(plan.swap_in),
+        copy=to_column(plan.copy),
+        new_sequences=[_encode_new_sequence(sequence) for sequence in plan.new_sequences],
+        block_updates=to_column(plan.block_updates),
+        seq_ids=to_column(plan.seq_ids),
+        num_tokens=b"" if plan.num_tokens is None else to_column(plan.num_tokens),
+        sample=b"" if plan.sample is None else bytes(plan.sample),
+    )
+
+
+def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
+    return plan_pb2.NewSequence(
+        seq_id=sequence.seq_id,
+        choice_index=sequence.choice_index,
+        token_ids=to_column(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_ids=to_column(sequence.block_ids),
+        sampling=sequence.sampling,
+        parent_seq_id=sequence.parent_seq_id,
+        prompt_logprobs_start=sequence.prompt_logprobs_start,
+    )
+
+
+def decode_result(message: plan_pb2.StepResult) -> StepResult:
+    """A worker's result; raises InvalidArgument when a column is no column."""
+    timings = message.timings
+    return StepResult(
+        step_id=message.step_id,
+        token_ids=from_column(message.token_ids, "token_ids"),
+        logprobs={entry.row: _decode_row_logprobs(entry) for entry in message.logprobs},
+        prompt_logprobs={
+            entry.row: _decode_prompt_logprobs(entry) for entry in message.prompt_logprobs
+        },
+        errors={entry.row: _decode_row_error(entry) for entry in message.errors},
+        cache_ops_us=timings.cache_ops_us,
+        forward_us=timings.forward_us,
+        sample_us=timings.sample_us,
+        busy_us=max(0, timings.finished_us - timings.started_us),
+    )
+
+
+def _decode_row_logprobs(entry: plan_pb2.RowLogprobs) -> RowLogprobs:
+    return RowLogprobs(
+        token_ids=entry.token_ids, logprobs=entry.logprobs, sampled_rank=entry.sampled_rank
+    )
+
+
+def _decode_prompt_logprobs(entry: plan_pb2.RowPromptLogprobs) -> RowPromptLogprobs:
+    return RowPromptLogprobs(
+        start=entry.start,
+        width=entry.width,
+        token_ids=entry.token_ids,
+        logprobs=entry.logprobs,
+        ranks=entry.ranks,
+    )
+
+
+def _decode_row_error(entry: plan_pb2.RowError) -> RowError:
+    try:
+        name = plan_pb2.RowErrorReason.Name(entry.reason)
+    except ValueError:  # a newer worker's reason
+        name = f"ROW_ERROR_REASON_{entry.reason}"
+    return RowError(reason=name.removeprefix("ROW_ERROR_REASON_"), message=entry.message)
+
+
+def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: float) -> Request:
+    """A frontend's request, its deadline on the clock of `now`.
+
+    Raises InvalidArgument for what no request can be; whether this core can serve it is the
+    core's to say.
+    """
+    _check_submit(submit)
+    sampling = submit.sampling
+    return Request(
+        frontend_id=frontend_id,
+        handle=submit.handle,
+        request_id=submit.request_id,
+        model=submit.model,
+        tenant=submit.tenant,
+        priority=submit.priority,
+        prompt_token_ids=from_column(submit.prompt_token_ids, "prompt_token_ids"),
+        num_choices=submit.num_choices,
+        best_of=submit.best_of,
+        max_tokens=submit.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=frozenset(from_column(submit.stop_token_ids, "stop_token_ids")),
+        sampling=sampling,
+        wants_logprobs=sampling.HasField("logprobs"),
+        wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        deadline=now + submit.timeout_us / 1e6 if submit.HasField("timeout_us") else None,
+        generated={entry.choice_index: _decode_generated(entry) for entry in submit.generated},
+    )
+
+
+def _check_submit(submit: scheduler_service_pb2.Submit) -> None:
+    if submit.num_choices < 1:
+        raise InvalidArgument("num_choices", "expected at least 1")
+    if not 1 <= submit.handle <= MAX_HANDLE - submit.num_choices:
+        raise InvalidArgument("handle", "expected a positive number below 2^31 for every choice")
+    if not submit.request_id:
+        raise InvalidArgument("request_id", "expected a request id")
+    if submit.best_of < submit.num_choices:
+        raise InvalidArgument("best_of", "expected at least num_choices")
+    if submit.HasField("beam_search"):
+        raise InvalidArgument("beam_search", "beam search is not supported")
+    if any(entry.choice_index >= submit.num_choices for entry in submit.generated):
+        raise InvalidArgument("generated.choice_index", "expected less than num_choices")
+
+
+def _decode_generated(entry: scheduler_service_pb2.GeneratedTokens) -> GeneratedTokens:
+    return GeneratedTokens(
+        token_ids=from_column(entry.token_ids, "generated.token_ids"),
+        cumulative_logprob=entry.cumulative_logprob,
+        finished=entry.finished,
+    )
+
+
+def encode_outbox(outbox: Outbox) -> scheduler_service_pb2.SchedulerMessage:
+    """News for one frontend."""
+    return scheduler_service_pb2.SchedulerMessage(
+        accepted=to_column(outbox.accepted),
+        token_handles=to_column(outbox.token_handles),
+        token_ids=to_column(outbox.token_ids),
+        logprobs=[_encode_logprobs(handle, entry) for handle, entry in outbox.logprobs],
+        prompt_logprobs=[
+            _encode_prompt_logprobs(handle, entry) for handle, entry in outbox.prompt_logprobs
+        ],
+        choices_finished=[
+            scheduler_service_pb2.ChoiceFinished(
+                handle=choice.handle,
+                reason=FINISH_REASONS[choice.reason],
+                stop_token_id=choice.stop_token_id,
+            )
+            for choice in outbox.choices_finished
+        ],
+        requests_finished=[_encode_finished(request) for request in outbox.requests_finished],
+        requests_failed=[encode_failed(*failed) for failed in outbox.requests_failed],
+    )
+
+
+def _encode_logprobs(handle: int, entry: RowLogprobs) -> scheduler_service_pb2.ChoiceLogprobs:
+    return scheduler_service_pb2.ChoiceLogprobs(
+        handle=handle,
+        token_ids=entry.token_ids,
+        logprobs=entry.logprobs,
+        rank=entry.sampled_rank,
+    )
+
+
+def _encode_prompt_logprobs(
+    handle: int, entry: RowPromptLogprobs
+) -> scheduler_service_pb2.PromptLogprobsUpdate:
+    return scheduler_service_pb2.PromptLogprobsUpdate(
+        handle=handle,
+        start=entry.start,
+        width=entry.width,
+        token_ids=entry.token_ids,
+        logprobs=entry.logprobs,
+        ranks=entry.ranks,
+    )
+
+
+def _encode_finished(request: RequestFinished) -> scheduler_service_pb2.RequestFinished:
+    return scheduler_service_pb2.RequestFinished(
+        handle=request.handle,
+        cached_tokens=request.cached_tokens,
+        timings=_encode_timings(request.timings),
+    )
+
+
+def _encode_timings(timings: RequestTimings) -> inference_pb.Timings:
+    return inference_pb.Timings(
+        total_us=timings.total_us,
+        queue_us=timings.queue_us,
+        plan_us=timings.plan_us,
+        wire_us=timings.wire_us,
+        forward_us=timings.forward_us,
+        sample_us=timings.sample_us,
+        preempted_us=timings.preempted_us,
+        recovery_us=timings.recovery_us,
+    )
+
+
+def encode_failed(handle: int, error: Exception) -> scheduler_service_pb2.RequestFailed:
+    """A request's failure, field by field, so that a frontend can make the same error of it."""
+    failed = scheduler_service_pb2.RequestFailed(handle=handle, code=status_code(error).value[0])
+    if isinstance(error, PagewireError):
+        failed.reason = error.reason
+        failed.message = error.message
+        for key, value in error.details.items():
+            failed.details.add(key=key, value=value)
+        if error.retry_delay_s is not None:
+            failed.retry_delay_us = max(0, round(error.retry_delay_s * 1e6))
+    else:  # a bug: its text may hold anything
+        failed.reason, failed.message = PagewireError.reason, "internal error"
+    return failed

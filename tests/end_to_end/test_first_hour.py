@@ -1,0 +1,152 @@
+"""What a newcomer runs first: the demo, an install, other languages, the compose file."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.cluster import ROOT, Cluster, Service, environment
+from tests.support.requests import generate, inference_stub, request_for
+
+
+def run(
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def test_the_demo_streams_an_answer() -> None:
+    demo = run(sys.executable, "-m", "pagewire_client", "demo")
+    assert demo.returncode == 0, demo.stderr
+    assert "first token" in demo.stdout
+
+
+def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
+    example = ROOT / "client/node/examples/generate.js"
+    answer = run("node", example, "--address", cluster.frontend_address(), "27 + 45 =")
+    assert answer.returncode == 0, answer.stderr
+    assert "72" in answer.stdout
+
+
+def test_the_readme_example_runs_as_it_is_written(cluster: Cluster, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for number, code in enumerate(blocks):
+        script = tmp_path / f"example{number}.py"
+        script.write_text(code.replace("127.0.0.1:7600", cluster.frontend_address()))
+        example = run(sys.executable, script)
+        assert example.returncode == 0, example.stderr
+        assert example.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def bare_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with `pip install .` and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    source = folder / "source"
+    ignore = shutil.ignore_patterns(".venv", ".git", "node_modules", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, source, ignore=ignore)
+    venv = folder / "venv"
+    assert run(sys.executable, "-m", "venv", venv).returncode == 0
+    pip = run(venv / "bin/python", "-m", "pip", "install", "--quiet", source, env=dict(os.environ))
+    assert pip.returncode == 0, pip.stderr
+    return venv / "bin"
+
+
+def test_an_install_without_torch_is_a_working_client(
+    cluster: Cluster, bare_environment: Path
+) -> None:
+    env = {"PATH": str(bare_environment)}
+    assert run(bare_environment / "python", "-c", "import torch", env=env).returncode != 0
+    answer = run(
+        bare_environment / "pagewire",
+        "generate",
+        "--address",
+        cluster.frontend_address(),
+        "--temperature",
+        "0",
+        "27 + 45 =",
+        env=env,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "72" in answer.stdout
+    missing = run(bare_environment / "pagewire", "worker", env=env)
+    assert missing.returncode != 0
+    assert "pagewire[worker]" in missing.stderr
+
+
+def test_the_command_line_explains_itself(bare_environment: Path) -> None:
+    text = run(bare_environment / "pagewire", "--help", env={"PATH": "", "COLUMNS": "100"}).stdout
+    for command in ("serve", "generate", "chat", "worker", "scheduler", "frontend", "demo"):
+        assert command in text
+
+
+class Composed:
+    """The services of docker-compose.yml as processes, host names become loopback ports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+        self.folder = folder
+        self.ports = {name: free_port() for name in ("7600", "7610", "7620")}
+        self.services: list[Service] = []
+
+    def start(self, name: str) -> None:
+        service = self.compose["services"][name]
+        command = [self.on_loopback(word) for word in service["command"]]
+        for variable, value in service.get("environment", {}).items():
+            default = re.fullmatch(r"\$\{\w+:-(.*)\}", value)
+            flag = "--" + variable.removeprefix("PAGEWIRE_").lower().replace("_", "-")
+            command += [flag, default[1] if default else value]
+        log = self.folder / f"{name}.log"
+        self.services.append(Service(name, ["pagewire_client", *command], log))
+
+    def on_loopback(self, word: str) -> str:
+        word = re.sub(r"^(scheduler|0\.0\.0\.0):", "127.0.0.1:", word)
+        return re.sub(r":(\d+)$", lambda port: f":{self.ports[port[1]]}", word)
+
+    def health(self, name: str) -> subprocess.CompletedProcess[str]:
+        test = self.compose["services"][name]["healthcheck"]["test"]
+        assert test[:2] == ["CMD", "pagewire"]
+        words = [self.on_loopback(word) for word in test[2:]]
+        return run(sys.executable, "-m", "pagewire_client", *words)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Composed]:
+    composed = Composed(tmp_path)
+    yield composed
+    for service in composed.services:
+        service.kill()
+
+
+def test_the_commands_of_the_compose_file_serve_a_model(composed: Composed) -> None:
+    for name in ("scheduler", "frontend", "worker-cpu"):
+        composed.start(name)
+    for name in ("worker-cpu", "frontend"):
+        for _ in range(60):
+            probe = composed.health(name)
+            if probe.returncode == 0:
+                break
+            assert all(s.process.poll() is None for s in composed.services)
+        assert probe.returncode == 0, [s.log for s in composed.services]
+    with inference_stub(f"127.0.0.1:{composed.ports['7600']}") as stub:
+        assert "72" in generate(stub, request_for("27 + 45 =", temperature=0)).text

@@ -1,0 +1,125 @@
+"""Any process can be killed, and the stream goes on with the tokens it would have had."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+from tests.support.cluster import Cluster
+from tests.support.requests import Answer, generate_together, inference_stub, request_for
+
+NUM_STREAMS = 6
+
+
+def requests() -> list[pb.GenerateRequest]:
+    """Sampled, with everything that depends on which tokens were generated and which given."""
+    return [
+        request_for(
+            "Once upon a time",
+            temperature=0.8,
+            seed=seed,
+            max_tokens=400,
+            ignore_eos=True,
+            repetition_penalty=1.05,
+            frequency_penalty=0.1,
+            n=1 + seed % 2,
+            logprobs=1,
+        )
+        for seed in range(NUM_STREAMS)
+    ]
+
+
+class Streams:
+    """Streams read in the background; `started` is set once each has some tokens."""
+
+    def __init__(self, stub: InferenceServiceStub) -> None:
+        self.answers = [Answer() for _ in range(NUM_STREAMS)]
+        self.errors: list[Exception] = []
+        self.started = threading.Semaphore(0)
+        streams = [stub.Generate(request, timeout=120) for request in requests()]
+        self.threads = [
+            threading.Thread(target=self._read, args=(stream, answer))
+            for stream, answer in zip(streams, self.answers, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self, stream: Iterator[pb.GenerateResponse], answer: Answer) -> None:
+        told = False
+        try:
+            for response in stream:
+                answer.add(response)
+                if not told and answer.choices and len(answer.token_ids) > 20:
+                    told = True
+                    self.started.release()
+        except Exception as error:
+            self.errors.append(error)
+        finally:
+            if not told:
+                self.started.release()
+
+    def wait_started(self) -> None:
+        for _ in self.threads:
+            assert self.started.acquire(timeout=60)
+
+    def tokens(self) -> list[list[list[int]]]:
+        for thread in self.threads:
+            thread.join(timeout=120)
+        assert self.errors == []
+        return [tokens_of(answer) for answer in self.answers]
+
+
+def tokens_of(answer: Answer) -> list[list[int]]:
+    return [answer.choices[index].token_ids for index in sorted(answer.choices)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[list[list[int]]]:
+    with inference_stub(cluster.frontend_address()) as stub:
+        return [tokens_of(answer) for answer in generate_together(stub, requests())]
+
+
+@pytest.fixture
+def victims(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as victims:
+        yield victims
+
+
+def test_streams_survive_a_killed_worker_on_another_one(
+    victims: Cluster, undisturbed: list[list[list[int]]]
+) -> None:
+    victims.start(num_workers=2)
+    with inference_stub(victims.frontend_address()) as stub:
+        streams = Streams(stub)
+        streams.wait_started()
+        victims.workers[0].kill()
+        assert streams.tokens() == undisturbed
+
+
+def test_streams_wait_for_a_new_worker_when_the_only_one_is_killed(
+    victims: Cluster, undisturbed: list[list[list[int]]]
+) -> None:
+    victims.start()
+    with inference_stub(victims.frontend_address()) as stub:
+        streams = Streams(stub)
+        streams.wait_started()
+        victims.workers[0].kill()
+        victims.start_worker()
+        assert streams.tokens() == undisturbed
+
+
+def test_streams_survive_a_killed_core_and_the_worker_keeps_its_weights(
+    victims: Cluster, undisturbed: list[list[list[int]]]
+) -> None:
+    victims.start()
+    with inference_stub(victims.frontend_address()) as stub:
+        streams = Streams(stub)
+        streams.wait_started()
+        assert victims.core is not None
+        victims.core.kill()
+        victims.start_core()
+        assert streams.tokens() == undisturbed
+    assert victims.workers[0].process.poll() is None

@@ -1,0 +1,176 @@
+"""Real services as real processes, on unix sockets in a test's own folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the packages of the checkout on the path."""
+    roots = os.pathsep.join(str(ROOT / root) for root in (".", "kernels", "client", "protos"))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
+    return clean | {"PYTHONPATH": roots, "PYTHONUNBUFFERED": "1"}
+
+
+def health(address: str) -> int | None:
+    """The overall health status at an address; None when nobody answers there."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest()
+            return health_pb2_grpc.HealthStub(channel).Check(request, timeout=2).status
+        except grpc.RpcError:
+            return None
+
+
+class Service:
+    """One process with its log."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name = name
+        self.log_path = log
+        self._log = log.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            cwd=log.parent,
+        )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def kill(self, how: int = signal.SIGKILL) -> None:
+        """Send a signal and wait for the process to end."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(how)
+        self.process.wait(timeout=40)
+        self._log.close()
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The exit code of a process that ends by itself."""
+        return self.process.wait(timeout=timeout_s)
+
+
+class Cluster:
+    """A core, frontends and workers; a context manager that ends them all.
+
+    Nothing is started until a `start_…` method is called, so that tests choose the order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str = "embedded",
+        worker_flags: Sequence[str] = (),
+        core_flags: Sequence[str] = (),
+        frontend_flags: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.worker_flags = list(worker_flags)
+        self.core_flags = list(core_flags)
+        self.frontend_flags = list(frontend_flags)
+        self.core_address = f"unix:{folder}/core.sock"
+        self.services: list[Service] = []
+        self.core: Service | None = None
+        self.workers: list[Service] = []
+        self.frontends: list[Service] = []
+
+    def _start(self, name: str, command: Sequence[str]) -> Service:
+        service = Service(name, command, self.folder / f"{name}.log")
+        self.services.append(service)
+        return service
+
+    def frontend_address(self, index: int = 0) -> str:
+        return f"unix:{self.folder}/frontend-{index}.sock"
+
+    def start_core(self) -> Service:
+        self.core = self._start(
+            "core",
+            ["scheduler_service", "scheduler", "--listen", self.core_address, *self.core_flags],
+        )
+        return self.core
+
+    def start_frontend(self) -> Service:
+        index = len(self.frontends)
+        flags = ["--core", self.core_address, "--listen", self.frontend_address(index)]
+        command = ["scheduler_service", "frontend", *flags, *self.frontend_flags]
+        self.frontends.append(self._start(f"frontend-{index}", command))
+        return self.frontends[-1]
+
+    def start_worker(self, *flags: str) -> Service:
+        index = len(self.workers)
+        address = f"unix:{self.folder}/worker-{index}.sock"
+        command = ["worker_service", "--core", self.core_address, "--listen", address]
+        command += ["--model", self.model, *self.worker_flags, *flags]
+        self.workers.append(self._start(f"worker-{index}", command))
+        return self.workers[-1]
+
+    def start(self, *, num_workers: int = 1, num_frontends: int = 1) -> Self:
+        """Start everything and wait until it serves."""
+        self.start_core()
+        for _ in range(num_frontends):
+            self.start_frontend()
+        for _ in range(num_workers):
+            self.start_worker()
+        self.wait_serving()
+        return self
+
+    def wait_serving(self, timeout_s: float = 120) -> None:
+        """Wait until every frontend that runs can serve a model."""
+        deadline = time.monotonic() + timeout_s
+        for index, frontend in enumerate(self.frontends):
+            while frontend.process.poll() is None:
+                if health(self.frontend_address(index)) == SERVING:
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not serving after {timeout_s} s\n{self.logs()}")
+                if all(worker.process.poll() is not None for worker in self.workers):
+                    raise RuntimeError(f"no worker is alive\n{self.logs()}")
+                time.sleep(0.05)
+
+    def logs(self) -> str:
+        """The end of every service's log."""
+        return "\n".join(f"--- {s.name}\n{s.log[-4000:]}" for s in self.services)
+
+    def stop(self) -> None:
+        """SIGTERM to all, SIGKILL to what does not end."""
+        for service in reversed(self.services):
+            with suppress(ProcessLookupError):
+                service.process.terminate()
+        for service in self.services:
+            try:
+                service.process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                service.process.kill()
+                service.process.wait()
+            service._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            print(self.logs())
+        self.stop()

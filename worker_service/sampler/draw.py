@@ -1,0 +1,192 @@
+"""One token per row, drawn from its filtered distribution by inverting the cumulative one.
+
+A row's filters (min-p, top-k, top-p) come down to one number, the *cut*: the smallest logit that
+stays. Tokens with exactly the cut's logit all stay, so the outcome never hangs on how a sort breaks
+ties. Then one uniform number picks the first token, in order of token ids, at which the cumulative
+probability exceeds it.
+
+Sorting a vocabulary is slow, so it is avoided: rows without filters need none, and top-k and top-p
+look at the largest `WINDOWS[0]` logits first and at more only where that is not enough.
+
+Every row's arithmetic is the same whatever rows stand beside it. This is why sums over a row are
+taken in float64 one after the other (`cumsum`) or over chunks of fixed size, never with `sum` over
+a whole row, which torch splits among threads when it has a single row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+WINDOWS = (64, 1024)
+"""How many of a row's largest logits are looked at, one try after the other, before all are."""
+
+CHUNK = 128
+"""Tokens per chunk, where a row is looked at in chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Each row's filters, on the logits' device."""
+
+    top_k: Tensor
+    """int64 [n]; 0 keeps all."""
+
+    top_p: Tensor
+    """float64 [n]; 1 keeps all."""
+
+    min_p: Tensor
+    """float64 [n]; 0 keeps all."""
+
+    def rows(self, index: Tensor) -> "Filters":
+        """The filters of some rows."""
+        return Filters(self.top_k[index], self.top_p[index], self.min_p[index])
+
+    def active(self) -> Tensor:
+        """Which rows are filtered at all, bool [n]."""
+        return (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+
+
+def draw(logits: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
+    """Token ids, one per row.
+
+    logits: float32 [n, vocab_size], already divided by the temperature, each row with a finite
+    maximum; uniforms: float64 [n]. Returns int64 [n].
+    """
+    probs = torch.softmax(logits, dim=-1)
+    active = filters.active()
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    unfiltered = (~active).nonzero().squeeze(1)
+    if len(unfiltered):
+        tokens[unfiltered] = draw_from_all(_take(probs, unfiltered), uniforms[unfiltered])
+    pending = active.nonzero().squeeze(1)
+    for window in WINDOWS:
+        if len(pending) == 0 or window >= logits.shape[1]:
+            break
+        found, certain = _draw_from_largest(
+            _take(logits, pending),
+            _take(probs, pending),
+            filters.rows(pending),
+            uniforms[pending],
+            window,
+        )
+        tokens[pending[certain]] = found[certain]
+        pending = pending[~certain]
+    if len(pending):
+        probs = _take(probs, pending)
+        keep = keep_mask(_take(logits, pending), probs, filters.rows(pending))
+        tokens[pending] = draw_from_all(probs * keep, uniforms[pending])
+    return tokens
+
+
+def keep_mask(logits: Tensor, probs: Tensor, filters: Filters) -> Tensor:
+    """Which tokens stay, found by sorting the whole vocabulary. Returns bool, logits' shape."""
+    values, order = torch.sort(logits, dim=-1, descending=True)
+    cut, _ = _find_cut(values, probs.gather(1, order), filters, logits.shape[1])
+    return logits >= cut.unsqueeze(1)
+
+
+def draw_from_all(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverts the cumulative distribution over the whole vocabulary.
+
+    weights: float32 [n, vocab_size], not negative, with a positive sum; uniforms: float64 [n].
+    Finds the chunk first, then the token in it, so that only short sums are sequential.
+    """
+    cumulative = torch.cumsum(_chunk_sums(weights), dim=-1, dtype=torch.float64)
+    target = uniforms * cumulative[:, -1]
+    chunk = _first_above(cumulative, target)
+    before = pad(cumulative, (1, 0)).gather(1, chunk).squeeze(1)
+    columns = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
+    is_inside = columns < weights.shape[1]
+    members = weights.gather(1, columns.clamp_max(weights.shape[1] - 1)) * is_inside
+    within = torch.cumsum(members, dim=-1, dtype=torch.float64)
+    return (chunk * CHUNK + _first_above(within, target - before)).squeeze(1)
+
+
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Each row's `count` largest logits, largest first, and their columns.
+
+    They lie in the `count` chunks with the largest maxima; looking only there is several times
+    faster than `topk` over a large vocabulary.
+    """
+    vocab_size = logits.shape[1]
+    num_chunks = vocab_size // CHUNK
+    if num_chunks < 4 * count:
+        return torch.topk(logits, count, dim=-1)
+    whole = num_chunks * CHUNK
+    maxima = logits[:, :whole].unflatten(1, (num_chunks, CHUNK)).amax(dim=-1)
+    chunks = torch.topk(maxima, count, dim=-1, sorted=False).indices
+    columns = (chunks.unsqueeze(2) * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
+    tail = torch.arange(whole, vocab_size, device=logits.device).expand(len(logits), -1)
+    columns = torch.cat([columns, tail], dim=1)
+    values, index = torch.topk(logits.gather(1, columns), count, dim=-1)
+    return values, columns.gather(1, index)
+
+
+def _draw_from_largest(
+    logits: Tensor, probs: Tensor, filters: Filters, uniforms: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids, and for which rows they are certain: those that keep less than the window."""
+    values, columns = largest(logits, window)
+    weights = probs.gather(1, columns)
+    cut, is_known = _find_cut(values, weights, filters, logits.shape[1])
+    # A logit below the cut in the window proves that all from the cut up are in the window.
+    certain = is_known & (values[:, -1] < cut)
+    weights = weights * (values >= cut.unsqueeze(1))
+    columns, order = torch.sort(columns, dim=-1)
+    cumulative = torch.cumsum(weights.gather(1, order), dim=-1, dtype=torch.float64)
+    index = _first_above(cumulative, uniforms * cumulative[:, -1])
+    return columns.gather(1, index).squeeze(1), certain
+
+
+def _find_cut(
+    values: Tensor, weights: Tensor, filters: Filters, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The smallest logit that stays, and whether the window sufficed to find it.
+
+    values: [n, window], the row's largest logits, largest first; weights: their probabilities.
+    min-p and top-k look at the whole distribution, then top-p at what is left of it.
+    """
+    window = values.shape[1]
+    top_k = filters.top_k.clamp_max(vocab_size)
+    has_top_k = top_k > 0
+    kth = values.gather(1, (top_k.clamp(1, window) - 1).unsqueeze(1)).squeeze(1)
+    cut = torch.maximum(
+        torch.where(has_top_k, kth, -torch.inf),
+        values[:, 0] + torch.log(filters.min_p).to(values.dtype),
+    )
+    is_all = ~has_top_k & (filters.min_p == 0.0)
+    is_inside = (top_k <= window) & (cut > values[:, -1]) | (window == vocab_size)
+    mass = torch.cumsum(weights * (values >= cut.unsqueeze(1)), dim=-1, dtype=torch.float64)
+    total = torch.where(is_all, 1.0, mass[:, -1])
+    has_crossed = mass >= (filters.top_p * total).unsqueeze(1)
+    is_nucleus = (filters.top_p < 1.0) & has_crossed[:, -1]
+    crossing = values.gather(1, has_crossed.int().argmax(dim=-1, keepdim=True)).squeeze(1)
+    cut = torch.where(is_nucleus, torch.maximum(cut, crossing), cut)
+    return cut, torch.where(is_all, is_nucleus, is_inside)
+
+
+def _chunk_sums(weights: Tensor) -> Tensor:
+    """Sums over chunks of neighbours; the last chunk may be shorter. [n, num_chunks]."""
+    num_chunks = weights.shape[1] // CHUNK
+    whole = num_chunks * CHUNK
+    sums = weights[:, :whole].unflatten(1, (num_chunks, CHUNK)).sum(dim=-1)
+    if whole == weights.shape[1]:
+        return sums
+    return torch.cat([sums, torch.cumsum(weights[:, whole:], dim=-1)[:, -1:]], dim=1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index of the first entry above the target, [n, 1].
+
+    Rounding can put a target at or above the last entry; then the first entry equal to the last is
+    meant, which has a positive weight too.
+    """
+    above = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
+    return torch.minimum(above, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
+
+
+def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor; the tensor itself, uncopied, where that is all of them."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]

@@ -1,0 +1,73 @@
+"""How one sequence's tokens are chosen, as the sampler needs to know it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+def _no_ids() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
+def _no_values() -> Float32Array:
+    return np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerParams:
+    """The wire's `SamplerParams` with arrays for columns; sampling.proto tells each field's meaning."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 considers all tokens."""
+
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    bias_token_ids: Int32Array = field(default_factory=_no_ids)
+    """Tokens whose logits get `bias_values` added; no token twice."""
+
+    bias_values: Float32Array = field(default_factory=_no_values)
+
+    seed: int = 0
+    """64 bits, unsigned."""
+
+    min_tokens: int = 0
+    suppressed_token_ids: Int32Array = field(default_factory=_no_ids)
+    """Tokens held back until there are `min_tokens` output tokens."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be completed; none is empty."""
+
+    num_logprobs: int | None = None
+    """Most probable tokens reported beside the sampled one; None: no log probabilities."""
+
+    num_prompt_logprobs: int | None = None
+    """The same for prompt tokens."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens occurred."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def has_constraints(self) -> bool:
+        """Whether some tokens' logits are changed or excluded for other reasons."""
+        return bool(
+            len(self.bias_token_ids)
+            or self.bad_words
+            or (self.min_tokens and len(self.suppressed_token_ids))
+        )
