@@ -19,7 +19,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 1000
 """A message travels twice in the trailers, which peers limit to a few KiB."""
 
-STATUS_CODES: dict[type[errors.PagewireError], grpc.StatusCode] = {
+STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     errors.PagewireError: grpc.StatusCode.INTERNAL,
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PromptTooLong: grpc.StatusCode.FAILED_PRECONDITION,
@@ -41,7 +41,7 @@ _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 def status_code(error: Exception) -> grpc.StatusCode:
     """The code of `error`; whatever is not ours is INTERNAL."""
-    return STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL)  # type: ignore[arg-type]
+    return STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL)
 
 
 def to_status(error: Exception) -> status_pb2.Status:
@@ -75,11 +75,9 @@ def to_status(error: Exception) -> status_pb2.Status:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     """End the call with the status of `error`; raises what gRPC raises for it."""
     status = to_status(error)
-    await context.abort(
-        _BY_NUMBER[status.code],
-        status.message,
-        trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
-    )
+    trailers = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(_BY_NUMBER[status.code], status.message, trailing_metadata=trailers)
+    raise AssertionError("abort returned")
 
 
 def from_failed(

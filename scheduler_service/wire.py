@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, scheduler_service_pb2
+
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.core.outbox import Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.plan import (
@@ -24,7 +25,7 @@ from scheduler_service.status_codes import status_code
 
 MAX_HANDLE = 2**31 - 1
 
-FINISH_REASONS: Mapping[str, inference_pb.FinishReason] = {
+FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
     "stop": inference_pb.FINISH_REASON_STOP,
     "length": inference_pb.FINISH_REASON_LENGTH,
 }
