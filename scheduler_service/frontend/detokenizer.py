@@ -73,8 +73,9 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """New tokens decoded behind those of the piece before them.
 
-    `_context` holds the tokens of the last piece that has text of its own: enough for a decoder
-    that treats the first token, or the border of two tokens, in a special way.
+    `_anchor` holds the tokens of the last piece that has text of its own, `_context` also those of
+    the piece after it, if that has none: enough for a decoder that treats the first token, or the
+    border of two tokens, in a special way.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class WindowDetokenizer:
         self._ignored = ignored
         self._is_byte_fallback = is_byte_fallback
         self._mends_replacements = mends_replacements
+        self._anchor: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
         self._held: list[int] = []
@@ -119,8 +121,12 @@ class WindowDetokenizer:
     def _emit(self, text: str) -> str:
         piece = text[len(self._context_text) :]
         own_text = self._decode(self._held)
-        if own_text or not self._context:
-            self._context, self._context_text = self._held, own_text
+        if own_text or not self._anchor:
+            self._anchor = self._context = self._held
+            self._context_text = own_text
+        else:  # such as a space alone, which a decoder strips where nothing precedes it
+            self._context = self._anchor + self._held
+            self._context_text = self._decode(self._context)
         self._held = []
         return piece
 
@@ -210,7 +216,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; one with a foreign character (an added one) is plain text."""
+    """The bytes of a byte-level token; an added one with foreign characters is plain text."""
     alphabet = _byte_of_char()
     try:
         return bytes([alphabet[char] for char in token])

@@ -1,0 +1,247 @@
+"""The frontend's one stream to the scheduler core.
+
+All requests of this frontend travel on it. The link keeps trying for as long as the process lives;
+when the core comes back, every open request is submitted again with the tokens it has, so that its
+client notices a pause and nothing else.
+
+A refusal that is only a matter of time, such as a new core that has not heard of the model yet,
+makes a request wait instead of failing it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from pagewire.v1 import model_pb2
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
+from pagewire.v1.sampling_pb2 import SamplingParams
+
+from scheduler_service.columns import from_column
+from scheduler_service.errors import InvalidArgument, PagewireError, QueueFull, UnknownModel
+from scheduler_service.frontend.choice_stream import ChoiceStream
+from scheduler_service.frontend.outgoing import Outgoing
+from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.status_codes import from_failed
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+MAX_HANDLE = 2**31 - 1
+_SAMPLING_FIELDS = SamplingParams.DESCRIPTOR.fields_by_name
+
+
+class CoreLink:
+    """Carries requests to the core and its news back to their streams."""
+
+    def __init__(
+        self,
+        stub: scheduler_grpc.SchedulerServiceStub,
+        frontend_id: str,
+        on_models: Callable[[Iterable[model_pb2.ModelInfo]], None],
+    ) -> None:
+        """`on_models` hears which models can be served: none while the core is away."""
+        self._stub: Any = stub
+        self._frontend_id = frontend_id
+        self._on_models = on_models
+        self._requests: dict[int, RequestStream] = {}
+        self._choices: dict[int, tuple[RequestStream, ChoiceStream]] = {}
+        self._without_model: dict[RequestStream, None] = {}
+        """Requests whose model the core does not know yet."""
+        self._next_handle = 1
+        self._is_attached = False
+        self._outgoing = Outgoing()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the core is there and has spoken."""
+        return self._is_attached
+
+    # What requests ask of the link.
+
+    def submit(self, request: RequestStream) -> None:
+        """Send a request that has begun; it is kept until `close`."""
+        request.handle = self._take_handles(len(request.choices))
+        self._requests[request.handle] = request
+        for choice in request.choices:
+            self._choices[request.handle + choice.index] = (request, choice)
+        self._outgoing.submit(request)
+
+    def close(self, request: RequestStream) -> None:
+        """Forget a request; the core is told to end it unless it has ended."""
+        if self._requests.pop(request.handle, None) is None:
+            return
+        self._without_model.pop(request, None)
+        for choice in request.choices:
+            del self._choices[request.handle + choice.index]
+        if not request.has_ended_at_core:
+            self._outgoing.cancel(request)
+
+    def _take_handles(self, count: int) -> int:
+        """The first of `count` free handles in a row."""
+        while True:
+            first = self._next_handle
+            if first + count > MAX_HANDLE:
+                self._next_handle = 1
+                continue
+            self._next_handle = first + count
+            if self._choices.keys().isdisjoint(range(first, first + count)):
+                return first
+
+    # The stream's life.
+
+    async def run(self) -> None:
+        """Attach, again and again, until cancelled."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            try:
+                await self._attach()
+            except* grpc.aio.AioRpcError as group:
+                self._log_lost(group)
+            # A frontend without its link is of no use; whatever went wrong, a new stream may do.
+            except* Exception:
+                logger.exception("core stream failed")
+            if self._is_attached:
+                backoff_s = MIN_BACKOFF_S
+                self._detach()
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _attach(self) -> None:
+        """One stream from its first to its last message."""
+        self._without_model.clear()
+        self._outgoing = Outgoing(self._frontend_id)
+        for request in self._requests.values():
+            self._outgoing.submit(request)
+        call = self._stub.Attach()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(call))
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    self._receive(response.message)
+                writer.cancel()
+        finally:
+            call.cancel()
+
+    async def _write(self, call: Any) -> None:
+        # A write on a stream that has ended fails without a reason; the read tells it.
+        with suppress(asyncio.InvalidStateError):
+            while True:
+                message = await self._outgoing.next()
+                await call.write(scheduler_pb.AttachRequest(message=message))
+
+    def _log_lost(self, group: ExceptionGroup[grpc.aio.AioRpcError]) -> None:
+        error = group.exceptions[0]
+        assert isinstance(error, grpc.aio.AioRpcError)
+        logger.warning(
+            "no core code=%s num_requests=%d error=%s",
+            error.code().name,
+            len(self._requests),
+            error.details(),
+        )
+
+    def _detach(self) -> None:
+        self._is_attached = False
+        for request in self._requests.values():
+            request.stopwatch.lost()
+        self._on_models(())
+
+    # The core's news.
+
+    def _receive(self, message: scheduler_pb.SchedulerMessage) -> None:
+        """Deliver in the message's order; then each request that got something goes on."""
+        if not self._is_attached:
+            self._is_attached = True
+            logger.info("attached to core num_requests=%d", len(self._requests))
+        if message.HasField("models"):
+            self._take_models(message.models.models)
+        for handle in from_column(message.accepted, "accepted"):
+            if request := self._requests.get(handle):
+                request.receive_accepted()
+        for request in self._deliver(message):
+            self._advance(request)
+        for finished in message.requests_finished:
+            if request := self._requests.get(finished.handle):
+                request.receive_finished(finished)
+        for failed in message.requests_failed:
+            if request := self._requests.get(failed.handle):
+                self._fail(request, _error_of(failed))
+
+    def _deliver(self, message: scheduler_pb.SchedulerMessage) -> Iterable[RequestStream]:
+        """Hand everything to its choice or request; those that got something, in order."""
+        touched: dict[RequestStream, None] = {}
+        token_ids = from_column(message.token_ids, "token_ids")
+        handles = from_column(message.token_handles, "token_handles")
+        for handle, token_id in zip(handles, token_ids, strict=True):
+            if known := self._choices.get(handle):
+                request, choice = known
+                choice.receive_token(token_id)
+                touched[request] = None
+        for entry in message.logprobs:
+            if known := self._choices.get(entry.handle):
+                known[1].receive_logprobs(entry)
+        for update in message.prompt_logprobs:
+            if request_ := self._requests.get(update.handle):
+                request_.receive_prompt_logprobs(update)
+                touched[request_] = None
+        for finished in message.choices_finished:
+            if known := self._choices.get(finished.handle):
+                known[1].receive_finish(finished)
+                touched[known[0]] = None
+        return touched
+
+    def _fail(self, request: RequestStream, error: PagewireError) -> None:
+        """Pass a refusal on, unless it is a matter of time for a request that is good.
+
+        A core that is going leaves it to the next one, which finds out anew which models it has
+        and how many requests were accepted before.
+        """
+        if isinstance(error, UnknownModel):
+            self._without_model[request] = None
+        elif isinstance(error, QueueFull) and request.is_accepted:
+            delay_s = error.retry_delay_s or MAX_BACKOFF_S
+            loop = asyncio.get_running_loop()
+            loop.call_later(delay_s, self._submit_again, request, self._outgoing)
+        elif error.reason != "SHUTTING_DOWN":
+            request.receive_failed(error)
+            return
+        logger.info("request waits request_id=%s reason=%s", request.request_id, error.reason)
+        request.stopwatch.lost()
+
+    def _submit_again(self, request: RequestStream, outgoing: Outgoing) -> None:
+        """Submit on the stream that refused it; a newer stream has it already."""
+        if self._requests.get(request.handle) is request and outgoing is self._outgoing:
+            outgoing.submit(request)
+
+    def _take_models(self, models: Sequence[model_pb2.ModelInfo]) -> None:
+        self._on_models(models)
+        served = {info.name for info in models}
+        for request in [r for r in self._without_model if r.model_name in served]:
+            del self._without_model[request]
+            self._outgoing.submit(request)
+
+    def _advance(self, request: RequestStream) -> None:
+        """Let a request make text of its tokens; a failure there is that request's alone."""
+        try:
+            for choice in request.advance():
+                self._outgoing.stop(request, choice)
+        except Exception:
+            logger.exception("request failed request_id=%s", request.request_id)
+            request.fail(PagewireError("internal error"))
+            self.close(request)
+
+
+def _error_of(failed: scheduler_pb.RequestFailed) -> PagewireError:
+    retry_delay_s = failed.retry_delay_us / 1e6 if failed.HasField("retry_delay_us") else None
+    details = {detail.key: detail.value for detail in failed.details}
+    error = from_failed(failed.code, failed.reason, failed.message, details, retry_delay_s)
+    if (
+        isinstance(error, InvalidArgument)
+        and error.field in SamplingParams.DESCRIPTOR.fields_by_name
+    ):
+        return InvalidArgument(f"sampling_params.{error.field}", error.expected)
+    return error

@@ -1,0 +1,195 @@
+"""The requests that are open on this frontend: taken in, limited, found by id, ended.
+
+What can end a request early all comes together here: its client, an abort, its deadline, the
+service's end. Each frees its place and tells the core at once, whether or not its client reads.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+
+from scheduler_service.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    PagewireError,
+    QueueFull,
+    RequestAborted,
+    Unavailable,
+    UnknownRequest,
+)
+from scheduler_service.frontend import validation
+from scheduler_service.frontend.core_link import CoreLink
+from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
+from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.settled import draw_request_id, prompt_tokens, settle
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 4096
+"""Requests up to this size are settled on the event loop, in about a millisecond at most; a
+thread's hand-over would cost more than it saves."""
+
+RETRY_DELAY_S = 1.0
+"""What a client is told to wait when this frontend is full."""
+
+
+@dataclass(slots=True)
+class _Open:
+    stream: RequestStream
+    preparing: asyncio.Task[None]
+    timer: asyncio.TimerHandle | None
+
+
+class OpenRequests:
+    """All open requests of one frontend."""
+
+    def __init__(
+        self,
+        link: CoreLink,
+        models: ModelDirectory,
+        *,
+        max_concurrent_requests: int,
+        default_timeout_s: float | None,
+    ) -> None:
+        self._link = link
+        self._models = models
+        self._max_concurrent_requests = max_concurrent_requests
+        self._default_timeout_s = default_timeout_s
+        self._open: dict[str, _Open] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self.is_draining = asyncio.Event()
+        """Set once nothing new is taken in."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self,
+        request: inference_pb.GenerateRequest,
+        deadline: float | None,
+        on_news: Callable[[RequestStream], None],
+    ) -> RequestStream:
+        """Take a request in; `close` must follow.
+
+        `deadline` is on the monotonic clock. Raises what makes the request unacceptable here and
+        now; all that is found out later comes as the stream's error.
+        """
+        if self.is_draining.is_set():
+            raise _shutting_down()
+        validation.check_request(request)
+        request_id = request.request_id or draw_request_id()
+        if request_id in self._open:
+            raise DuplicateRequest(
+                f"a request with id {request_id} is live", details={"request_id": request_id}
+            )
+        self._check_room()
+        if deadline is None and self._default_timeout_s is not None:
+            deadline = time.monotonic() + self._default_timeout_s
+        stream = RequestStream(request_id, deadline, on_news)
+        self._open[request_id] = _Open(
+            stream,
+            preparing=asyncio.create_task(self._prepare(stream, request)),
+            timer=self._start_timer(stream),
+        )
+        self._none_open.clear()
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Let go of a request, wherever it stands; the core ends it if it still runs."""
+        opened = self._open.get(stream.request_id)
+        if opened is None or opened.stream is not stream:
+            return
+        del self._open[stream.request_id]
+        self._stop(opened)
+        if not self._open:
+            self._none_open.set()
+
+    def abort(self, request_id: str) -> None:
+        """End a request for somebody else; raises UnknownRequest if there is none."""
+        opened = self._open.get(request_id)
+        if opened is None:
+            raise UnknownRequest(
+                f"no request with id {request_id!r} is live on this frontend",
+                details={"request_id": request_id},
+            )
+        self._fail(opened, RequestAborted("the request was aborted"))
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new, give open requests `grace_s` seconds, then end them."""
+        self.is_draining.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none_open.wait(), grace_s)
+        if self._open:
+            logger.warning("ending open requests num_requests=%d", len(self._open))
+        for opened in list(self._open.values()):
+            self._fail(opened, _shutting_down())
+
+    def _check_room(self) -> None:
+        if len(self._open) >= self._max_concurrent_requests:
+            raise QueueFull(
+                "the frontend has as many open requests as it may",
+                details={"max_concurrent_requests": self._max_concurrent_requests},
+                retry_delay_s=RETRY_DELAY_S,
+            )
+
+    def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
+        """The core ends requests in time; the timer is for when it is away or has no worker."""
+        if stream.deadline is None:
+            return None
+        delay_s = stream.deadline - time.monotonic()
+        return asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
+
+    def _expire(self, stream: RequestStream) -> None:
+        opened = self._open.get(stream.request_id)
+        if opened is not None and opened.stream is stream:
+            self._fail(opened, DeadlineExceeded("the request's deadline has passed"))
+
+    def _fail(self, opened: _Open, error: PagewireError) -> None:
+        """End a request that its reader has not closed yet; the reader finds the error."""
+        opened.stream.fail(error)
+        self._stop(opened)
+
+    def _stop(self, opened: _Open) -> None:
+        opened.preparing.cancel()
+        if opened.timer is not None:
+            opened.timer.cancel()
+        self._link.close(opened.stream)
+
+    async def _prepare(self, stream: RequestStream, request: inference_pb.GenerateRequest) -> None:
+        """Everything between arrival and submission."""
+        try:
+            model = await self._models.resolve(_model_name(request))
+            validation.check_against_model(request, model.info)
+            began = time.perf_counter()
+            if request.ByteSize() <= INLINE_BYTES:
+                _begin(stream, request, model)
+            else:
+                await asyncio.to_thread(_begin, stream, request, model)
+            stream.stopwatch.text_s += time.perf_counter() - began
+            self._link.submit(stream)
+        except PagewireError as error:
+            stream.fail(error)
+        except Exception:
+            logger.exception("request failed request_id=%s", stream.request_id)
+            stream.fail(PagewireError("internal error"))
+
+
+def _begin(
+    stream: RequestStream, request: inference_pb.GenerateRequest, model: ServedModel
+) -> None:
+    """Tokenize, fill in what is open, set up the choices."""
+    stream.begin(settle(request, stream.request_id, model, prompt_tokens(request, model)))
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")
+
+
+def _model_name(request: inference_pb.GenerateRequest) -> str | None:
+    return request.model if request.HasField("model") else None

@@ -1,0 +1,195 @@
+"""One open request: what has come of it, merged until its reader takes it.
+
+A stream holds no queue of messages. What has not been read is the tail of each choice's tokens and
+text, so that a slow reader costs no more memory than the tokens themselves and then gets them in
+one message.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+
+from scheduler_service.errors import GenerationFailed, PagewireError
+from scheduler_service.frontend.choice_stream import ChoiceStream
+from scheduler_service.frontend.logprobs import PromptLogprobs
+from scheduler_service.frontend.settled import SettledRequest
+from scheduler_service.frontend.timings import Stopwatch
+
+MAX_LOGPROBS_PER_RESPONSE = 32_768
+"""Bounds the size of one response (about 1 MB) when a slow reader asked for log probabilities."""
+
+
+class RequestStream:
+    """From arrival to the last response, whoever reads it.
+
+    Life: made on arrival; `begin` once it is settled; the core's news through the `receive_…`
+    methods, each round closed with `advance`; `take` until `is_done`. `fail` ends it at any point.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        deadline: float | None,
+        on_news: Callable[["RequestStream"], None],
+    ) -> None:
+        """`deadline` is on the monotonic clock; `on_news` hears when there may be something new
+        to `take`, or an error."""
+        self.request_id = request_id
+        self.deadline = deadline
+        self.stopwatch = Stopwatch()
+        self.error: PagewireError | None = None
+        """Why the stream ended early; what came before may still be taken."""
+        self.is_done = False
+        """Whether the last response was taken."""
+        self.handle = 0
+        """The link's number for the first choice; 0 before it is submitted."""
+        self.choices: list[ChoiceStream] = []
+        self.has_ended_at_core = False
+        """Whether the core has no more to say about it."""
+        self._on_news = on_news
+        self._request: SettledRequest | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self.is_accepted = False
+        """Whether a core has ever taken it in."""
+        self._started_sent = False
+        self._finished: scheduler_pb.RequestFinished | None = None
+        self._timings: inference_pb.Timings | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The model it was settled for."""
+        assert self._request is not None
+        return self._request.model.info.name
+
+    def begin(self, request: SettledRequest) -> None:
+        """Set up the choices, with what a resumed request brings.
+
+        Raises InvalidArgument if that cannot have come of the request. Detokenizes what was
+        resumed, which takes a while for long outputs; call it off the loop then.
+        """
+        choices = [
+            ChoiceStream(index, request, request.token_text) for index in range(request.num_choices)
+        ]
+        for position, resumed in enumerate(request.resume):
+            choices[resumed.index].restore(resumed, f"resume[{position}]")
+        if request.wants_prompt_logprobs:
+            self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, request.token_text)
+        self._request, self.choices = request, choices
+
+    # To the core.
+
+    def submission(self) -> scheduler_pb.Submit:
+        """What the core is told, the first time or again after it was lost."""
+        assert self._request is not None
+        submit = scheduler_pb.Submit()
+        submit.CopyFrom(self._request.submit)
+        submit.handle = self.handle
+        submit.generated.extend(
+            choice.generated() for choice in self.choices if choice.token_ids or choice.finish
+        )
+        if self.deadline is not None:
+            submit.timeout_us = max(1, round((self.deadline - time.monotonic()) * 1e6))
+        return submit
+
+    # From the core.
+
+    def receive_accepted(self) -> None:
+        """The core has taken the request in."""
+        self.stopwatch.found()
+        if not self.is_accepted:
+            self.is_accepted = True
+            self._on_news(self)
+
+    def receive_prompt_logprobs(self, update: scheduler_pb.PromptLogprobsUpdate) -> None:
+        """Log probabilities of the next part of the prompt."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.receive(update)
+
+    def advance(self) -> Iterable[ChoiceStream]:
+        """Make text of the tokens received; the choices that a stop string has just ended."""
+        began = time.perf_counter()
+        stopped = [choice for choice in self.choices if choice.advance()]
+        self.stopwatch.text_s += time.perf_counter() - began
+        self._on_news(self)
+        return stopped
+
+    def receive_finished(self, finished: scheduler_pb.RequestFinished) -> None:
+        """All choices have ended."""
+        self.has_ended_at_core = True
+        if any(choice.finish is None for choice in self.choices):
+            self.fail(GenerationFailed("the request ended before all of its choices had"))
+            return
+        self._finished = finished
+        self._timings = self.stopwatch.total(finished.timings)
+        self._on_news(self)
+
+    def receive_failed(self, error: PagewireError) -> None:
+        """The core has refused or ended it."""
+        self.has_ended_at_core = True
+        self.fail(error)
+
+    def fail(self, error: PagewireError) -> None:
+        """End early; the first error counts, and none does after the end."""
+        if self.error is None and self._finished is None:
+            self.error = error
+            self._on_news(self)
+
+    # To the client.
+
+    def take(self) -> inference_pb.GenerateResponse | None:
+        """All that is new, in one response; None if nothing is."""
+        if not self.is_accepted or self.is_done:
+            return None
+        response = inference_pb.GenerateResponse(request_id=self.request_id)
+        has_news = self._write_started(response)
+        has_news = self._write_prompt_logprobs(response) or has_news
+        has_news = self._write_choices(response) or has_news
+        has_news = self._write_end(response) or has_news
+        return response if has_news else None
+
+    def _write_started(self, response: inference_pb.GenerateResponse) -> bool:
+        if self._started_sent or self._request is None:
+            return False
+        self._started_sent = True
+        response.started.seed = self._request.seed
+        response.started.model = self._request.model.info.name
+        response.started.prompt_token_ids.extend(self._request.prompt_token_ids)
+        return True
+
+    def _write_prompt_logprobs(self, response: inference_pb.GenerateResponse) -> bool:
+        if self._prompt_logprobs is None or not self._prompt_logprobs.is_complete:
+            return False
+        response.prompt_logprobs.extend(self._prompt_logprobs.positions)
+        self._prompt_logprobs = None
+        return True
+
+    def _write_choices(self, response: inference_pb.GenerateResponse) -> bool:
+        room = self._max_tokens_per_response()
+        for choice in self.choices:
+            if choice.has_news and room > 0:
+                delta = choice.take(room)
+                room -= len(delta.token_ids)
+                response.choices.append(delta)
+        if room <= 0:
+            self._on_news(self)  # there may be more
+        return bool(response.choices)
+
+    def _max_tokens_per_response(self) -> int:
+        assert self._request is not None
+        if self._request.num_logprobs is None:
+            return MAX_LOGPROBS_PER_RESPONSE
+        return MAX_LOGPROBS_PER_RESPONSE // (1 + self._request.num_logprobs)
+
+    def _write_end(self, response: inference_pb.GenerateResponse) -> bool:
+        if self._finished is None or any(choice.has_news for choice in self.choices):
+            return False
+        assert self._request is not None
+        assert self._timings is not None
+        response.usage.prompt_tokens = len(self._request.prompt_token_ids)
+        response.usage.cached_tokens = self._finished.cached_tokens
+        response.usage.completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        response.timings.CopyFrom(self._timings)
+        self.is_done = True
+        return True

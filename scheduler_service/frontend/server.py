@@ -1,0 +1,110 @@
+"""A frontend as a process: its link to the core, its servicer, its orderly end."""
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from pagewire.v1 import inference_service_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
+from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+
+from scheduler_service.errors import Unavailable
+from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.core_link import CoreLink
+from scheduler_service.frontend.model_assets import ModelDirectory
+from scheduler_service.frontend.open_requests import OpenRequests
+from scheduler_service.frontend.servicer import InferenceServicer
+from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES, channel_options
+from scheduler_service.service_runner import ServiceRunner
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+ASSETS_TIMEOUT_S = 60.0
+"""How long a model's files may take; the largest tokenizers have some 30 MB."""
+CORE_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 32 << 10)]
+"""Bytes the core may send ahead of what this process has read. Kept small, so that a frontend that
+cannot keep up is not seconds behind: the core then merges several steps' news into one message, and
+every client gets fewer and larger responses."""
+FLUSH_S = 2.0
+"""For calls to write their last status after their requests were ended."""
+
+
+class Frontend:
+    """All parts of one frontend, wired. `start`, then `stop`; `serve` is both around a signal."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._channel = grpc.aio.insecure_channel(
+            config.core, options=[*channel_options(), *CORE_WINDOW]
+        )
+        core: Any = scheduler_service_pb2_grpc.SchedulerServiceStub(self._channel)
+        self.models = ModelDirectory(lambda name: _fetch_assets(core, name))
+        self.link = CoreLink(core, _frontend_id(), self.models.update)
+        self.requests = OpenRequests(
+            self.link,
+            self.models,
+            max_concurrent_requests=config.max_concurrent_requests,
+            default_timeout_s=config.default_timeout_s,
+        )
+        self.runner = ServiceRunner(
+            listen=config.listen,
+            service_names=[SERVICE_NAME],
+            grace_period_s=config.grace_period_s,
+            max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES,
+        )
+        servicer = InferenceServicer(self.requests, self.models, core)
+        add_InferenceServiceServicer_to_server(servicer, self.runner.server)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen, and look for the core. Raises CannotListen."""
+        await self.runner.start()
+        self._tasks = [
+            asyncio.create_task(self.link.run()),
+            asyncio.create_task(self._report_health()),
+        ]
+
+    async def stop(self) -> None:
+        """Let open requests finish within the grace period; end what is left as UNAVAILABLE."""
+        await self.requests.drain(self.runner.grace_period_s)
+        await self.runner.stop(FLUSH_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.models.close()
+        await self._channel.close()
+
+    async def _report_health(self) -> None:
+        while True:
+            changed = self.models.changed
+            await self.runner.set_serving(self.models.is_serving)
+            await changed.wait()
+
+
+async def serve(config: FrontendConfig) -> None:
+    """Run a frontend until SIGTERM or SIGINT. Raises CannotListen."""
+    frontend = Frontend(config)
+    await frontend.start()
+    await frontend.runner.wait_for_signal()
+    await frontend.stop()
+
+
+async def _fetch_assets(core: Any, name: str) -> Mapping[str, bytes]:
+    """A model's files by name; raises Unavailable if nobody can send them now."""
+    request = scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest(model=name)
+    files: dict[str, bytearray] = {}
+    try:
+        async for response in core.GetModelAssets(request, timeout=ASSETS_TIMEOUT_S):
+            files.setdefault(response.chunk.file_name, bytearray()).extend(response.chunk.data)
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(f"{error.code().name}: {error.details()}") from error
+    return {file_name: bytes(data) for file_name, data in files.items()}
+
+
+def _frontend_id() -> str:
+    """Unique per process, and telling in the core's log."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,219 @@
+"""`InferenceService`: what clients call. It awaits and translates; the work is done elsewhere."""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import grpc
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+
+from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.frontend import validation
+from scheduler_service.frontend.many import ManyRequests
+from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
+from scheduler_service.frontend.open_requests import INLINE_BYTES, OpenRequests
+from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.settled import chat_tokens
+from scheduler_service.status_codes import abort
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 5.0
+"""How long the core may take for a snapshot."""
+
+Context = Any
+"""grpc's stubs know a context for servers with threads and another for asyncio; this is the latter.
+"""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate["InferenceServicer", Any, Context, P], Awaitable[R]]
+
+
+def _with_statuses(method: Method[P, R]) -> Method[P, R]:
+    """Ends the call with the status of whatever error leaves `method`."""
+
+    @functools.wraps(method)
+    async def wrapped(
+        self: "InferenceServicer", request: Any, context: Context, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        try:
+            return await method(self, request, context, *args, **kwargs)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            if not isinstance(error, PagewireError):
+                logger.exception("call failed method=%s", method.__name__)
+            await abort(context, error)
+
+    return wrapped
+
+
+class InferenceServicer(inference_grpc.InferenceServiceServicer):
+    """Serves one frontend's clients.
+
+    Streams are written with `context.write` rather than yielded (grpc's stubs know only the
+    latter): a cancelled call then ends at once, in `finally`, not when a generator is collected.
+    """
+
+    def __init__(self, requests: OpenRequests, models: ModelDirectory, core: Any) -> None:
+        """`core` is a stub of the core's SchedulerService."""
+        self._requests = requests
+        self._models = models
+        self._core = core
+
+    @_with_statuses
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb.GenerateRequest, context: Context
+    ) -> None:
+        """Responses as they come; the end of the call, whatever its cause, ends the request."""
+        news = asyncio.Event()
+        stream = self._requests.open(request, _deadline(context), lambda _: news.set())
+        try:
+            await _write_responses(stream, news, context)
+        finally:
+            self._requests.close(stream)
+
+    @_with_statuses
+    async def GenerateMany(self, _: Any, context: Context) -> None:  # type: ignore[override]
+        """Responses and errors of all requests on the stream."""
+
+        async def read() -> inference_pb.GenerateManyRequest | None:
+            message = await context.read()
+            return None if message is grpc.aio.EOF else message
+
+        await ManyRequests(self._requests, _deadline(context)).run(read, context.write)
+
+    @_with_statuses
+    async def Abort(
+        self, request: inference_pb.AbortRequest, context: Context
+    ) -> inference_pb.AbortResponse:
+        """End a request of this frontend."""
+        self._requests.abort(request.request_id)
+        return inference_pb.AbortResponse()
+
+    @_with_statuses
+    async def Tokenize(
+        self, request: inference_pb.TokenizeRequest, context: Context
+    ) -> inference_pb.TokenizeResponse:
+        """Token ids of a text or a chat."""
+        model = self._model(request)
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidArgument("input", "expected one of text and chat")
+        if kind == "chat":
+            validation.check_chat(request.chat)
+        return await _off_the_loop(request, _tokenize, model)
+
+    @_with_statuses
+    async def Detokenize(
+        self, request: inference_pb.DetokenizeRequest, context: Context
+    ) -> inference_pb.DetokenizeResponse:
+        """Text of token ids."""
+        model = self._model(request)
+        validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
+        return await _off_the_loop(request, _detokenize, model)
+
+    @_with_statuses
+    async def GetModel(
+        self, request: inference_pb.GetModelRequest, context: Context
+    ) -> inference_pb.GetModelResponse:
+        """Facts about a served model."""
+        return inference_pb.GetModelResponse(model=self._model(request).info)
+
+    @_with_statuses
+    async def GetStatus(
+        self, request: inference_pb.GetStatusRequest, context: Context
+    ) -> inference_pb.GetStatusResponse:
+        """The core's snapshot."""
+        try:
+            response = await self._core.GetStatus(
+                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=STATUS_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _no_status(error) from error
+        return inference_pb.GetStatusResponse(status=response.status)
+
+    @_with_statuses
+    async def WatchStatus(  # type: ignore[override]
+        self, request: inference_pb.WatchStatusRequest, context: Context
+    ) -> None:
+        """The core's snapshots, for as long as the client and the core are there."""
+        validation.check_status_interval(request)
+        watch = scheduler_pb.SchedulerServiceWatchStatusRequest()
+        if request.HasField("interval_ms"):
+            watch.interval_ms = request.interval_ms
+        call = self._core.WatchStatus(watch)
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                await context.write(inference_pb.WatchStatusResponse(status=response.status))
+        except grpc.aio.AioRpcError as error:
+            raise _no_status(error) from error
+        finally:
+            call.cancel()
+        raise Unavailable("the scheduler core has gone", reason="CORE_AWAY")
+
+    def _model(self, request: Any) -> ServedModel:
+        """The model a request names; unlike a generation it does not wait for one."""
+        return self._models.current(request.model if request.HasField("model") else None)
+
+
+async def _write_responses(stream: RequestStream, news: asyncio.Event, context: Context) -> None:
+    """Write until the last response; raises the stream's error after what came before it."""
+    while not stream.is_done:
+        await news.wait()
+        news.clear()
+        response = stream.take()
+        if response is not None:
+            await context.write(response)
+        elif stream.error is not None:
+            raise stream.error
+        if stream.error is not None:
+            news.set()
+
+
+async def _off_the_loop(request: Any, work: Callable[..., R], model: ServedModel) -> R:
+    """`work(request, model)`, in a thread when the request is long."""
+    if request.ByteSize() <= INLINE_BYTES:
+        return work(request, model)
+    return await asyncio.to_thread(work, request, model)
+
+
+def _tokenize(
+    request: inference_pb.TokenizeRequest, model: ServedModel
+) -> inference_pb.TokenizeResponse:
+    tokenizer = model.require_tokenizer("Tokenize")
+    if request.HasField("chat"):
+        token_ids = chat_tokens(request.chat, model)
+    else:
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        token_ids = tokenizer.encode(request.text, add_special_tokens=special)
+    return inference_pb.TokenizeResponse(
+        token_ids=token_ids,
+        tokens=[tokenizer.token_name(token_id) for token_id in token_ids],
+        max_model_len=model.info.max_model_len,
+    )
+
+
+def _detokenize(
+    request: inference_pb.DetokenizeRequest, model: ServedModel
+) -> inference_pb.DetokenizeResponse:
+    tokenizer = model.require_tokenizer("Detokenize")
+    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    text = tokenizer.decode(request.token_ids, skip_special_tokens=skip)
+    return inference_pb.DetokenizeResponse(text=text)
+
+
+def _deadline(context: Context) -> float | None:
+    """The call's deadline on the monotonic clock."""
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining
+
+
+def _no_status(error: grpc.aio.AioRpcError) -> Unavailable:
+    return Unavailable(f"no status of the scheduler core: {error.details()}", reason="CORE_AWAY")

@@ -1,0 +1,199 @@
+"""A request with nothing left open: tokens instead of text, values instead of defaults."""
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from google.protobuf.message import Message
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import sampling_pb2
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+
+from scheduler_service.columns import to_column
+from scheduler_service.errors import InvalidArgument, PromptTooLong
+from scheduler_service.frontend.detokenizer import Detokenizer, NoText
+from scheduler_service.frontend.model_assets import ServedModel
+from scheduler_service.frontend.stop_strings import StopStrings
+
+T = TypeVar("T")
+
+SEED_BITS = 53
+"""Drawn seeds fit a double, so that a client in any language can send one back unharmed."""
+
+
+def draw_request_id() -> str:
+    """An id for a request that brings none."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledRequest:
+    """What a stream needs to know of its request, and what the core is told of it."""
+
+    submit: scheduler_pb.Submit
+    """Complete but for handle, timeout and generated tokens."""
+    model: ServedModel
+    prompt_token_ids: Sequence[int]
+    num_choices: int
+    seed: int
+    min_tokens: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    """All tokens that end a choice."""
+    reported_stop_token_ids: frozenset[int]
+    """Of those, the ones told as the stop reason: not plain ends of sequence."""
+    stop: StopStrings
+    include_stop: bool
+    skip_special_tokens: bool
+    num_logprobs: int | None
+    wants_prompt_logprobs: bool
+    resume: Sequence[inference_pb.ResumedChoice]
+
+    def make_detokenizer(self) -> Detokenizer:
+        """For one choice."""
+        if self.model.tokenizer is None:
+            return NoText()
+        return self.model.tokenizer.detokenizer(skip_special_tokens=self.skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text; empty without a tokenizer."""
+        tokenizer = self.model.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def prompt_tokens(request: inference_pb.GenerateRequest, model: ServedModel) -> list[int]:
+    """The prompt as token ids. Tokenizing takes a while for long texts; call it off the loop."""
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if kind == "text":
+        tokens = model.require_tokenizer("text prompt").encode(request.text)
+    else:
+        tokens = chat_tokens(request.chat, model)
+    if not tokens:
+        field = "text" if kind == "text" else "chat.messages"
+        raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
+    return tokens
+
+
+def chat_tokens(chat: inference_pb.Chat, model: ServedModel) -> list[int]:
+    """A conversation as token ids."""
+    return model.require_tokenizer("chat prompt").encode_chat(
+        [{"role": message.role, "content": message.content} for message in chat.messages],
+        add_generation_prompt=_or(chat, "add_generation_prompt", True),
+    )
+
+
+def settle(
+    request: inference_pb.GenerateRequest, request_id: str, model: ServedModel, prompt: list[int]
+) -> SettledRequest:
+    """Fill in what a checked request leaves open.
+
+    Raises PromptTooLong, and UnsupportedByModel for what needs a tokenizer where there is none.
+    """
+    params = request.sampling_params
+    max_tokens = _max_tokens(params, model, len(prompt))
+    stop_token_ids, reported = _stop_tokens(params, model)
+    seed = params.seed if params.HasField("seed") else secrets.randbits(SEED_BITS)
+    if params.stop:
+        model.require_tokenizer("sampling_params.stop")
+    n = _or(params, "n", 1)
+    return SettledRequest(
+        submit=scheduler_pb.Submit(
+            request_id=request_id,
+            model=model.info.name,
+            priority=request.priority,
+            prompt_token_ids=to_column(prompt),
+            num_choices=n,
+            best_of=_or(params, "best_of", n),
+            max_tokens=max_tokens,
+            stop_token_ids=to_column(sorted(stop_token_ids)),
+            sampling=_sampler_params(params, model, seed, stop_token_ids),
+        ),
+        model=model,
+        prompt_token_ids=prompt,
+        num_choices=n,
+        seed=seed,
+        min_tokens=params.min_tokens,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        reported_stop_token_ids=reported,
+        stop=StopStrings(params.stop),
+        include_stop=params.include_stop_in_output,
+        skip_special_tokens=_or(params, "skip_special_tokens", True),
+        num_logprobs=params.logprobs if params.HasField("logprobs") else None,
+        wants_prompt_logprobs=params.HasField("prompt_logprobs"),
+        resume=request.resume,
+    )
+
+
+def _max_tokens(params: sampling_pb2.SamplingParams, model: ServedModel, num_prompt: int) -> int:
+    """As asked or as the model's author says, within the room that the prompt leaves."""
+    max_model_len = model.info.max_model_len
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt} tokens; prompt and output together are limited to "
+            f"{max_model_len}",
+            details={"prompt_tokens": num_prompt, "max_model_len": max_model_len},
+        )
+    if params.HasField("max_tokens"):
+        return min(params.max_tokens, room)
+    return min(model.defaults.max_tokens or room, room)
+
+
+def _stop_tokens(
+    params: sampling_pb2.SamplingParams, model: ServedModel
+) -> tuple[frozenset[int], frozenset[int]]:
+    """All stop tokens, and those of them that are more than an end of sequence."""
+    asked = frozenset(params.stop_token_ids)
+    end = frozenset() if params.ignore_eos else model.eos_token_ids
+    return asked | end, asked - end
+
+
+def _sampler_params(
+    params: sampling_pb2.SamplingParams,
+    model: ServedModel,
+    seed: int,
+    stop_token_ids: frozenset[int],
+) -> sampling_pb2.SamplerParams:
+    defaults = model.defaults
+    sampler = sampling_pb2.SamplerParams(
+        temperature=_or(params, "temperature", defaults.temperature),
+        top_p=_or(params, "top_p", defaults.top_p),
+        top_k=min(_or(params, "top_k", defaults.top_k), model.info.vocab_size),
+        min_p=_or(params, "min_p", defaults.min_p),
+        repetition_penalty=_or(params, "repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=seed,
+        min_tokens=params.min_tokens,
+        suppressed_token_ids=to_column(sorted(stop_token_ids)) if params.min_tokens else b"",
+        bad_words=_bad_words(params, model),
+    )
+    if params.HasField("logprobs"):
+        sampler.logprobs = params.logprobs
+    if params.HasField("prompt_logprobs"):
+        sampler.prompt_logprobs = params.prompt_logprobs
+    return sampler
+
+
+def _bad_words(
+    params: sampling_pb2.SamplingParams, model: ServedModel
+) -> list[sampling_pb2.TokenSequence]:
+    if not params.bad_words:
+        return []
+    tokenizer = model.require_tokenizer("sampling_params.bad_words")
+    return [
+        sampling_pb2.TokenSequence(token_ids=to_column(token_ids))
+        for word in params.bad_words
+        for token_ids in tokenizer.bad_word_sequences(word)
+    ]
+
+
+def _or(message: Message, field: str, default: T) -> T:
+    """A field's value where it is present, else the default."""
+    return cast(T, getattr(message, field)) if message.HasField(field) else default

@@ -1,0 +1,312 @@
+"""The link to the core: what it carries, and what happens when the core goes and comes back."""
+
+import grpc
+import pytest
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
+
+from scheduler_service.columns import to_column
+from scheduler_service.frontend import outgoing
+from scheduler_service.frontend.core_link import MAX_HANDLE, CoreLink
+from scheduler_service.frontend.request_stream import RequestStream
+from tests.scheduler_service.frontend.conftest import Served
+from tests.support.fake_core import FakeCore, FakeRequest, model_info
+from tests.support.frontends import (
+    bad_field,
+    client_of,
+    error_of,
+    eventually,
+    generate_request,
+    model_ready,
+    read_all,
+    running_frontend,
+    text_of,
+    tokens_of,
+)
+from tests.support.tokenizers import byte_level
+
+
+def letters(text: str) -> list[int]:
+    return [byte_level().token_to_id(letter) for letter in text]
+
+
+async def started(served: Served, **fields: object) -> tuple[object, FakeRequest]:
+    call = served.client.Generate(generate_request("hello", **fields))
+    request = await served.core.next_request()
+    await request.accept()
+    await call.read()
+    return call, request
+
+
+async def test_a_broken_stream_is_replaced_and_open_requests_go_on_where_they_were(
+    served: Served,
+) -> None:
+    call, request = await started(served, n=2, seed=5)
+    await request.send_tokens(letters("abc"), 0)
+    await request.send_tokens(letters("x"), 1)
+    await request.finish_choice(1)
+    while text_of(received := [await call.read()], 1) == "":
+        pass
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    assert again.attachment is not request.attachment
+    assert (again.submit.request_id, again.submit.sampling.seed) == (
+        request.submit.request_id,
+        5,
+    )
+    assert again.generated(0) == letters("abc")
+    assert again.generated(1) == letters("x")
+    assert [entry.finished for entry in again.submit.generated] == [False, True]
+    await again.accept()
+    await again.send_tokens(letters("de"), 0)
+    await again.finish_choice(0)
+    await again.finish()
+    rest = await read_all(call)
+    assert text_of([*received, *rest], 0)[-2:] == "de"
+    assert not any(response.HasField("started") for response in rest)
+    assert rest[-1].usage.completion_tokens == 6
+    timings = rest[-1].timings
+    assert timings.recovery_us > 0
+    assert timings.total_us == timings.recovery_us + timings.wire_us + timings.detokenize_us
+
+
+async def test_a_core_that_dies_is_waited_for_and_a_new_one_gets_the_open_requests(
+    served: Served,
+) -> None:
+    call, request = await started(served)
+    await request.send_tokens(letters("ab"))
+    assert text_of([await call.read()]) == "ab"
+    address = served.core.address
+    await served.core.stop()
+    fresh = FakeCore()
+    await fresh.start(address)
+    try:
+        again = await fresh.next_request()
+        assert again.generated() == letters("ab")
+        await again.accept()
+        await again.send_tokens(letters("c"))
+        await again.finish_choice()
+        await again.finish()
+        assert text_of(await read_all(call)) == "c"
+    finally:
+        await fresh.stop()
+
+
+async def test_a_core_on_its_way_out_does_not_fail_the_request_that_the_next_can_do(
+    served: Served,
+) -> None:
+    call = served.client.Generate(generate_request("hello"))
+    request = await served.core.next_request()
+    await request.fail(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    await again.complete(letters("ok"))
+    assert text_of(await read_all(call)) == "ok"
+
+
+async def test_a_core_that_does_not_know_the_model_yet_gets_the_request_when_it_does(
+    served: Served,
+) -> None:
+    call, request = await started(served)
+    await request.send_tokens(letters("ab"))
+    assert text_of([await call.read()]) == "ab"
+    served.core.models = [model_info("other")]
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    await again.fail(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL")
+    await again.attachment.tell_models([model_info("other"), model_info("tiny")])
+    last = await served.core.next_request()
+    assert last.generated() == letters("ab")
+    await last.accept()
+    await last.finish_choice()
+    await last.finish()
+    assert (await read_all(call))[-1].usage.completion_tokens == 2
+
+
+async def test_a_request_that_was_accepted_before_is_not_refused_for_a_full_queue(
+    served: Served,
+) -> None:
+    call, request = await started(served)
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    await again.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_delay_us=1000)
+    await (await served.core.next_request()).complete(letters("ok"))
+    assert text_of(await read_all(call)) == "ok"
+
+
+async def test_a_field_that_the_core_refuses_is_named_as_the_client_knows_it(
+    served: Served,
+) -> None:
+    call = served.client.Generate(generate_request("hello", n=128))
+    request = await served.core.next_request()
+    detail = scheduler_pb.ErrorDetail(key="field", value="n")
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    await request.fail(code, "INVALID_FIELD", "n: must be 1 to 64", details=[detail])
+    error = await error_of(call)
+    assert bad_field(error) == "sampling_params.n"
+    assert error.details() == "sampling_params.n: must be 1 to 64"
+
+
+async def test_the_prompts_log_probabilities_are_not_told_twice(served: Served) -> None:
+    call = served.client.Generate(generate_request([5, 6, 7], prompt_logprobs=0))
+
+    def update(handle: int, start: int, ids: list[int]) -> scheduler_pb.PromptLogprobsUpdate:
+        return scheduler_pb.PromptLogprobsUpdate(
+            handle=handle,
+            start=start,
+            width=1,
+            token_ids=to_column(ids),
+            logprobs=b"\0" * 4 * len(ids),
+            ranks=to_column([1] * len(ids)),
+        )
+
+    request = await served.core.next_request()
+    await request.accept()
+    await request.attachment.send(prompt_logprobs=[update(request.handle, 1, [6])])
+    await call.read()
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    await again.attachment.send(prompt_logprobs=[update(again.handle, 1, [6, 7])])
+    await again.complete(letters("a"))
+    responses = await read_all(call)
+    (prompt,) = [r.prompt_logprobs for r in responses if r.prompt_logprobs]
+    assert [entry.token.token_id for entry in prompt] == [5, 6, 7]
+
+
+async def test_requests_wait_for_a_core_that_is_still_to_come() -> None:
+    core = FakeCore()
+    await core.start("127.0.0.1:0")
+    await core.stop()
+    async with running_frontend(core.address) as frontend, client_of(frontend) as client:
+        call = client.Generate(generate_request("hello"))
+        await eventually(lambda: len(frontend.requests) > 0)
+        late = FakeCore()
+        await late.start(core.address)
+        try:
+            await (await late.next_request()).complete(letters("hi"))
+            assert text_of(await read_all(call)) == "hi"
+        finally:
+            await late.stop()
+
+
+async def test_requests_wait_for_a_model_that_is_still_to_come(served: Served) -> None:
+    attachment = await served.core.attachment()
+    await attachment.tell_models([])
+    await model_ready(served.frontend, ready=False)
+    call = served.client.Generate(generate_request("hello"))
+    await eventually(lambda: len(served.frontend.requests) > 0)
+    assert not attachment.requests
+    await attachment.tell_models(served.core.models)
+    await (await served.core.next_request()).complete(letters("hi"))
+    assert text_of(await read_all(call)) == "hi"
+
+
+async def test_a_burst_of_requests_travels_in_one_message(served: Served) -> None:
+    attachment = await served.core.attachment()
+    await attachment.tell_models([])
+    await model_ready(served.frontend, ready=False)
+    calls = [served.client.Generate(generate_request([5, 6])) for _ in range(50)]
+    await eventually(lambda: len(served.frontend.requests) == 50)
+    await attachment.tell_models(served.core.models)
+    requests = [await served.core.next_request() for _ in calls]
+    assert len([message for message in attachment.messages if message.submits]) == 1
+    for request in requests:
+        await request.complete(letters("a"))
+    for call in calls:
+        assert tokens_of(await read_all(call)) == letters("a")
+
+
+async def test_resubmissions_are_spread_over_messages_of_bounded_size(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "MAX_SUBMIT_BYTES", 2000)
+    calls = [served.client.Generate(generate_request([5] * 200)) for _ in range(10)]
+    requests = [await served.core.next_request() for _ in calls]
+    requests[0].attachment.break_off()
+    again = [await served.core.next_request() for _ in calls]
+    assert {request.handle for request in again} == {request.handle for request in requests}
+    assert max(len(message.submits) for message in again[0].attachment.messages) == 3
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_deadline_travels_as_the_time_that_is_left(served: Served) -> None:
+    call = served.client.Generate(generate_request("hello"), timeout=30)
+    request = await served.core.next_request()
+    assert 0 < request.submit.timeout_us <= 30_000_000
+    call.cancel()
+    await request.cancelled()
+
+
+async def test_without_a_deadline_none_is_told(served: Served) -> None:
+    call = served.client.Generate(generate_request("hello"))
+    assert not (await served.core.next_request()).submit.HasField("timeout_us")
+    call.cancel()
+
+
+async def test_a_message_that_is_nonsense_costs_the_stream_and_not_the_frontend(
+    served: Served,
+) -> None:
+    call, request = await started(served)
+    await request.attachment.send(accepted=b"abc")
+    again = await served.core.next_request()
+    await again.complete(letters("ok"))
+    assert text_of(await read_all(call)) == "ok"
+
+
+async def test_news_of_requests_that_are_gone_are_passed_over(served: Served) -> None:
+    call, request = await started(served)
+    attachment = request.attachment
+    await attachment.send(
+        accepted=to_column([999]),
+        token_handles=to_column([999, request.handle]),
+        token_ids=to_column(letters("xa")),
+        logprobs=[scheduler_pb.ChoiceLogprobs(handle=999)],
+        prompt_logprobs=[scheduler_pb.PromptLogprobsUpdate(handle=999)],
+        choices_finished=[scheduler_pb.ChoiceFinished(handle=999)],
+        requests_finished=[scheduler_pb.RequestFinished(handle=999)],
+        requests_failed=[scheduler_pb.RequestFailed(handle=999)],
+    )
+    await request.finish_choice()
+    await request.finish()
+    assert text_of(await read_all(call)) == "a"
+
+
+async def test_an_unforeseen_failure_ends_its_own_request_only(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, request = await started(served)
+    other_call, other = await started(served)
+    (stream,) = [
+        opened.stream
+        for opened in served.frontend.requests._open.values()
+        if opened.stream.handle == request.handle
+    ]
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(stream, "advance", fail)
+    await request.send_tokens(letters("a"))
+    error = await error_of(call)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
+    await request.cancelled()
+    await other.send_tokens(letters("b"))
+    await other.finish_choice()
+    await other.finish()
+    assert text_of(await read_all(other_call)) == "b"
+
+
+async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
+    async with grpc.aio.insecure_channel("unix:/nowhere") as channel:
+        link = CoreLink(scheduler_grpc.SchedulerServiceStub(channel), "f", lambda models: None)
+
+        def submit(num_choices: int) -> int:
+            stream = RequestStream("r", None, lambda _: None)
+            stream.choices = [type("Choice", (), {"index": i})() for i in range(num_choices)]  # type: ignore[misc]
+            link.submit(stream)
+            return stream.handle
+
+        assert [submit(3), submit(1)] == [1, 4]
+        link._next_handle = MAX_HANDLE - 1
+        assert submit(2) == 5

@@ -1,0 +1,110 @@
+"""Which models a frontend knows, and how it comes by their files."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel
+from scheduler_service.frontend import model_assets
+from scheduler_service.frontend.model_assets import ModelDirectory
+from tests.support.fake_core import model_info
+from tests.support.tokenizers import byte_level, model_files
+
+FILES = model_files(byte_level())
+
+
+class Fetch:
+    """Gives files, counts, and fails as often as it is told."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.names: list[str] = []
+        self.num_failures = num_failures
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, name: str) -> Mapping[str, bytes]:
+        self.names.append(name)
+        await self.gate.wait()
+        if self.num_failures:
+            self.num_failures -= 1
+            raise Unavailable("not now")
+        return FILES
+
+
+async def test_files_are_fetched_once_per_fingerprint() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    for _ in range(3):
+        directory.update([model_info()])
+        await directory.resolve("tiny")
+        directory.update([])
+    assert fetch.names == ["tiny"]
+    directory.update([model_info(fingerprint="other")])
+    assert (await directory.resolve(None)).info.fingerprint == "other"
+    assert fetch.names == ["tiny", "tiny"]
+
+
+async def test_a_fact_that_changes_alone_needs_no_new_files() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    await directory.resolve(None)
+    directory.update([model_info(max_model_len=99)])
+    assert (await directory.resolve(None)).info.max_model_len == 99
+    assert fetch.names == ["tiny"]
+
+
+async def test_a_fetch_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_assets, "RETRY_DELAY_S", 0)
+    fetch = Fetch(num_failures=2)
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    assert not directory.is_serving
+    assert (await directory.resolve("tiny")).tokenizer is not None
+    assert directory.is_serving
+    assert len(fetch.names) == 3
+
+
+async def test_a_model_that_goes_while_its_files_come_is_not_ready() -> None:
+    fetch = Fetch()
+    fetch.gate.clear()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    waiting = asyncio.create_task(directory.resolve("tiny"))
+    await asyncio.sleep(0)
+    directory.update([])
+    fetch.gate.set()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    directory.update([model_info()])
+    assert (await waiting).info == model_info()
+    await directory.close()
+
+
+async def test_the_name_may_be_left_out_only_where_one_model_is_served() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("a"), model_info("b")])
+    with pytest.raises(InvalidArgument) as caught:
+        await directory.resolve(None)
+    assert (caught.value.field, caught.value.expected) == (
+        "model",
+        "required, since several are served: a, b",
+    )
+    assert (await directory.resolve("b")).info.name == "b"
+
+
+async def test_a_model_never_heard_of_is_unknown_and_one_that_went_is_waited_for() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("a"), model_info("b")])
+    await directory.resolve("a")
+    directory.update([model_info("b")])
+    with pytest.raises(UnknownModel):
+        await directory.resolve("c")
+    waiting = asyncio.create_task(directory.resolve("a"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    with pytest.raises(Unavailable):
+        directory.current("a")
+    directory.update([model_info("a"), model_info("b")])
+    assert (await waiting).info.name == "a"

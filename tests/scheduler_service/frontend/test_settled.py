@@ -1,0 +1,145 @@
+from typing import Any
+
+import pytest
+from pagewire.v1 import inference_service_pb2 as pb
+
+from scheduler_service.columns import from_column, to_column
+from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
+from scheduler_service.frontend.model_assets import ServedModel, build_model
+from scheduler_service.frontend.settled import SEED_BITS, SettledRequest, prompt_tokens, settle
+from tests.support.fake_core import model_info
+from tests.support.frontends import generate_request
+from tests.support.tokenizers import BOS, EOS, byte_level, model_files
+
+EOS_ID = byte_level().token_to_id(EOS)
+MODEL = build_model(model_info(), model_files(byte_level()))
+BARE = build_model(model_info(), {})
+
+
+def settled(model: ServedModel = MODEL, prompt: int = 10, **fields: Any) -> SettledRequest:
+    return settle(generate_request(**fields), "r", model, list(range(3, 3 + prompt)))
+
+
+def with_defaults(**config: object) -> ServedModel:
+    return build_model(model_info(), model_files(byte_level(), **config))
+
+
+def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
+    request = settled()
+    sampling = request.submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1, 0)
+    assert not sampling.HasField("logprobs")
+    assert not sampling.HasField("prompt_logprobs")
+    assert request.submit.num_choices == request.submit.best_of == 1
+    assert request.submit.max_tokens == 256 - 10
+    assert from_column(request.submit.stop_token_ids, "") == [EOS_ID]
+    assert request.skip_special_tokens
+    assert not request.include_stop
+
+
+def test_the_models_author_fills_in_what_the_request_leaves_open() -> None:
+    model = with_defaults(temperature=0.5, top_k=9, max_new_tokens=20, eos_token_id=[7])
+    request = settled(model, top_k=3)
+    assert request.submit.sampling.temperature == 0.5
+    assert request.submit.sampling.top_k == 3
+    assert request.max_tokens == 20
+    assert request.stop_token_ids == {EOS_ID, 7}
+    assert settled(model, temperature=0.0).submit.sampling.temperature == 0
+
+
+def test_a_seed_is_drawn_once_and_fits_a_double() -> None:
+    seeds = {settled().seed for _ in range(50)}
+    assert len(seeds) == 50
+    assert max(seeds) < 2**SEED_BITS
+    assert settled(seed=2**64 - 1).submit.sampling.seed == 2**64 - 1
+    assert settled(seed=0).seed == 0
+
+
+def test_output_is_limited_to_the_room_the_prompt_leaves() -> None:
+    assert settled(max_tokens=10_000).max_tokens == 246
+    assert settled(prompt=255).max_tokens == 1
+
+
+def test_a_prompt_without_room_for_a_token_is_too_long_and_numbers_tell_why() -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        settled(prompt=256)
+    assert caught.value.details == {"prompt_tokens": "256", "max_model_len": "256"}
+
+
+def test_stop_tokens_come_beside_the_ends_of_sequence() -> None:
+    request = settled(stop_token_ids=[9, EOS_ID])
+    assert request.stop_token_ids == {9, EOS_ID}
+    assert request.reported_stop_token_ids == {9}
+
+
+def test_ends_of_sequence_can_be_ignored() -> None:
+    assert settled(ignore_eos=True).submit.stop_token_ids == b""
+    request = settled(ignore_eos=True, stop_token_ids=[EOS_ID])
+    assert request.reported_stop_token_ids == {EOS_ID}
+
+
+def test_min_tokens_holds_every_stop_token_back() -> None:
+    request = settled(min_tokens=4, stop_token_ids=[9])
+    assert request.submit.sampling.min_tokens == 4
+    assert set(from_column(request.submit.sampling.suppressed_token_ids, "")) == {9, EOS_ID}
+    assert settled().submit.sampling.suppressed_token_ids == b""
+
+
+def test_bad_words_travel_as_token_sequences() -> None:
+    words = settled(bad_words=["fox"]).submit.sampling.bad_words
+    sequences = [from_column(word.token_ids, "") for word in words]
+    assert [byte_level().decode(ids) for ids in sequences] == ["fox", " fox"]
+
+
+def test_log_probabilities_travel_with_their_zero() -> None:
+    sampling = settled(logprobs=0, prompt_logprobs=3).submit.sampling
+    assert sampling.HasField("logprobs")
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 3)
+
+
+def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
+    assert settled(top_k=2**32 - 1).submit.sampling.top_k == model_info().vocab_size
+
+
+def test_prompts_of_every_kind_become_tokens() -> None:
+    bos, hello = byte_level().token_to_id(BOS), byte_level().encode("hello").ids
+    assert prompt_tokens(generate_request("hello"), MODEL) == hello
+    assert hello[0] == bos
+    assert prompt_tokens(generate_request([5, 6]), MODEL) == [5, 6]
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    expected = f"{BOS}[user]hi[assistant]"
+    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+    chat.chat.add_generation_prompt = False
+    expected = f"{BOS}[user]hi"
+    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+
+
+def test_a_text_that_makes_no_token_is_refused() -> None:
+    template = model_files(byte_level()) | {"chat_template.jinja": b"{% if false %}{% endif %}"}
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    with pytest.raises(InvalidArgument, match=r"chat\.messages"):
+        prompt_tokens(chat, build_model(model_info(), template))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"), [("text", {}), ([3], {"stop": ["x"]}), ([3], {"bad_words": ["x"]})]
+)
+def test_without_a_tokenizer_what_needs_text_is_refused(prompt: Any, fields: Any) -> None:
+    request = generate_request(prompt, **fields)
+    with pytest.raises(UnsupportedByModel, match="no tokenizer") as caught:
+        settle(request, "r", BARE, prompt_tokens(request, BARE))
+    assert caught.value.reason == "NO_TOKENIZER"
+
+
+def test_without_a_tokenizer_token_ids_work_and_there_is_no_text() -> None:
+    request = settled(BARE)
+    assert request.make_detokenizer().push(5) == request.make_detokenizer().flush() == ""
+    assert request.token_text(5) == ""
+
+
+def test_tokenizer_files_that_cannot_be_used_leave_token_ids_working() -> None:
+    model = build_model(model_info(), {"tokenizer.json": b"{}"})
+    assert settled(model).submit.prompt_token_ids == to_column(range(3, 13))
+    with pytest.raises(UnsupportedByModel, match="cannot be used"):
+        model.require_tokenizer("text")
