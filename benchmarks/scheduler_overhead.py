@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
 from pagewire.v1.sampling_pb2 import SamplerParams
+
 from scheduler_service import wire
 from scheduler_service.core import (
     GroupCapacity,
@@ -52,7 +53,9 @@ class Bench:
     def __init__(self, num_seqs: int, prompt_tokens: int, num_frontends: int) -> None:
         blocks_each = -(-(prompt_tokens + 4096) // BLOCK_SIZE)
         config = SchedulerConfig(
-            max_num_seqs=num_seqs, max_num_batched_tokens=max(num_seqs, 2048) + 16_384
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=num_seqs + 16_384,
+            max_queue_tokens=2**40,
         )
         self.core = SchedulerCore(config)
         capacity = GroupCapacity(

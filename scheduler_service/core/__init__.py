@@ -1,0 +1,84 @@
+"""The scheduler core: which sequences run where, step by step.
+
+A still core with busy edges: nothing here waits, reads a clock or knows the wire. The same calls
+give the same plans, so that any run can be replayed. What drives it does this:
+
+    core = SchedulerCore(SchedulerConfig())
+    core.add_group(capacity, now)               # a worker group is ready
+    core.submit(request, now)                   # raises an error of scheduler_service.errors
+    while (plan := core.schedule(group_id, now)) is not None:
+        send(plan)                              # plans of a group are executed in order ...
+    core.update(group_id, result, now)          # ... and answered in order
+    for frontend_id, outbox in core.take_outboxes().items():
+        send(outbox)
+
+After any change (a request, an end, a result, a group that comes or goes) every group may have
+something to do: call `schedule` for each until it returns None, then take the outboxes.
+
+How it is made, from the outside in:
+
+    core.py           SchedulerCore: requests from submission to end; groups come and go
+    registry.py       live requests by id and by frontends' handles
+    admission.py      what is checked before a request is accepted
+    models.py         per model: its worker groups, and what waits for them
+    placement.py      which worker group takes a request
+    scheduler.py      Scheduler, one per worker group: schedule() and update()
+    policy.py         who is admitted first and preempted last
+    waiting_queue.py  who waits, in that order
+    block_manager.py  who has which blocks; block_pool.py counts references
+    batch.py          a plan in the making
+    pipeline.py       plans without results yet
+    delivery.py       from results to outboxes
+    sequence.py       one choice; one request's choices
+    request_clock.py  where a request's time goes
+    plan.py, request.py, outbox.py, config.py, snapshot.py   what goes in and out
+
+Promises to workers, beyond those of plan.proto:
+
+- An id is in `forget_seq_ids` only if an earlier plan made the sequence known, and once.
+- A block may be given to another sequence in the plan after the one in which its last owner was
+  told to run: plans are executed in order, so a row that is run in vain (its sequence ended while
+  the step was in flight) writes before the new owner does.
+- No plan asks a sequence for more tokens than its request or the model allows, whatever is still
+  in flight.
+- A sequence comes back to a worker only when all its sampled tokens are known, with all of them.
+
+Promises to frontends: an accepted request ends exactly once, and if it is not cancelled its end is
+told once; its tokens are told once, in order, and none after the end of their choice.
+"""
+
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
+from scheduler_service.core.pipeline import ResultMismatch
+from scheduler_service.core.plan import (
+    NewSequence,
+    RowError,
+    RowLogprobs,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+)
+from scheduler_service.core.request import GeneratedTokens, Request
+from scheduler_service.core.snapshot import CoreSnapshot, GroupSnapshot
+
+__all__ = [
+    "ChoiceFinished",
+    "CoreSnapshot",
+    "GeneratedTokens",
+    "GroupCapacity",
+    "GroupSnapshot",
+    "NewSequence",
+    "Outbox",
+    "Request",
+    "RequestFinished",
+    "RequestTimings",
+    "ResultMismatch",
+    "RowError",
+    "RowLogprobs",
+    "RowPromptLogprobs",
+    "SchedulerConfig",
+    "SchedulerCore",
+    "StepPlan",
+    "StepResult",
+]

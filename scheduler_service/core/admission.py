@@ -1,0 +1,88 @@
+"""What is checked of a request before it is accepted."""
+
+from collections.abc import Iterable, Sequence
+
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.errors import InvalidArgument, PagewireError, PromptTooLong, QueueFull
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Raise InvalidArgument for what is wrong whatever the model."""
+    if not request.prompt_token_ids:
+        raise InvalidArgument("prompt", "must not be empty")
+    if request.max_tokens < 1:
+        raise InvalidArgument("max_tokens", "must be at least 1")
+    if not 1 <= request.num_choices <= config.max_num_seqs:
+        raise InvalidArgument(
+            "n", f"must be 1 to {config.max_num_seqs}, the scheduler's max_num_seqs"
+        )
+    if request.best_of > request.num_choices:
+        raise InvalidArgument("best_of", "above n is not supported")
+    for index, generated in request.generated.items():
+        if not 0 <= index < request.num_choices:
+            raise InvalidArgument("resume", f"index must be below n, {request.num_choices}")
+        if len(generated.token_ids) > request.max_tokens:
+            raise InvalidArgument("resume", "must not hold more than max_tokens tokens")
+
+
+def why_not(group: SequenceGroup, capacities: Iterable[GroupCapacity]) -> PagewireError | None:
+    """Why no worker group can serve a request; None if one can."""
+    error: PagewireError | None = None
+    for capacity in capacities:
+        error = _why_not_here(group, capacity)
+        if error is None:
+            return None
+    return error
+
+
+def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+    request = group.request
+    tokens = request.prompt_token_ids
+    if min(tokens) < 0 or max(tokens) >= capacity.vocab_size:
+        return InvalidArgument(
+            "prompt", f"token ids must be below the model's {capacity.vocab_size}"
+        )
+    details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
+    if len(tokens) + 1 > capacity.max_model_len:
+        return PromptTooLong(
+            f"the prompt has {len(tokens)} tokens; with one to generate, the model takes "
+            f"{capacity.max_model_len}",
+            details=details,
+        )
+    # A sequence's last token is never computed, so one that ends now needs no more than it has.
+    num_tokens = group.max_known_tokens if group.num_unfinished else 0
+    if num_tokens > capacity.num_cache_tokens:
+        return PromptTooLong(
+            f"the prompt's {num_tokens} tokens do not fit the KV cache of "
+            f"{capacity.num_cache_tokens}",
+            reason="PROMPT_LARGER_THAN_CACHE",
+            details=details
+            | {
+                "num_cache_tokens": capacity.num_cache_tokens,
+                "num_gpu_blocks": capacity.num_gpu_blocks,
+                "block_size": capacity.block_size,
+            },
+        )
+    return None
+
+
+def check_queue(request: Request, queues: Sequence[WaitingQueue], config: SchedulerConfig) -> None:
+    """Raise QueueFull if no more may wait in all queues together.
+
+    A request that goes on after a loss was accepted before, and is not refused.
+    """
+    num_waiting = sum(map(len, queues))
+    num_waiting_tokens = sum(queue.num_tokens for queue in queues)
+    if request.generated or num_waiting == 0:
+        return
+    details = {"num_waiting": num_waiting, "num_waiting_tokens": num_waiting_tokens}
+    if num_waiting >= config.max_queue_requests:
+        message = f"{num_waiting} requests are waiting, the most allowed"
+    elif num_waiting_tokens + len(request.prompt_token_ids) > config.max_queue_tokens:
+        message = f"{num_waiting_tokens} prompt tokens are waiting, too many for this one beside"
+    else:
+        return
+    raise QueueFull(message, details=details, retry_delay_s=config.queue_retry_delay_s)

@@ -1,0 +1,67 @@
+"""A step plan while its rows are being chosen."""
+
+from scheduler_service.core.block_manager import BlockUpdate
+from scheduler_service.core.pipeline import InFlightStep
+from scheduler_service.core.plan import NewSequence, StepPlan
+from scheduler_service.core.sequence import Sequence
+
+
+class Batch:
+    """Rows of one step. Decodes come first: one token each, and all of them sample."""
+
+    def __init__(self, now_us: int, token_budget: int) -> None:
+        self.now_us = now_us
+        self.budget = token_budget
+        """Tokens that may still be added."""
+        self.has_preempted = False
+        """Whether memory ran out while the batch was made."""
+        self.seq_ids: list[int] = []
+        self.rows: list[Sequence] = []
+        self._new_sequences: list[NewSequence] = []
+        self._copy: list[int] = []
+        self._block_updates: list[int] = []
+        self._prefill_tokens: list[int] = []
+        self._prefill_samples: list[bool] = []
+
+    def update_block(self, seq_id: int, update: BlockUpdate) -> None:
+        """Change a running sequence's block table, copying the shared block that it replaces."""
+        if update.copied_from is not None:
+            self._copy += (update.copied_from, update.block)
+        self._block_updates += (seq_id, update.index, update.block)
+
+    def add_new(self, new_sequence: NewSequence) -> None:
+        """Introduce a sequence; its row must follow."""
+        self._new_sequences.append(new_sequence)
+
+    def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
+        """Add a row of prompt tokens, or of none where a fork samples from its parent's logits."""
+        self.seq_ids.append(seq.seq_id)
+        self.rows.append(seq)
+        self._prefill_tokens.append(num_tokens)
+        self._prefill_samples.append(sample)
+        self.budget -= num_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of all prefill rows."""
+        return sum(self._prefill_tokens)
+
+    def to_plan(self, step_id: int, forget_seq_ids: list[int]) -> tuple[StepPlan, InFlightStep]:
+        """The plan, and what its result will be read against."""
+        plan = StepPlan(
+            step_id=step_id,
+            forget_seq_ids=forget_seq_ids,
+            copy=self._copy,
+            new_sequences=self._new_sequences,
+            block_updates=self._block_updates,
+            seq_ids=self.seq_ids,
+        )
+        sampled = self.rows
+        if self._prefill_tokens:
+            num_decodes = len(self.rows) - len(self._prefill_tokens)
+            plan.num_tokens = [1] * num_decodes + self._prefill_tokens
+            if not all(self._prefill_samples):
+                plan.sample = [True] * num_decodes + self._prefill_samples
+                pairs = zip(self.rows, plan.sample, strict=True)
+                sampled = [seq for seq, sample in pairs if sample]
+        return plan, InFlightStep(step_id, self.rows, sampled)

@@ -1,0 +1,134 @@
+"""Which blocks of one worker group's KV cache belong to which sequence."""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from scheduler_service.core.block_pool import BlockPool
+
+
+class AllocStatus(Enum):
+    """Whether blocks can be had."""
+
+    OK = "ok"
+    LATER = "later"
+    """When others have freed theirs."""
+    NEVER = "never"
+    """Not even if all blocks were free."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockUpdate:
+    """A change of one entry of a block table."""
+
+    index: int
+    block: int
+    copied_from: int | None
+    """The shared block whose contents the new one takes over, if any."""
+
+
+class BlockManager:
+    """Block tables by sequence id, over one pool of device blocks.
+
+    A freed block may be handed out at once, even while a step that uses it is in flight: the
+    worker executes plans in order, so whoever gets the block writes it in a later step, or in the
+    same one after nobody reads it any more.
+
+    Invariant: a block's reference count is the number of tables it is in, and it is in a table at
+    most once.
+    """
+
+    def __init__(self, *, num_gpu_blocks: int, block_size: int, watermark: float) -> None:
+        self.block_size = block_size
+        self.gpu_pool = BlockPool(num_gpu_blocks)
+        self._watermark_blocks = int(watermark * num_gpu_blocks)
+        self._tables: dict[int, list[int]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Device blocks that are not in use."""
+        return self.gpu_pool.num_free_blocks
+
+    def holds(self, seq_id: int) -> bool:
+        """Whether the sequence has a block table."""
+        return seq_id in self._tables
+
+    def seq_ids(self) -> set[int]:
+        """The sequences that have block tables."""
+        return set(self._tables)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def round_up(self, num_tokens: int) -> int:
+        """Tokens that the blocks for so many tokens hold."""
+        return self.num_blocks_for(num_tokens) * self.block_size
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits when it is alone."""
+        return self.num_blocks_for(num_tokens) <= self.gpu_pool.num_blocks
+
+    def can_allocate(self, num_tokens: int, num_blocks_promised: int = 0) -> AllocStatus:
+        """Whether a sequence of so many tokens can be admitted, beside what others were promised.
+
+        Blocks up to the watermark are left to those that run; where none runs, all are given.
+        """
+        num_blocks = self.num_blocks_for(num_tokens)
+        if num_blocks > self.gpu_pool.num_blocks:
+            return AllocStatus.NEVER
+        idle = not self._tables and num_blocks_promised == 0
+        kept = 0 if idle else self._watermark_blocks + num_blocks_promised
+        enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
+        return AllocStatus.OK if enough else AllocStatus.LATER
+
+    def allocate(self, seq_id: int, num_tokens: int) -> list[int]:
+        """Give a sequence blocks for so many tokens; its block table."""
+        assert seq_id not in self._tables
+        table = self.gpu_pool.allocate(self.num_blocks_for(num_tokens))
+        self._tables[seq_id] = table
+        return list(table)
+
+    def can_append(self, seq_id: int, length: int) -> bool:
+        """Whether the sequence can write its token number `length`."""
+        return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > 0
+
+    def append(self, seq_id: int, length: int) -> BlockUpdate | None:
+        """Make the sequence's token number `length` writable: a block more at the end of the
+        table, or a copy of a shared last block; None if nothing was needed."""
+        if not self._needs_block(seq_id, length):
+            return None
+        table = self._tables[seq_id]
+        index = (length - 1) // self.block_size
+        [block] = self.gpu_pool.allocate(1)
+        if index == len(table):
+            table.append(block)
+            return BlockUpdate(index=index, block=block, copied_from=None)
+        shared, table[index] = table[index], block
+        self.gpu_pool.release([shared])
+        return BlockUpdate(index=index, block=block, copied_from=shared)
+
+    def fork(self, parent_id: int, child_id: int) -> list[int]:
+        """Let a new sequence share all blocks of another; its block table."""
+        assert child_id not in self._tables
+        table = list(self._tables[parent_id])
+        self.gpu_pool.share(table)
+        self._tables[child_id] = table
+        return list(table)
+
+    def free(self, seq_id: int) -> None:
+        """Drop a sequence's hold on its blocks."""
+        self.gpu_pool.release(self._tables.pop(seq_id))
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        counts = Counter(block for table in self._tables.values() for block in table)
+        self.gpu_pool.check(dict(counts))
+        for seq_id, table in self._tables.items():
+            assert len(table) == len(set(table)), f"a block is twice in {seq_id}'s table"
+
+    def _needs_block(self, seq_id: int, length: int) -> bool:
+        table = self._tables[seq_id]
+        index = (length - 1) // self.block_size
+        assert index <= len(table), "tokens are appended one by one"
+        return index == len(table) or self.gpu_pool.is_shared(table[index])

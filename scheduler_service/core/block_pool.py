@@ -1,0 +1,59 @@
+"""Reference-counted pool of fixed-size KV blocks on one device.
+
+The pool hands out block ids; the memory behind them is the worker's.
+"""
+
+from collections.abc import Sequence
+
+
+class BlockPool:
+    """Free list and reference counts of `num_blocks` blocks.
+
+    Invariant: a block is in the free list exactly when its count is zero.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._free)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a write to `block` must copy it first (copy-on-write)."""
+        return self._ref_counts[block] > 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Blocks with one reference each; there must be as many free ones."""
+        assert num_blocks <= len(self._free), "the pool is exhausted"
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self._ref_counts[block] = 1
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each block in use."""
+        for block in blocks:
+            assert self._ref_counts[block] > 0, f"block {block} is free"
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block; the last frees it.
+
+        Blocks are freed tail first, so that a shared prefix is reused last.
+        """
+        for block in reversed(blocks):
+            assert self._ref_counts[block] > 0, f"block {block} freed twice"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free.append(block)
+
+    def check(self, ref_counts: dict[int, int]) -> None:
+        """Assert that exactly these blocks are in use, by so many references each."""
+        counted = {block: count for block, count in enumerate(self._ref_counts) if count}
+        assert counted == ref_counts, f"counted {counted}, referenced {ref_counts}"
+        assert len(self._free) == len(set(self._free)), "a block is free twice"
+        assert set(self._free) == set(range(self.num_blocks)) - counted.keys()

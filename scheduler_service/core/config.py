@@ -1,0 +1,104 @@
+"""What an operator may choose about scheduling, and what a worker group brings along."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits and switches of the scheduler core; checked when made."""
+
+    max_num_seqs: int = 256
+    """Most sequences in a group's batch; a request with n choices takes n places."""
+
+    max_num_batched_tokens: int = 2048
+    """Most tokens one step computes. At least `max_num_seqs`, so that every running
+    decode gets its token in every step."""
+
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be computed in pieces beside the decodes. If not, a group must
+    allow its longest prompt beside a full batch; see `check_capacity`."""
+
+    watermark: float = 0.01
+    """Fraction of a group's blocks kept free when admitting, so that what runs can grow."""
+
+    pipeline_depth: int = 2
+    """Most steps planned before the first one's result is in."""
+
+    max_queue_requests: int = 4096
+    """Most requests waiting for a place; more are refused."""
+
+    max_queue_tokens: int = 4_194_304
+    """Most prompt tokens of waiting requests; more are refused unless nothing waits."""
+
+    queue_retry_delay_s: float = 1.0
+    """What a request refused for a full queue is told to wait."""
+
+    max_worker_losses: int = 3
+    """A request that was on a worker at its death this many times fails: it may be the cause."""
+
+    def __post_init__(self) -> None:
+        """Refuse contradictory limits with a ValueError that names the field."""
+        at_least = {
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": self.max_num_seqs,
+            "pipeline_depth": 1,
+            "max_queue_requests": 1,
+            "max_queue_tokens": 1,
+            "max_worker_losses": 1,
+        }
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
+        if not self.queue_retry_delay_s > 0:
+            raise ValueError(f"queue_retry_delay_s must be above 0, is {self.queue_retry_delay_s}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCapacity:
+    """What one worker group serves and holds, as its worker reported it."""
+
+    group_id: str
+    model: str
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    block_size: int
+    """Tokens per block."""
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    vocab_size: int
+    """Token ids are below this."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers with a ValueError that names the field."""
+        for name in ("num_gpu_blocks", "block_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        if self.num_cpu_blocks < 0:
+            raise ValueError(f"num_cpu_blocks must be at least 0, is {self.num_cpu_blocks}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, is {self.max_model_len}")
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Token positions that the device's blocks hold."""
+        return self.num_gpu_blocks * self.block_size
+
+
+def check_capacity(config: SchedulerConfig, capacity: GroupCapacity) -> None:
+    """Raise ValueError if the group's longest prompt could never be computed.
+
+    Without chunked prefill a prompt is computed in one step, beside up to max_num_seqs - 1
+    decodes; if these two did not fit together, a long prompt would wait until the batch has
+    drained.
+    """
+    if config.enable_chunked_prefill:
+        return
+    needed = capacity.max_model_len + config.max_num_seqs - 1
+    if config.max_num_batched_tokens < needed:
+        raise ValueError(
+            f"with chunked prefill off, max_num_batched_tokens must be at least {needed} "
+            f"(max_model_len {capacity.max_model_len} + max_num_seqs {config.max_num_seqs} - 1), "
+            f"is {config.max_num_batched_tokens}"
+        )

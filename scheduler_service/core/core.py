@@ -1,0 +1,320 @@
+"""The scheduler core: every request from its submission to its end."""
+
+import logging
+
+from scheduler_service.core import delivery
+from scheduler_service.core.admission import check_queue, check_request, why_not
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_capacity
+from scheduler_service.core.heap import RemovableHeap
+from scheduler_service.core.models import Model
+from scheduler_service.core.outbox import Outbox
+from scheduler_service.core.placement import LeastLoaded, Placement
+from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.policy import FirstComeFirstServed, Policy
+from scheduler_service.core.registry import Registry
+from scheduler_service.core.request import Request
+from scheduler_service.core.request_clock import to_us
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.snapshot import CoreSnapshot, Totals
+from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    GenerationFailed,
+    PagewireError,
+    RequestAborted,
+    UnknownModel,
+    UnknownRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+ABORTED = SequenceStatus.FINISHED_ABORTED
+
+
+class SchedulerCore:
+    """All requests, all worker groups; the package's docstring tells how to drive it.
+
+    Times (`now`) are seconds on one clock of the caller's.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._policy: Policy = FirstComeFirstServed()
+        self._placement: Placement = LeastLoaded()
+        self._registry = Registry(self._policy)
+        self._models: dict[str, Model] = {}
+        self._schedulers: dict[str, Scheduler] = {}
+        self._deadlines: RemovableHeap[SequenceGroup] = RemovableHeap()
+        self._totals = Totals()
+
+    # Worker groups.
+
+    def add_group(self, group: GroupCapacity, now: float) -> None:
+        """A worker group is ready; its plans count from step 1.
+
+        Raises ValueError if a group of this id is there, or could not work with the
+        configuration.
+        """
+        if group.group_id in self._schedulers:
+            raise ValueError(f"group {group.group_id} is there already")
+        check_capacity(self._config, group)
+        scheduler = Scheduler(self._config, group, self._totals, to_us(now))
+        self._schedulers[group.group_id] = scheduler
+        model = self._model(group.model)
+        model.add(scheduler)
+        self._refuse_hopeless(model, now)
+
+    def remove_group(self, group_id: str, now: float) -> None:
+        """A worker group is gone: what it had goes to the head of the queue, with the tokens it
+        has. What was on the worker too many times at its death fails. Unknown: no effect."""
+        scheduler = self._schedulers.pop(group_id, None)
+        if scheduler is None:
+            return
+        model = self._models[scheduler.capacity.model]
+        model.schedulers.remove(scheduler)
+        groups, on_worker = scheduler.lose(to_us(now))
+        logger.warning("group lost group_id=%s num_requests=%d", group_id, len(groups))
+        for group in groups:
+            model.waiting.add(group)
+            if group in on_worker:
+                self._count_loss(group, now)
+
+    def drain_group(self, group_id: str, now: float) -> None:
+        """Give a group nothing new; what it has begun ends there. Unknown: no effect."""
+        del now
+        scheduler = self._schedulers.get(group_id)
+        if scheduler is not None:
+            scheduler.is_draining = True
+            self._models[scheduler.capacity.model].reopen()
+
+    def is_drained(self, group_id: str) -> bool:
+        """Whether a group is draining and has nothing left, or is gone."""
+        scheduler = self._schedulers.get(group_id)
+        return scheduler is None or (scheduler.is_draining and not scheduler.groups)
+
+    # Requests.
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a request; it shows in its frontend's outbox as accepted.
+
+        Raises InvalidArgument, DuplicateRequest, UnknownModel, PromptTooLong or QueueFull; the
+        request is then as if it had never been.
+        """
+        check_request(request, self._config)
+        if self._registry.is_taken(request):
+            raise DuplicateRequest(
+                f"request {request.request_id} is live", details={"request_id": request.request_id}
+            )
+        self._check_model(request.model)
+        group = self._registry.make_group(request, to_us(now))
+        model = self._models.get(request.model)
+        error = why_not(group, model.capacities()) if model is not None else None
+        if error is not None:
+            raise error
+        check_queue(request, self._queues(), self._config)
+        self._accept(group, now)
+
+    def cancel(self, frontend_id: str, handle: int, now: float) -> None:
+        """Its client no longer wants a request; nothing more is said of it. Unknown: no effect."""
+        seq = self._registry.find_sequence(frontend_id, handle)
+        if seq is not None:
+            self._end(seq.group, ABORTED, None, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """End a request on somebody's wish; its frontend is told. Raises UnknownRequest."""
+        group = self._registry.find(request_id)
+        if group is None:
+            raise UnknownRequest(
+                f"no live request {request_id}", details={"request_id": request_id}
+            )
+        self._end(group, ABORTED, RequestAborted("the request was aborted"), now)
+
+    def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
+        """A choice ended by a stop string, `num_tokens` of its tokens count. No effect if it has
+        ended meanwhile."""
+        seq = self._registry.find_sequence(frontend_id, handle)
+        if seq is None or seq.status.is_finished:
+            return
+        del seq.output_token_ids[num_tokens:]
+        self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
+
+    def remove_frontend(self, frontend_id: str, now: float) -> None:
+        """A frontend is gone, and its requests end."""
+        for group in self._registry.groups_of(frontend_id):
+            self._end(group, ABORTED, None, now)
+        self._registry.remove_frontend(frontend_id)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadlines have come."""
+        while (first := self._deadlines.peek()) is not None and first[0][0] <= now:
+            error = DeadlineExceeded("the request's deadline has passed")
+            self._end(first[1], ABORTED, error, now)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` is due; None if no request has a deadline."""
+        first = self._deadlines.peek()
+        return first[0][0] if first is not None else None
+
+    # Steps.
+
+    def schedule(self, group_id: str, now: float) -> StepPlan | None:
+        """A group's next step; None if there is nothing to do, or its pipeline is full."""
+        scheduler = self._schedulers[group_id]
+        if scheduler.is_full:
+            return None
+        now_us = to_us(now)
+        model = self._models[scheduler.capacity.model]
+        model.place(self._placement, now_us)
+        plan = scheduler.schedule(now_us)
+        for other in model.schedulers:
+            self._close_ended(other, now)
+        return plan
+
+    def add_plan_time(self, group_id: str, seconds: float) -> None:
+        """Time the caller spent on planning for a group (schedule, serialise, update) and has not
+        told yet. It shows in timings as far as the worker waited for it. Unknown: no effect."""
+        scheduler = self._schedulers.get(group_id)
+        if scheduler is not None:
+            scheduler.clock.unassigned_plan_us += to_us(seconds)
+
+    def update(self, group_id: str, result: StepResult, now: float) -> None:
+        """Take in the result of a group's oldest open step.
+
+        Raises ResultMismatch, with nothing changed, if it is not that: the group should be removed.
+        """
+        scheduler = self._schedulers[group_id]
+        scheduler.update(result, to_us(now))
+        self._close_ended(scheduler, now)
+
+    # News.
+
+    def take_outboxes(self) -> dict[str, Outbox]:
+        """News by frontend since the last call; frontends without news are absent."""
+        return self._registry.take_outboxes()
+
+    def snapshot(self) -> CoreSnapshot:
+        """Counts of the present state."""
+        groups = self._registry.groups()
+        num_running = sum(group.num_running > 0 for group in groups)
+        return CoreSnapshot(
+            num_waiting=len(groups) - num_running,
+            num_running=num_running,
+            num_swapped=0,
+            num_finished=self._totals.num_finished,
+            num_generated_tokens=self._totals.num_generated_tokens,
+            num_prefill_tokens=self._totals.num_prefill_tokens,
+            num_preemptions=self._totals.num_preemptions,
+            groups=[scheduler.snapshot() for scheduler in self._schedulers.values()],
+        )
+
+    def check(self) -> None:
+        """Assert the invariants that hold between calls. Linear in all live state."""
+        groups = self._registry.groups()
+        for group in groups:
+            group.check()
+            model = self._models[group.request.model]
+            places = [group in model.waiting, group in model.stranded]
+            places += [group in scheduler.groups for scheduler in model.schedulers]
+            assert sum(places) == 1, "a live request is in one place"
+        num_placed = sum(len(scheduler.groups) for scheduler in self._schedulers.values())
+        num_unplaced = sum(len(m.waiting) + len(m.stranded) for m in self._models.values())
+        assert num_placed + num_unplaced == len(groups), "a place holds a request that has ended"
+        assert set(self._deadlines) <= set(groups)
+        for scheduler in self._schedulers.values():
+            scheduler.check()
+
+    # Inside.
+
+    def _model(self, name: str) -> Model:
+        """The model of this name, made if it is new."""
+        return self._models.setdefault(name, Model(name))
+
+    def _check_model(self, name: str) -> None:
+        """Raise UnknownModel if other models are served, and this one never was."""
+        model = self._models.get(name)
+        if self._schedulers and (model is None or not model.was_served):
+            served = sorted({s.capacity.model for s in self._schedulers.values()})
+            raise UnknownModel(
+                f"model {name} is not served", details={"model": name, "served": ", ".join(served)}
+            )
+
+    def _queues(self) -> list[WaitingQueue]:
+        """All places in which requests wait."""
+        queues = [queue for m in self._models.values() for queue in (m.waiting, m.stranded)]
+        return queues + [scheduler.waiting for scheduler in self._schedulers.values()]
+
+    def _accept(self, group: SequenceGroup, now: float) -> None:
+        request = group.request
+        self._registry.add(group)
+        group.frontend.outbox.accepted.append(request.handle)
+        for seq in group.waiting():
+            delivery.finish_resumed(seq)
+        if group.num_unfinished == 0:
+            self._close(group, now)
+            return
+        self._model(request.model).waiting.add(group)
+        if request.deadline is not None:
+            self._deadlines.push((request.deadline, group.rank), group)
+
+    def _refuse_hopeless(self, model: Model, now: float) -> None:
+        """End what was accepted before any worker group was known, and fits none."""
+        for group in [*model.waiting, *model.stranded]:
+            if group.has_begun:
+                continue
+            error = why_not(group, model.capacities())
+            if error is not None:
+                self._end(group, SequenceStatus.FINISHED_IGNORED, error, now)
+
+    def _count_loss(self, group: SequenceGroup, now: float) -> None:
+        """Note that a group was on a worker that died; it may be the cause."""
+        group.num_worker_losses += 1
+        if group.num_worker_losses >= self._config.max_worker_losses:
+            error = GenerationFailed(
+                f"the request was on {group.num_worker_losses} workers when they were lost",
+                reason="WORKERS_LOST",
+                details={"num_worker_losses": group.num_worker_losses},
+            )
+            self._end(group, SequenceStatus.FINISHED_ERROR, error, now)
+
+    def _scheduler_of(self, group: SequenceGroup) -> Scheduler | None:
+        """Where a live group is placed."""
+        model = self._models[group.request.model]
+        return next((s for s in model.schedulers if group in s.groups), None)
+
+    def _end(
+        self, group: SequenceGroup, status: SequenceStatus, error: PagewireError | None, now: float
+    ) -> None:
+        """End all that is left of a live group."""
+        group.error = error
+        for seq in list(group.unfinished()):
+            self._end_sequence(seq, status, now)
+
+    def _end_sequence(self, seq: Sequence, status: SequenceStatus, now: float) -> None:
+        """End a sequence of a live group, and the group with the last of them."""
+        scheduler = self._scheduler_of(seq.group)
+        if scheduler is not None:
+            scheduler.end_sequence(seq, status, to_us(now))
+            self._close_ended(scheduler, now)
+            return
+        seq.group.end(seq, status)
+        if seq.group.num_unfinished == 0:
+            self._models[seq.group.request.model].discard(seq.group)
+            self._close(seq.group, now)
+
+    def _close_ended(self, scheduler: Scheduler, now: float) -> None:
+        for group in scheduler.ended:
+            self._close(group, now)
+        scheduler.ended.clear()
+
+    def _close(self, group: SequenceGroup, now: float) -> None:
+        """Say how a group ended, and forget it."""
+        delivery.finish_request(group, group.clock.finish(to_us(now)))
+        self._registry.remove(group)
+        if group in self._deadlines:
+            self._deadlines.remove(group)
+        model = self._models.get(group.request.model)
+        if model is not None and model.is_unused:
+            del self._models[model.name]
+        self._totals.num_finished += 1

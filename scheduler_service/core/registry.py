@@ -1,0 +1,124 @@
+"""All live requests, by the names that others have for them."""
+
+from scheduler_service.core.frontends import Frontend
+from scheduler_service.core.outbox import Outbox
+from scheduler_service.core.policy import Policy
+from scheduler_service.core.request import Request
+from scheduler_service.core.request_clock import Phase, RequestClock
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+
+_MAX_SEQ_ID = 2**31 - 1
+
+
+class Registry:
+    """Live requests by id and by their frontends' handles; makes their groups.
+
+    Numbers of sequences are not used again before all others have been.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._groups: dict[str, SequenceGroup] = {}
+        self._frontends: dict[str, Frontend] = {}
+        self._live_seq_ids: set[int] = set()
+        self._last_seq_id = 0
+        self._num_arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def groups(self) -> list[SequenceGroup]:
+        """All live groups."""
+        return list(self._groups.values())
+
+    def groups_of(self, frontend_id: str) -> list[SequenceGroup]:
+        """A frontend's live groups."""
+        frontend = self._frontends.get(frontend_id)
+        sequences = frontend.sequences.values() if frontend is not None else ()
+        return list(dict.fromkeys(seq.group for seq in sequences))
+
+    def find(self, request_id: str) -> SequenceGroup | None:
+        """The live group of this request id."""
+        return self._groups.get(request_id)
+
+    def find_sequence(self, frontend_id: str, handle: int) -> Sequence | None:
+        """The sequence, ended or not, that a frontend calls so, if its request is live."""
+        frontend = self._frontends.get(frontend_id)
+        return frontend.sequences.get(handle) if frontend is not None else None
+
+    def is_taken(self, request: Request) -> bool:
+        """Whether a live request has its id or one of its handles."""
+        handles = range(request.handle, request.handle + request.num_choices)
+        return request.request_id in self._groups or any(
+            self.find_sequence(request.frontend_id, handle) is not None for handle in handles
+        )
+
+    def make_group(self, request: Request, now_us: int) -> SequenceGroup:
+        """A group for a request, not live yet, with what was generated of it before."""
+        self._num_arrivals += 1
+        frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
+        phase = Phase.RECOVERY if request.generated else Phase.QUEUE
+        group = SequenceGroup(
+            request=request,
+            frontend=frontend,
+            rank=self._policy.rank(request, self._num_arrivals),
+            clock=RequestClock.start(now_us, phase),
+        )
+        group.sequences = [self._make_sequence(group, i) for i in range(request.num_choices)]
+        group.num_unfinished = len(group.waiting())
+        return group
+
+    def add(self, group: SequenceGroup) -> None:
+        """The group is live."""
+        frontend = group.frontend
+        self._groups[group.request.request_id] = group
+        self._frontends[frontend.frontend_id] = frontend
+        for seq in group.sequences:
+            frontend.sequences[seq.handle] = seq
+            seq.seq_id = self._next_seq_id()
+            self._live_seq_ids.add(seq.seq_id)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """The group is live no more."""
+        del self._groups[group.request.request_id]
+        for seq in group.sequences:
+            del group.frontend.sequences[seq.handle]
+            self._live_seq_ids.remove(seq.seq_id)
+        group.sequences = []  # ends the cycle of references: memory is free without the collector
+
+    def remove_frontend(self, frontend_id: str) -> None:
+        """The frontend is gone, with its news; its groups must have been removed."""
+        frontend = self._frontends.pop(frontend_id, None)
+        assert frontend is None or not frontend.sequences
+
+    def take_outboxes(self) -> dict[str, Outbox]:
+        """News by frontend since the last call, where there is any."""
+        return {
+            frontend.frontend_id: frontend.take_outbox()
+            for frontend in self._frontends.values()
+            if frontend.outbox
+        }
+
+    def _make_sequence(self, group: SequenceGroup, choice_index: int) -> Sequence:
+        request = group.request
+        generated = request.generated.get(choice_index)
+        output = list(generated.token_ids) if generated is not None else []
+        seq = Sequence(
+            group=group,
+            choice_index=choice_index,
+            handle=request.handle + choice_index,
+            stop_token_ids=request.stop_token_ids,
+            order=(group.rank, choice_index),
+            length=len(request.prompt_token_ids) + len(output),
+            output_token_ids=output,
+        )
+        if generated is not None and generated.finished:
+            seq.status = SequenceStatus.FINISHED_STOPPED
+        return seq
+
+    def _next_seq_id(self) -> int:
+        seq_id = self._last_seq_id % _MAX_SEQ_ID + 1
+        while seq_id in self._live_seq_ids:
+            seq_id = seq_id % _MAX_SEQ_ID + 1
+        self._last_seq_id = seq_id
+        return seq_id

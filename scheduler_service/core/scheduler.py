@@ -1,0 +1,412 @@
+"""What one worker group does in its next step, and what came of the last one."""
+
+import logging
+from collections.abc import Iterator
+
+from scheduler_service.core import delivery
+from scheduler_service.core.batch import Batch
+from scheduler_service.core.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.pipeline import Pipeline
+from scheduler_service.core.plan import NewSequence, StepPlan, StepResult
+from scheduler_service.core.request_clock import Phase, StepClock
+from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.snapshot import GroupSnapshot, Totals
+from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.errors import GenerationFailed
+
+logger = logging.getLogger(__name__)
+
+RUNNING = SequenceStatus.RUNNING
+
+
+class Scheduler:
+    """Queues, batch, blocks and open steps of one worker group.
+
+    Whatever a sequence leaves (its blocks, its number in the worker) may be given up while steps
+    that use it are in flight: the worker executes plans in order, and whatever replaces it comes
+    in a later plan. Its open rows are executed in vain, and their tokens are dropped if it ended.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, capacity: GroupCapacity, totals: Totals, now_us: int
+    ) -> None:
+        self.capacity = capacity
+        self.blocks = BlockManager(
+            num_gpu_blocks=capacity.num_gpu_blocks,
+            block_size=capacity.block_size,
+            watermark=config.watermark,
+        )
+        self.waiting = WaitingQueue()
+        self.groups: dict[SequenceGroup, None] = {}
+        """All groups placed here, in the order in which they came."""
+        self.ended: list[SequenceGroup] = []
+        """Groups whose sequences have all ended, for the core to take."""
+        self.clock = StepClock(now_us)
+        self.is_draining = False
+        self.num_steps = 0
+        self._config = config
+        self._totals = totals
+        self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
+        self._running = RunningSet(self.blocks, self.clock)
+        self._outgrown: list[SequenceGroup] = []
+
+    # Placement: what the core asks and tells.
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no step can be planned before a result is in."""
+        return self._pipeline.is_full
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences here, in the batch or waiting for it."""
+        return self._running.num_places + self.waiting.num_sequences
+
+    def fits(self, group: SequenceGroup) -> bool:
+        """Whether the group's sequences can be computed here, one by one at least."""
+        is_in_model = group.num_prompt_tokens < self.capacity.max_model_len
+        return is_in_model and self.blocks.fits(group.max_known_tokens)
+
+    def can_take(self, group: SequenceGroup) -> bool:
+        """Whether the group would find places and blocks here now, beside those that wait."""
+        if self.is_draining or not self.fits(group):
+            return False
+        if self.num_sequences + len(group.waiting()) > self._config.max_num_seqs:
+            return False
+        promised = self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting)
+        return self.blocks.can_allocate(group.max_known_tokens, promised) is AllocStatus.OK
+
+    def take(self, group: SequenceGroup, now_us: int) -> None:
+        """Queue a group for this batch."""
+        self.groups[group] = None
+        room = self.capacity.max_model_len - group.num_prompt_tokens
+        max_output_tokens = min(group.request.max_tokens, room)
+        for seq in list(group.unfinished()):
+            seq.max_output_tokens = max_output_tokens
+            if len(seq.output_token_ids) >= max_output_tokens:
+                delivery.finish_choice(seq, None)
+                self.end_sequence(seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now_us)
+        if group.num_unfinished:
+            self.waiting.add(group)
+
+    def give_back(self) -> list[SequenceGroup]:
+        """Part with the groups that have not run here."""
+        phases = (Phase.QUEUE, Phase.RECOVERY)
+        groups = [group for group in self.waiting if group.clock.phase in phases]
+        for group in groups:
+            self.waiting.discard(group)
+            del self.groups[group]
+        return groups
+
+    def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
+        """The worker is gone: all groups, to start again with the tokens they have; and those
+        that were on it. Nothing may be scheduled here any more."""
+        on_worker = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
+        on_worker |= {group for group in self.groups if group.num_running}
+        for group in self.groups:
+            if group.num_running:
+                group.clock.leave_batch(now_us, Phase.RECOVERY)
+            group.num_running = 0
+            for seq in group.unfinished():
+                seq.restart()
+                seq.length = seq.num_known
+        return list(self.groups), on_worker
+
+    def snapshot(self) -> GroupSnapshot:
+        """Counts of the present state."""
+        return GroupSnapshot(
+            group_id=self.capacity.group_id,
+            model=self.capacity.model,
+            draining=self.is_draining,
+            num_gpu_blocks=self.capacity.num_gpu_blocks,
+            num_free_gpu_blocks=self.blocks.num_free_blocks,
+            num_cpu_blocks=self.capacity.num_cpu_blocks,
+            num_free_cpu_blocks=self.capacity.num_cpu_blocks,
+            num_running_sequences=self._running.num_places,
+            num_steps=self.num_steps,
+        )
+
+    # One step.
+
+    def schedule(self, now_us: int) -> StepPlan | None:
+        """The next step's plan; None if there is nothing to do, or too much is in flight."""
+        if self._pipeline.is_full:
+            return None
+        plan = self._plan_step(now_us)
+        while self._outgrown:
+            self._fail_outgrown(now_us)
+            # What they held may be all that others waited for.
+            plan = plan or self._plan_step(now_us)
+        return plan
+
+    def update(self, result: StepResult, now_us: int) -> None:
+        """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
+        step = self._pipeline.pop(result)
+        self.clock.advance(now_us, result)
+        self.num_steps += 1
+        for row, error in result.errors.items():
+            failure = GenerationFailed(error.message, reason=error.reason)
+            self.fail_group(step.rows[row].group, failure, now_us)
+        for row, prompt_logprobs in result.prompt_logprobs.items():
+            delivery.deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
+        for row, logprobs in result.logprobs.items():
+            delivery.deliver_logprobs(step.rows[row], logprobs)
+        accepted, finished = delivery.deliver_tokens(step.sampled, result.token_ids)
+        self._totals.num_generated_tokens += accepted
+        for seq, status in finished:
+            self.end_sequence(seq, status, now_us)
+
+    def check(self) -> None:
+        """Assert the invariants that hold between calls."""
+        self.blocks.check()
+        assert not self.ended
+        self._running.check(self.groups)
+        assert self._running.num_places <= self._config.max_num_seqs
+        for group in self.groups:
+            assert (group in self.waiting) == bool(group.waiting()), "queued if it waits"
+
+    def _plan_step(self, now_us: int) -> StepPlan | None:
+        self._running.drop_ended()
+        batch = Batch(now_us, self._config.max_num_batched_tokens)
+        self._schedule_decodes(batch)
+        self._schedule_prefills(batch)
+        self._admit(batch)
+        return self._emit(batch)
+
+    # The phases of a step.
+
+    def _schedule_decodes(self, batch: Batch) -> None:
+        """One token for everything that decodes.
+
+        Preemption takes sequences off the ends of the lists, that is, only those that the loop
+        has not come to yet, or the one it is at.
+        """
+        add_seq_id = batch.seq_ids.append
+        add_row = batch.rows.append
+        for seq in self._running.decoding:
+            length = seq.length
+            if length > seq.reserved_length and not self._reserve(seq, batch):
+                continue
+            seq.length = length + 1
+            add_seq_id(seq.seq_id)
+            add_row(seq)
+        batch.budget -= len(batch.rows)
+
+    def _schedule_prefills(self, batch: Batch) -> None:
+        """The next chunks of prompts that are partly computed."""
+        for seq in list(self._running.prefilling):
+            if batch.budget == 0:
+                return
+            self._prefill(seq, batch)
+
+    def _admit(self, batch: Batch) -> None:
+        """Waiting groups, as far as places, blocks and tokens go; none where memory ran out."""
+        while batch.budget > 0 and not batch.has_preempted:
+            group = self.waiting.head()
+            if group is None or not self._admit_group(group, batch):
+                return
+            self.waiting.discard(group)
+
+    def _fail_outgrown(self, now_us: int) -> None:
+        """End groups with a sequence that has become longer than the whole cache.
+
+        Not before the batch is complete: others of their sequences may have rows in it, and
+        their blocks must not go to another row of the same step.
+        """
+        for group in self._outgrown:
+            if group.num_unfinished == 0:
+                continue  # by another of its sequences
+            tokens = self.capacity.num_cache_tokens
+            error = GenerationFailed(
+                f"the sequence has outgrown the KV cache of {tokens} tokens",
+                reason="KV_CACHE_TOO_SMALL",
+                details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
+            )
+            self.fail_group(group, error, now_us)
+        self._outgrown = []
+
+    def _emit(self, batch: Batch) -> StepPlan | None:
+        if not batch.rows:
+            return None
+        forget_seq_ids = self._running.take_forget_seq_ids()
+        plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
+        self._pipeline.push(step)
+        self._totals.num_prefill_tokens += batch.num_prefill_tokens
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
+                "num_waiting=%d num_free_blocks=%d",
+                self.capacity.group_id,
+                plan.step_id,
+                len(batch.rows),
+                batch.num_prefill_tokens,
+                len(self.waiting),
+                self.blocks.num_free_blocks,
+            )
+        return plan
+
+    # Decodes.
+
+    def _reserve(self, seq: Sequence, batch: Batch) -> bool:
+        """Make the sequence's last token writable; False if it gets no row in this step."""
+        if seq.length >= seq.group.num_prompt_tokens + seq.max_output_tokens:
+            return False  # its last token is in flight
+        if not self.blocks.fits(seq.length):
+            if seq.num_in_flight == 0:
+                self._outgrown.append(seq.group)
+            return False  # what is in flight may end it yet
+        while not self.blocks.can_append(seq.seq_id, seq.length):
+            victim = self._preempt_last(batch)
+            if victim is seq:
+                return False
+        update = self.blocks.append(seq.seq_id, seq.length)
+        if update is not None:
+            batch.update_block(seq.seq_id, update)
+        self._note_reserved(seq, self.blocks.round_up(seq.length))
+        return True
+
+    def _note_reserved(self, seq: Sequence, num_tokens: int) -> None:
+        max_length = seq.group.num_prompt_tokens + seq.max_output_tokens
+        seq.reserved_length = min(num_tokens, max_length - 1)
+
+    def _preempt_last(self, batch: Batch) -> Sequence:
+        """Take the blocks of the running sequence that is last in order; it is recomputed later."""
+        victim = self._running.pop_last()
+        batch.has_preempted = True
+        self._totals.num_preemptions += 1
+        logger.warning(
+            "preempted for want of blocks request_id=%s seq_id=%d num_tokens=%d",
+            victim.group.request.request_id,
+            victim.seq_id,
+            victim.length,
+        )
+        self._running.vacate(victim, batch.now_us)
+        self.waiting.add(victim.group)
+        return victim
+
+    # Prefills.
+
+    def _prefill(self, seq: Sequence, batch: Batch) -> None:
+        """A row for the sequence's next tokens; with the last of them it begins to decode."""
+        num_tokens = min(batch.budget, seq.length - seq.num_computed)
+        seq.num_computed += num_tokens
+        is_last = seq.num_computed == seq.length
+        batch.add_prefill(seq, num_tokens, is_last)
+        if is_last:
+            self._running.prefilling.remove(seq)
+            self._begin_decoding(
+                seq, self.blocks.num_blocks_for(seq.length) * self.blocks.block_size
+            )
+            for fork in seq.live_forks():
+                self._fork(seq, fork, batch)
+            seq.forks = []
+
+    def _begin_decoding(self, seq: Sequence, reserved_length: int) -> None:
+        self._note_reserved(seq, reserved_length)
+        seq.length += 1
+        self._running.begin_decoding(seq)
+
+    def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
+        """Let a choice sample from its parent's last logits, and share the blocks so far."""
+        block_ids = self.blocks.fork(parent.seq_id, fork.seq_id)
+        # Whoever writes to the shared last block first must ask.
+        self._note_reserved(parent, fork.length)
+        self._begin_decoding(fork, fork.length)
+        batch.add_new(
+            NewSequence(
+                seq_id=fork.seq_id,
+                choice_index=fork.choice_index,
+                token_ids=[],
+                num_prompt_tokens=0,
+                num_computed_tokens=0,
+                block_ids=block_ids,
+                sampling=fork.group.request.sampling,
+                parent_seq_id=parent.seq_id,
+            )
+        )
+        batch.add_prefill(fork, 0, True)
+
+    # Admission.
+
+    def _admit_group(self, group: SequenceGroup, batch: Batch) -> bool:
+        """Admit the group's sequences; False if some go on waiting."""
+        return all(
+            batch.budget > 0 and self._admit_sequence(seq, forks, batch)
+            for seq, forks in _starts(group)
+        )
+
+    def _admit_sequence(self, seq: Sequence, forks: list[Sequence], batch: Batch) -> bool:
+        """Admit a sequence and those that will fork from it."""
+        if any(other.num_in_flight for other in (seq, *forks)):
+            return False  # its tokens must be known to be sent again
+        if not self._config.enable_chunked_prefill and seq.length > batch.budget:
+            return False
+        if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
+            return False
+        verdict = self.blocks.can_allocate(seq.length)
+        if verdict is AllocStatus.NEVER:
+            self._outgrown.append(seq.group)
+        if verdict is not AllocStatus.OK:
+            return False
+        self._running.enter(seq, forks, batch.now_us)
+        batch.add_new(self._introduce(seq))
+        self._prefill(seq, batch)
+        return True
+
+    def _introduce(self, seq: Sequence) -> NewSequence:
+        """Allocate its blocks and say all that a worker must know of it."""
+        group = seq.group
+        return NewSequence(
+            seq_id=seq.seq_id,
+            choice_index=seq.choice_index,
+            token_ids=[*group.request.prompt_token_ids, *seq.output_token_ids],
+            num_prompt_tokens=group.num_prompt_tokens,
+            num_computed_tokens=0,
+            block_ids=self.blocks.allocate(seq.seq_id, seq.length),
+            sampling=group.request.sampling,
+            prompt_logprobs_start=group.prompt_logprobs_start,
+        )
+
+    # Ends.
+
+    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
+        """End a sequence; what it held is free at once."""
+        group = seq.group
+        if seq.status is RUNNING:
+            self._running.vacate(seq, now_us)
+        group.end(seq, status)
+        if group.waiting():
+            self.waiting.add(group)
+        else:
+            self.waiting.discard(group)
+        if group.num_unfinished == 0:
+            del self.groups[group]
+            self.ended.append(group)
+
+    def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
+        """End all that is left of a group."""
+        for seq in list(group.unfinished()):
+            self.end_sequence(seq, status, now_us)
+
+    def fail_group(self, group: SequenceGroup, error: GenerationFailed, now_us: int) -> None:
+        """End a group by an error of its own, unless it has ended."""
+        if group.num_unfinished:
+            group.error = error
+            self.end_group(group, SequenceStatus.FINISHED_ERROR, now_us)
+
+
+def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
+    """The group's waiting sequences to prefill, each with those that fork from it.
+
+    Those without output share the first one's prefill; those with some differ from each other
+    and are computed each on their own.
+    """
+    waiting = group.waiting()
+    fresh = [seq for seq in waiting if not seq.output_token_ids]
+    if fresh:
+        yield fresh[0], fresh[1:]
+    for seq in waiting:
+        if seq.output_token_ids:
+            yield seq, []

@@ -1,0 +1,152 @@
+"""Sequences, and the groups in which one request's sequences are scheduled together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from scheduler_service.core.frontends import Frontend
+from scheduler_service.core.request import Request
+from scheduler_service.core.request_clock import Phase, RequestClock
+
+
+class SequenceStatus(IntEnum):
+    """Where a sequence stands; everything from FINISHED_STOPPED on is final."""
+
+    WAITING = 0
+    """For its first place in a batch, or a new one after a preemption or a worker's loss."""
+    RUNNING = 1
+    """In a group's batch, with blocks on the device."""
+    SWAPPED = 2
+    """Its blocks are in host memory."""
+    FINISHED_STOPPED = 3
+    """By a stop token, or by its frontend's stop string."""
+    FINISHED_LENGTH_CAPPED = 4
+    """By max_tokens or the model's length."""
+    FINISHED_ABORTED = 5
+    """By its client, its frontend or its deadline."""
+    FINISHED_IGNORED = 6
+    """Never started: it could never fit."""
+    FINISHED_ERROR = 7
+    """By an error of its own."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this is final."""
+        return self >= SequenceStatus.FINISHED_STOPPED
+
+
+# A sampled token whose value is still on its way counts in `length`, so that the next step can be
+# planned before the last one's result is in: the worker feeds its own token forward.
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request: its tokens and how far they are computed.
+
+    Invariants, with known = prompt + output tokens:
+    known <= length <= num_prompt_tokens + max_output_tokens; length - known of its sampling rows
+    are in flight; the computation of a decoding sequence's first length - 1 tokens is planned.
+    """
+
+    group: "SequenceGroup"
+    choice_index: int
+    handle: int
+    """What its frontend calls it."""
+    stop_token_ids: frozenset[int]
+    order: tuple[tuple[int, ...], int]
+    """Place among running sequences: its group's rank, then the choice; the last is preempted."""
+    length: int
+    """Tokens it has, those sampled but not yet known included."""
+    seq_id: int = 0
+    """Its number for workers, and in logs; given when its request is accepted."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    max_output_tokens: int = 0
+    """Output tokens at which it ends; set when its group is placed in a worker group."""
+    num_computed: int = 0
+    """Tokens whose computation is planned; kept while it prefills only."""
+    reserved_length: int = 0
+    """The length up to which it decodes without a question to the block manager: its last block's
+    end, less where that block is shared and must be copied first, or where the output ends."""
+    forks: list["Sequence"] = field(default_factory=list)
+    """Choices that start from this one's last prompt token. Until then they are RUNNING, that is,
+    they have their places in the batch, but the worker does not know them."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose values are known."""
+        return self.group.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sampled tokens whose values are on their way."""
+        return self.length - self.num_known
+
+    def live_forks(self) -> list["Sequence"]:
+        """Choices that are still to start from this one."""
+        return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
+
+    def restart(self) -> None:
+        """Back to waiting: nothing of it is computed any more."""
+        self.status = SequenceStatus.WAITING
+        self.num_computed = 0
+        self.reserved_length = 0
+        self.forks = []
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """One request: sequences that share a prompt."""
+
+    request: Request
+    frontend: Frontend
+    rank: tuple[int, ...]
+    """The policy's order among groups, the lowest is served first; no two are equal."""
+    clock: RequestClock
+    sequences: list[Sequence] = field(default_factory=list)
+    """One per choice, in order."""
+    num_unfinished: int = 0
+    num_running: int = 0
+    """Sequences that are RUNNING."""
+    num_worker_losses: int = 0
+    """Times it was on a worker that died."""
+    prompt_logprobs_start: int = 0
+    """Prompt position up to which log probabilities were delivered; 0 if none were."""
+    has_begun: bool = False
+    """Whether it has ever been in a batch."""
+    error: Exception | None = None
+    """Why it failed, if it did."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def max_known_tokens(self) -> int:
+        """Tokens of its longest unfinished sequence: what a worker must at least hold."""
+        return max(seq.num_known for seq in self.unfinished())
+
+    def unfinished(self) -> Iterator[Sequence]:
+        """Its sequences that have not ended."""
+        return (seq for seq in self.sequences if not seq.status.is_finished)
+
+    def end(self, seq: Sequence, status: SequenceStatus) -> None:
+        """Note that one of its sequences, which must not be running, has ended."""
+        assert status.is_finished
+        assert seq.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+        seq.status = status
+        self.num_unfinished -= 1
+
+    def waiting(self) -> list[Sequence]:
+        """Its sequences that wait for a place in a batch."""
+        return [seq for seq in self.sequences if seq.status is SequenceStatus.WAITING]
+
+    def check(self) -> None:
+        """Assert the invariants of a live group and its sequences."""
+        assert self.num_unfinished == len(list(self.unfinished())) > 0
+        running = [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
+        assert self.num_running == len(running)
+        assert (self.clock.phase is Phase.RUNNING) == bool(running)
+        for seq in self.unfinished():
+            assert seq.num_in_flight >= 0
+            assert len(seq.output_token_ids) <= self.request.max_tokens
+            assert not seq.forks or seq.status is SequenceStatus.RUNNING

@@ -1,0 +1,211 @@
+"""The whole core under random arrivals, ends, losses and delays, against symbolic workers.
+
+Every plan is checked against the memory model as it is executed; every request must get exactly
+the tokens of an undisturbed run.
+"""
+
+from contextlib import suppress
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull
+from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.symbolic_worker import Sampling
+
+MAX_MODEL_LEN = 48
+SMALL, LARGE = 9, 24
+"""Blocks of the two kinds of worker groups."""
+
+GROUP_EVENTS = ["join", "lose", "drain", "part"]
+REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire"]
+EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend"]
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Random life around one core."""
+
+    driver: CoreDriver
+
+    @initialize(
+        depth=st.integers(1, 3),
+        max_num_seqs=st.integers(2, 6),
+        extra_tokens=st.integers(0, 12),
+        chunked=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.01, 0.2]),
+        blocks=st.sampled_from([SMALL, LARGE]),
+    )
+    def start(
+        self,
+        depth: int,
+        max_num_seqs: int,
+        extra_tokens: int,
+        chunked: bool,
+        watermark: float,
+        blocks: int,
+    ) -> None:
+        self.block_size = 4
+        self.num_groups = 0
+        budget = max_num_seqs + extra_tokens
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN + max_num_seqs,
+            enable_chunked_prefill=chunked,
+            watermark=watermark,
+            pipeline_depth=depth,
+            max_queue_requests=12,
+        )
+        self.driver = CoreDriver(config)
+        self.add_group(blocks)
+
+    # Worker groups.
+
+    def add_group(self, num_gpu_blocks: int) -> None:
+        capacity = make_capacity(
+            f"g{self.num_groups}",
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=self.block_size,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        self.num_groups += 1
+        self.driver.add_group(capacity)
+
+    def group_ids(self) -> list[str]:
+        return list(self.driver.links)
+
+    # Requests.
+
+    @rule(
+        count=st.integers(1, 4),
+        length=st.integers(1, 40),
+        seed=st.integers(0, 1000),
+        max_tokens=st.integers(1, 40),
+        n=st.sampled_from([1, 1, 2, 3, 5]),
+        num_stop_tokens=st.sampled_from([0, 0, 1, 3]),
+        frontend_id=st.sampled_from(["f0", "f1"]),
+        logprobs=st.booleans(),
+        fails_at=st.sampled_from([None] * 7 + [0, 3]),
+        timeout=st.sampled_from([None, None, 0.1, 5.0]),
+    )
+    def submit(
+        self,
+        count: int,
+        length: int,
+        seed: int,
+        max_tokens: int,
+        n: int,
+        num_stop_tokens: int,
+        frontend_id: str,
+        logprobs: bool,
+        fails_at: int | None,
+        timeout: float | None,
+    ) -> None:
+        for i in range(count):
+            sampling = Sampling(
+                seed=seed + i, fails_at=fails_at, logprobs=logprobs, prompt_logprobs=logprobs
+            )
+            with suppress(QueueFull, PromptTooLong, InvalidArgument):
+                self.driver.submit(
+                    prompt=[(seed * 7 + k * k) % 32 for k in range(1 + (length + 7 * i) % 40)],
+                    max_tokens=max_tokens,
+                    n=n,
+                    sampling=sampling,
+                    stop_token_ids=frozenset(range(num_stop_tokens)),
+                    frontend_id=frontend_id,
+                    timeout=timeout,
+                )
+
+    # What disturbs them.
+
+    def live(self) -> list[RequestRecord]:
+        return [record for record in self.driver.records.values() if record.is_live]
+
+    @rule(
+        event=st.sampled_from(EVENTS),
+        pick=st.integers(0, 1000),
+    )
+    def disturb(self, event: str, pick: int) -> None:
+        driver = self.driver
+        groups = self.group_ids()
+        if event == "join" and len(groups) < 3:
+            self.add_group([SMALL, LARGE][pick % 2])
+        elif event == "lose" and groups:
+            driver.lose_group(groups[pick % len(groups)])
+        elif event == "drain" and groups:
+            driver.core.drain_group(groups[pick % len(groups)], driver.now)
+        elif event == "part":
+            for group_id in groups:
+                if driver.core.is_drained(group_id):
+                    driver.lose_group(group_id)
+        elif event == "lose_core" and groups:
+            driver.lose_core()
+        elif event == "lose_frontend":
+            driver.remove_frontend(f"f{pick % 2}")
+        elif event == "expire":
+            driver.expire([0.0, 0.01, 1.0][pick % 3])
+        elif live := self.live():
+            self.end(event, live[pick % len(live)], pick)
+
+    def end(self, event: str, record: RequestRecord, pick: int) -> None:
+        if event == "cancel":
+            self.driver.cancel(record)
+        elif event == "abort":
+            self.driver.abort(record)
+        elif event == "stop":
+            index = pick % len(record.choices)
+            num_tokens = pick % (len(record.choices[index].tokens) + 1)
+            self.driver.stop_choice(record, index, num_tokens)
+
+    # Steps.
+
+    @precondition(lambda self: self.driver.links)
+    @rule(num_moves=st.integers(1, 80), seed=st.integers(0, 1000))
+    def run(self, num_moves: int, seed: int) -> None:
+        """Plans leave and results arrive in any order that the wire allows."""
+        rng = Random(seed)
+        groups = self.group_ids()
+        for _ in range(num_moves):
+            group_id = rng.choice(groups)
+            if rng.random() < 0.5:
+                self.driver.deliver(group_id)
+            else:
+                self.driver.schedule(group_id)
+        self.driver.collect()
+
+    @invariant()
+    def holds(self) -> None:
+        self.driver.core.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver") or self.driver.has_failed:
+            return
+        self.add_group(LARGE)
+        self.driver.run_until_idle()
+        self.driver.check_empty()
+
+
+def machine_settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class TestCore(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
+    """In CI."""
+
+    settings = machine_settings(120)
+
+
+@pytest.mark.long
+class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
+    """By `make test-long`."""
+
+    settings = machine_settings(5000)

@@ -1,0 +1,246 @@
+"""Scenarios: commands to a core, with the plans and the news that they print.
+
+Each file in tests/scheduler_service/scenarios/ holds comments (#), commands, and indented below
+each command what it prints. To write the printed lines anew, and read the difference:
+
+    python -m tests.scheduler_service.core.test_scenarios --rewrite
+
+Commands (sizes in tokens; `name` is a request's):
+
+    config KEY=VALUE ...        fields of SchedulerConfig; first line
+    group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, `blocks` for short
+    submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
+                                stop_at: the token at that output position is a stop token
+    plan GROUP                  schedule a step; the worker executes it at once
+    result GROUP                the oldest result comes in
+    run                         plans and results, until nothing is left to do
+    cancel NAME | abort NAME | stop NAME CHOICE NUM_TOKENS
+    lose GROUP | drain GROUP | wait SECONDS | status
+
+Sequences are numbered in order of submission. In `rows`, 1:6* is sequence 1 computing 6 tokens and
+sampling the next.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scheduler_service.core import Outbox, SchedulerConfig, StepPlan
+from scheduler_service.errors import PagewireError
+from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.symbolic_worker import Sampling, undisturbed
+
+SCENARIOS = Path(__file__).parents[1] / "scenarios"
+
+
+def pairs(column: list[int], width: int) -> Iterator[tuple[int, ...]]:
+    """A flat column as tuples."""
+    return zip(*(column[i::width] for i in range(width)), strict=True)
+
+
+def show_plan(plan: StepPlan | None) -> list[str]:
+    """A plan in a few lines."""
+    if plan is None:
+        return ["nothing to do"]
+    lines = [f"step {plan.step_id}"]
+    if plan.forget_seq_ids:
+        lines.append(f"forget {' '.join(map(str, plan.forget_seq_ids))}")
+    lines += [f"copy block {source} to {target}" for source, target in pairs(plan.copy, 2)]
+    for new in plan.new_sequences:
+        if new.parent_seq_id is not None:
+            origin = f"forks {new.parent_seq_id}"
+        else:
+            num_output = len(new.token_ids) - new.num_prompt_tokens
+            origin = f"prompt={new.num_prompt_tokens} output={num_output}"
+        lines.append(f"new {new.seq_id} choice={new.choice_index} {origin} {new.block_ids}")
+    for seq_id, index, block in pairs(plan.block_updates, 3):
+        lines.append(f"block table of {seq_id}: entry {index} is block {block}")
+    num_tokens = plan.num_tokens or [1] * len(plan.seq_ids)
+    sample = plan.sample or [True] * len(plan.seq_ids)
+    columns = zip(plan.seq_ids, num_tokens, sample, strict=True)
+    rows = [f"{seq_id}:{count}{'*' if samples else ''}" for seq_id, count, samples in columns]
+    return [*lines, f"rows {' '.join(rows)}"]
+
+
+def parse_options(words: list[str]) -> dict[str, str]:
+    """KEY=VALUE words."""
+    return dict(word.split("=", 1) for word in words)
+
+
+def convert(value: str) -> bool | int | float:
+    """A configuration value."""
+    if value in ("true", "false"):
+        return value == "true"
+    return float(value) if "." in value else int(value)
+
+
+class Scenario:
+    """Runs one file's commands."""
+
+    driver: CoreDriver
+
+    def __init__(self) -> None:
+        self.records: dict[str, RequestRecord] = {}
+
+    def execute(self, line: str) -> list[str]:
+        """What a command prints."""
+        command, *words = line.split()
+        try:
+            printed: list[str] = getattr(self, f"do_{command}")(*words) or []
+        except PagewireError as error:
+            printed = [f"refused: {error.reason}: {error.message}"]
+        if command != "config":
+            self.driver.core.check()
+            printed += self.read_news()
+        return printed
+
+    def do_config(self, *words: str) -> None:
+        options = {key: convert(value) for key, value in parse_options(list(words)).items()}
+        self.driver = CoreDriver(SchedulerConfig(**options))  # type: ignore[arg-type]
+
+    def do_group(self, group_id: str, *words: str) -> list[str] | None:
+        options = parse_options(list(words))
+        changes: dict[str, object] = {
+            {"blocks": "num_gpu_blocks"}.get(key, key): value if key == "model" else int(value)
+            for key, value in options.items()
+        }
+        try:
+            self.driver.add_group(make_capacity(group_id, **changes))
+        except ValueError as error:
+            return [f"refused: {error}"]
+        return None
+
+    def do_submit(self, name: str, *words: str) -> None:
+        options = parse_options(list(words))
+        sampling = Sampling(seed=len(self.records))
+        prompt = [1 + i % 7 for i in range(int(options["prompt"]))]
+        stop_token_ids: frozenset[int] = frozenset()
+        if "stop_at" in options:
+            tokens = undisturbed(prompt, 0, sampling, frozenset(), int(options["stop_at"]) + 1)
+            assert tokens[-1] not in tokens[:-1], "choose another place to stop"
+            stop_token_ids = frozenset(tokens[-1:])
+        self.records[name] = self.driver.submit(
+            prompt=prompt,
+            max_tokens=int(options["max_tokens"]),
+            n=int(options.get("n", 1)),
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
+            frontend_id=options.get("frontend", "f0"),
+            request_id=name,
+            model=options.get("model", "m"),
+            timeout=float(options["timeout"]) if "timeout" in options else None,
+        )
+
+    def do_plan(self, group_id: str) -> list[str]:
+        return show_plan(self.driver.schedule(group_id))
+
+    def do_result(self, group_id: str) -> list[str]:
+        return [] if self.driver.deliver(group_id) else ["none is on its way"]
+
+    def do_run(self) -> list[str]:
+        first = self.driver.num_steps
+        printed: list[str] = []
+        for _ in range(1000):
+            planned = [self.driver.schedule(group_id) for group_id in self.driver.links]
+            delivered = [self.driver.deliver(group_id) for group_id in self.driver.links]
+            printed += self.read_news()
+            if not any(planned) and not any(delivered):
+                return [f"{self.driver.num_steps - first} steps", *printed]
+        raise AssertionError("does not come to rest")
+
+    def do_cancel(self, name: str) -> None:
+        self.driver.cancel(self.records[name])
+
+    def do_abort(self, name: str) -> None:
+        self.driver.core.abort(name, self.driver.now)
+
+    def do_stop(self, name: str, choice: str, num_tokens: str) -> None:
+        self.driver.stop_choice(self.records[name], int(choice), int(num_tokens))
+
+    def do_lose(self, group_id: str) -> None:
+        self.driver.lose_group(group_id)
+
+    def do_drain(self, group_id: str) -> None:
+        self.driver.core.drain_group(group_id, self.driver.now)
+
+    def do_wait(self, seconds: str) -> None:
+        self.driver.expire(float(seconds))
+
+    def do_status(self) -> list[str]:
+        status = self.driver.core.snapshot()
+        lines = [
+            f"waiting={status.num_waiting} running={status.num_running} "
+            f"finished={status.num_finished} preemptions={status.num_preemptions} "
+            f"generated={status.num_generated_tokens} prefilled={status.num_prefill_tokens}"
+        ]
+        for group in status.groups:
+            drained = self.driver.core.is_drained(group.group_id)
+            lines.append(
+                f"{group.group_id}: {group.num_free_gpu_blocks} of {group.num_gpu_blocks} blocks "
+                f"free, {group.num_running_sequences} sequences"
+                + (" drained" if drained else " draining" if group.draining else "")
+            )
+        return lines
+
+    def read_news(self) -> list[str]:
+        """What the frontends hear, checked by the driver, in words."""
+        lines: list[str] = []
+        outboxes = self.driver.core.take_outboxes()
+        for frontend_id, outbox in outboxes.items():
+            self.driver.read(frontend_id, outbox)
+            lines += self._show(outbox)
+        return lines
+
+    def _show(self, outbox: Outbox) -> list[str]:
+        def name(handle: int) -> str:
+            for name, record in self.records.items():
+                choice = handle - record.request.handle
+                if 0 <= choice < record.request.num_choices:
+                    return name if record.request.num_choices == 1 else f"{name}[{choice}]"
+            return f"#{handle}"
+
+        tokens: dict[str, int] = {}
+        for handle in outbox.token_handles:
+            tokens[name(handle)] = tokens.get(name(handle), 0) + 1
+        lines = [f"{choice} gets {count}" for choice, count in tokens.items()]
+        lines += [f"{name(end.handle)} ends by {end.reason}" for end in outbox.choices_finished]
+        names = {record.request.handle: name for name, record in self.records.items()}
+        for end in outbox.requests_finished:
+            times = end.timings
+            waits = {"preempted": times.preempted_us, "recovery": times.recovery_us}
+            told = [f", {what} {us} us" for what, us in waits.items() if us]
+            lines.append(f"{names[end.handle]} is done{''.join(told)}")
+        for handle, error in outbox.requests_failed:
+            assert isinstance(error, PagewireError)
+            lines.append(f"{names[handle]} fails: {error.reason}: {error.message}")
+        return lines
+
+
+def replay(text: str) -> str:
+    """The file as its commands print it now."""
+    scenario = Scenario()
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("  "):
+            continue
+        lines.append(line)
+        if line and not line.startswith("#"):
+            lines += [f"  {printed}" for printed in scenario.execute(line)]
+    return "\n".join(lines) + "\n"
+
+
+FILES = sorted(SCENARIOS.glob("*.txt"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_scenario_prints_what_its_file_says(file: Path) -> None:
+    text = file.read_text()
+    assert replay(text) == text
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--rewrite"], __doc__
+    for scenario_file in FILES:
+        scenario_file.write_text(replay(scenario_file.read_text()))

@@ -1,0 +1,402 @@
+"""Drives a scheduler core with symbolic workers, and holds it to its promises.
+
+The driver stands for everything around the core: it executes plans, brings results back when told
+to, and reads outboxes as frontends do, checking as it goes that accepted requests end once, that
+choices get the tokens of an undisturbed run, and that timings add up.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scheduler_service.core import (
+    GeneratedTokens,
+    GroupCapacity,
+    Outbox,
+    Request,
+    RequestTimings,
+    SchedulerConfig,
+    SchedulerCore,
+    StepPlan,
+    StepResult,
+)
+from scheduler_service.errors import PagewireError, RequestAborted
+from tests.support.symbolic_worker import Sampling, SymbolicWorker, logprobs_of, undisturbed
+
+MODEL = "m"
+
+
+@dataclass
+class ChoiceRecord:
+    """What a frontend has of one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    finish_reason: str | None = None
+    stopped_by_frontend: bool = False
+
+
+@dataclass
+class RequestRecord:
+    """What a frontend has of one request."""
+
+    request: Request
+    submitted: float
+    choices: list[ChoiceRecord]
+    accepted: bool = False
+    cancelled: bool = False
+    finished: RequestTimings | None = None
+    error: PagewireError | None = None
+    num_prompt_logprobs: int = 0
+    num_losses: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its end has not been seen."""
+        return self.finished is None and self.error is None and not self.cancelled
+
+
+@dataclass
+class WorkerLink:
+    """A worker, and its results that are still on the wire."""
+
+    capacity: GroupCapacity
+    worker: SymbolicWorker
+    results: deque[StepResult] = field(default_factory=deque)
+
+
+def make_capacity(group_id: str = "g0", **changes: object) -> GroupCapacity:
+    """A small worker group."""
+    values: dict[str, object] = {
+        "group_id": group_id,
+        "model": MODEL,
+        "num_gpu_blocks": 16,
+        "num_cpu_blocks": 0,
+        "block_size": 4,
+        "max_model_len": 64,
+        "vocab_size": 32,
+    }
+    return GroupCapacity(**(values | changes))  # type: ignore[arg-type]
+
+
+class CoreDriver:
+    """A core, its workers and its frontends."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.core = SchedulerCore(config)
+        self.now = 1000.0
+        self.links: dict[str, WorkerLink] = {}
+        self.records: dict[tuple[str, int], RequestRecord] = {}
+        self.next_handle = 1
+        self.num_steps = 0
+        self.has_failed = False
+        """Whether a plan was wrong; nothing can be expected any more."""
+        self.max_model_len = 0
+        """Of all workers; they serve the same model."""
+        self.least_cache_tokens = 2**31
+        """Of all workers there ever were."""
+        self.on_plan: Callable[[str, StepPlan], None] = lambda group_id, plan: None
+
+    # Worker groups.
+
+    def add_group(self, capacity: GroupCapacity) -> None:
+        """A worker joins."""
+        self.core.add_group(capacity, self.now)
+        worker = SymbolicWorker(
+            num_gpu_blocks=capacity.num_gpu_blocks,
+            block_size=capacity.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+        )
+        self.links[capacity.group_id] = WorkerLink(capacity, worker)
+        self.max_model_len = capacity.max_model_len
+        self.least_cache_tokens = min(self.least_cache_tokens, capacity.num_cache_tokens)
+
+    def lose_group(self, group_id: str) -> None:
+        """A worker dies, and with it the results that are on the wire."""
+        del self.links[group_id]
+        self.core.remove_group(group_id, self.now)
+
+    def lose_core(self) -> None:
+        """The core dies: workers join a new one, frontends submit their open requests again."""
+        self.collect()
+        self.core = SchedulerCore(self.config)
+        capacities = [link.capacity for link in self.links.values()]
+        self.links = {}
+        for capacity in capacities:
+            self.add_group(capacity)
+        for record in self.records.values():
+            if record.is_live:
+                self._submit_again(record)
+
+    def _submit_again(self, record: RequestRecord) -> None:
+        request = record.request
+        generated = {
+            index: GeneratedTokens(
+                token_ids=list(choice.tokens),
+                finished=choice.finish_reason is not None or choice.stopped_by_frontend,
+            )
+            for index, choice in enumerate(record.choices)
+            if choice.tokens or choice.stopped_by_frontend
+        }
+        request.generated = generated
+        record.accepted = False
+        record.submitted = self.now
+        record.num_prompt_logprobs = 0
+        try:
+            self.core.submit(request, self.now)
+        except PagewireError as error:
+            record.error = error
+        self.collect()
+
+    # Requests.
+
+    def submit(
+        self,
+        *,
+        prompt: list[int],
+        max_tokens: int,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        frontend_id: str = "f0",
+        request_id: str | None = None,
+        model: str = MODEL,
+        timeout: float | None = None,
+    ) -> RequestRecord:
+        """Submit a request. Raises what the core raises; it is then not recorded."""
+        handle = self.next_handle
+        self.next_handle += n
+        sampling = sampling or Sampling(seed=handle)
+        request = Request(
+            frontend_id=frontend_id,
+            handle=handle,
+            request_id=request_id or f"r{handle}",
+            model=model,
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            num_choices=n,
+            best_of=n,
+            stop_token_ids=stop_token_ids,
+            wants_logprobs=sampling.logprobs,
+            wants_prompt_logprobs=sampling.prompt_logprobs,
+            deadline=None if timeout is None else self.now + timeout,
+        )
+        self.core.submit(request, self.now)
+        record = RequestRecord(request, self.now, [ChoiceRecord() for _ in range(n)])
+        self.records[frontend_id, handle] = record
+        return record
+
+    def cancel(self, record: RequestRecord) -> None:
+        """Its client goes away."""
+        self.collect()
+        if record.is_live:
+            record.cancelled = True
+            self.core.cancel(record.request.frontend_id, record.request.handle, self.now)
+
+    def abort(self, record: RequestRecord) -> None:
+        """Somebody ends it by its id."""
+        self.collect()
+        if record.is_live:
+            self.core.abort(record.request.request_id, self.now)
+            self.collect()
+            assert isinstance(record.error, RequestAborted)
+
+    def stop_choice(self, record: RequestRecord, index: int, num_tokens: int) -> None:
+        """A stop string appears in a choice."""
+        self.collect()
+        choice = record.choices[index]
+        if record.is_live and choice.finish_reason is None and len(choice.tokens) >= num_tokens:
+            choice.stopped_by_frontend = True
+            del choice.tokens[num_tokens:]
+            handle = record.request.handle + index
+            self.core.stop_choice(record.request.frontend_id, handle, num_tokens, self.now)
+
+    def remove_frontend(self, frontend_id: str) -> None:
+        """A frontend goes away."""
+        self.collect()
+        for record in self.records.values():
+            if record.request.frontend_id == frontend_id and record.is_live:
+                record.cancelled = True
+        self.core.remove_frontend(frontend_id, self.now)
+
+    # Steps.
+
+    def schedule(self, group_id: str) -> StepPlan | None:
+        """Plan and execute a group's next step; its result stays on the wire."""
+        plan = self.core.schedule(group_id, self.now)
+        if plan is not None:
+            self.on_plan(group_id, plan)
+            link = self.links[group_id]
+            self.has_failed = True
+            link.results.append(link.worker.execute(plan))
+            self.has_failed = False
+            self.num_steps += 1
+        return plan
+
+    def deliver(self, group_id: str) -> bool:
+        """Bring a group's oldest result to the core; False if none is on the wire."""
+        link = self.links[group_id]
+        if not link.results:
+            return False
+        self.now += 0.001
+        self.core.update(group_id, link.results.popleft(), self.now)
+        return True
+
+    def expire(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+        self.core.expire(self.now)
+
+    def run_until_idle(self, max_rounds: int = 2_000) -> None:
+        """Step all groups until nothing is left to do."""
+        for _ in range(max_rounds):
+            planned = [self.schedule(group_id) for group_id in self.links]
+            delivered = [self.deliver(group_id) for group_id in self.links]
+            self.collect()
+            if not any(delivered) and not any(planned):
+                return
+        raise AssertionError("the core does not come to rest")
+
+    # What frontends see.
+
+    def collect(self) -> None:
+        """Read all outboxes."""
+        for frontend_id, outbox in self.core.take_outboxes().items():
+            self.read(frontend_id, outbox)
+
+    def read(self, frontend_id: str, outbox: Outbox) -> None:
+        """Read one outbox."""
+        for handle in outbox.accepted:
+            record = self.records[frontend_id, handle]
+            assert not record.accepted, "accepted twice"
+            record.accepted = True
+        for handle, update in outbox.prompt_logprobs:
+            record = self.records[frontend_id, handle]
+            assert update.start == record.num_prompt_logprobs + 1, "prompt logprobs have a gap"
+            count = len(update.ranks) // 4
+            tokens = [
+                int.from_bytes(update.token_ids[4 * i : 4 * i + 4], "little") for i in range(count)
+            ]
+            prompt = record.request.prompt_token_ids
+            assert tokens == list(prompt[update.start : update.start + count])
+            assert len(update.logprobs) == len(update.token_ids)
+            record.num_prompt_logprobs += count
+        new_tokens = self._read_tokens(frontend_id, outbox)
+        for handle, logprobs in outbox.logprobs:
+            choice = self._choice(frontend_id, handle)[1]
+            if (frontend_id, handle) in new_tokens:
+                assert logprobs == logprobs_of(new_tokens[frontend_id, handle].popleft())
+                choice.num_logprobs += 1
+        for finished in outbox.choices_finished:
+            record, choice = self._choice(frontend_id, finished.handle)
+            assert not record.is_live or choice.finish_reason is None, "finished twice"
+            choice.finish_reason = finished.reason
+            is_stop = finished.stop_token_id is not None
+            assert is_stop == (finished.reason == "stop")
+            if is_stop and record.is_live:
+                assert choice.tokens[-1] == finished.stop_token_id
+        for request_finished in outbox.requests_finished:
+            record = self.records[frontend_id, request_finished.handle]
+            if record.is_live:
+                record.finished = request_finished.timings
+                self._check_finished(record)
+        for handle, error in outbox.requests_failed:
+            record = self.records[frontend_id, handle]
+            if record.is_live:
+                assert isinstance(error, PagewireError)
+                record.error = error
+                self._check_failed(record)
+
+    def _read_tokens(self, frontend_id: str, outbox: Outbox) -> dict[tuple[str, int], deque[int]]:
+        new: dict[tuple[str, int], deque[int]] = {}
+        for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
+            record, choice = self._choice(frontend_id, handle)
+            assert record.accepted
+            if record.is_live:
+                assert not choice.stopped_by_frontend, "a token after the choice's end"
+                assert choice.finish_reason is None, "a token after the choice's end"
+                choice.tokens.append(token)
+                new.setdefault((frontend_id, handle), deque()).append(token)
+        return new
+
+    def _choice(self, frontend_id: str, handle: int) -> tuple[RequestRecord, ChoiceRecord]:
+        first = max(h for f, h in self.records if f == frontend_id and h <= handle)
+        record = self.records[frontend_id, first]
+        return record, record.choices[handle - first]
+
+    # What must be true of them.
+
+    def _expected(self, record: RequestRecord, index: int) -> list[int]:
+        request = record.request
+        room = self.max_model_len - len(request.prompt_token_ids)
+        return undisturbed(
+            request.prompt_token_ids,
+            index,
+            request.sampling,
+            request.stop_token_ids,
+            min(request.max_tokens, room),
+        )
+
+    def _check_prefixes(self, record: RequestRecord) -> None:
+        for index, choice in enumerate(record.choices):
+            expected = self._expected(record, index)
+            assert choice.tokens == expected[: len(choice.tokens)], "other tokens than undisturbed"
+
+    def _check_finished(self, record: RequestRecord) -> None:
+        self._check_prefixes(record)
+        request = record.request
+        for index, choice in enumerate(record.choices):
+            if choice.stopped_by_frontend:
+                continue
+            expected = self._expected(record, index)
+            assert choice.tokens == expected, "not all tokens came"
+            stopped = bool(expected) and expected[-1] in request.stop_token_ids
+            assert choice.finish_reason == ("stop" if stopped else "length")
+            if request.wants_logprobs and not request.generated:
+                assert choice.num_logprobs == len(expected)
+        is_begun = any(choice.tokens for choice in record.choices)
+        if request.wants_prompt_logprobs and is_begun and not request.generated:
+            assert record.num_prompt_logprobs == len(request.prompt_token_ids) - 1
+        assert record.finished is not None
+        self._check_timings(record, record.finished)
+
+    def _check_timings(self, record: RequestRecord, timings: RequestTimings) -> None:
+        parts = (
+            timings.queue_us
+            + timings.plan_us
+            + timings.wire_us
+            + timings.forward_us
+            + timings.sample_us
+            + timings.preempted_us
+            + timings.recovery_us
+        )
+        assert parts == timings.total_us
+        assert timings.total_us <= round((self.now - record.submitted) * 1e6) + 1
+
+    def _check_failed(self, record: RequestRecord) -> None:
+        self._check_prefixes(record)
+        assert record.error is not None
+        lengths = [len(self._expected(record, i)) for i in range(len(record.choices))]
+        if record.error.reason == "NON_FINITE_LOGITS":
+            fails_at = record.request.sampling.fails_at
+            assert fails_at in [len(choice.tokens) for choice in record.choices]
+        if record.error.reason == "KV_CACHE_TOO_SMALL":
+            longest = len(record.request.prompt_token_ids) + max(lengths)
+            assert longest > self.least_cache_tokens
+
+    def check_empty(self) -> None:
+        """Assert that nothing is left of any request."""
+        self.collect()
+        self.core.check()
+        for record in self.records.values():
+            assert record.accepted or record.error is not None
+            assert not record.is_live, f"{record.request.request_id} never ended"
+        snapshot = self.core.snapshot()
+        assert snapshot.num_waiting == snapshot.num_running == snapshot.num_swapped == 0
+        assert self.core.next_deadline() is None
+        for group in snapshot.groups:
+            assert group.num_free_gpu_blocks == group.num_gpu_blocks
+            assert group.num_running_sequences == 0

@@ -1,0 +1,337 @@
+"""A worker that computes nothing and checks everything.
+
+Its KV cache holds, for each slot, what a real one would hold numbers for: the key and value of one
+token at one position, which depend on all tokens before it. Here that is a hash chained over the
+tokens so far (`History`). Before a row reads a position it is compared with the sequence's own
+history, so any wrong block table, stale block, lost copy or early reuse shows as `PlanError`, in
+the step in which it happens.
+
+The sampled token is a hash too: of the history, the seed and the choice. `undisturbed` gives the
+tokens that a request must get whatever happens to it on the way.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from scheduler_service.core import (
+    NewSequence,
+    RowError,
+    RowLogprobs,
+    RowPromptLogprobs,
+    StepPlan,
+    StepResult,
+)
+
+History = bytes
+"""Digest of all tokens up to and including one position."""
+
+START: History = b""
+Slot = tuple[int, int]
+
+
+class PlanError(AssertionError):
+    """A plan breaks the contract or the memory model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What stands for SamplerParams."""
+
+    seed: int
+    vocab_size: int = 32
+    fails_at: int | None = None
+    """Output position at which the logits are not finite."""
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+
+
+def extend(history: History, token: int) -> History:
+    """The history one token later."""
+    return blake2b(history + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def next_token(history: History, choice_index: int, sampling: Sampling) -> int:
+    """The token sampled after a history."""
+    key = f"{sampling.seed}/{choice_index}".encode()
+    digest = blake2b(history, key=key, digest_size=4).digest()
+    return int.from_bytes(digest, "little") % sampling.vocab_size
+
+
+def undisturbed(
+    prompt: Iterable[int],
+    choice_index: int,
+    sampling: Sampling,
+    stop_token_ids: frozenset[int],
+    max_output_tokens: int,
+) -> list[int]:
+    """The output tokens of one choice of a request that runs alone on a worker without limits.
+
+    Ends before the token that fails, if one does.
+    """
+    history = START
+    for token in prompt:
+        history = extend(history, token)
+    output: list[int] = []
+    while len(output) < max_output_tokens and len(output) != sampling.fails_at:
+        token = next_token(history, choice_index, sampling)
+        output.append(token)
+        if token in stop_token_ids:
+            break
+        history = extend(history, token)
+    return output
+
+
+@dataclass
+class WorkerSequence:
+    """A sequence as the worker knows it."""
+
+    seq_id: int
+    choice_index: int
+    sampling: Sampling
+    num_prompt_tokens: int
+    prompt_logprobs_start: int
+    tokens: list[int]
+    histories: list[History]
+    """Per token."""
+    block_table: list[int]
+    num_computed: int
+
+    def append(self, token: int) -> None:
+        """One token more."""
+        last = self.histories[-1] if self.histories else START
+        self.histories.append(extend(last, token))
+        self.tokens.append(token)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise PlanError with the message unless the condition holds."""
+    if not condition:
+        raise PlanError(message)
+
+
+def grouped(column: Sequence[int], width: int) -> list[tuple[int, ...]]:
+    """A flat column as tuples."""
+    require(len(column) % width == 0, f"a column of {width}s has {len(column)} entries")
+    return [tuple(column[i : i + width]) for i in range(0, len(column), width)]
+
+
+@dataclass
+class SymbolicWorker:
+    """Executes plans in order; raises PlanError at the first that is wrong."""
+
+    num_gpu_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    sequences: dict[int, WorkerSequence] = field(default_factory=dict)
+    cache: dict[Slot, History] = field(default_factory=dict)
+    num_steps: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+        require(plan.step_id == self.num_steps + 1, f"step {plan.step_id} is out of order")
+        self.num_steps += 1
+        require(not plan.swap_out and not plan.swap_in, "this worker has no host cache")
+        self._forget(plan.forget_seq_ids)
+        self._copy(plan)
+        forks = {new.seq_id for new in plan.new_sequences if new.parent_seq_id is not None}
+        for new in plan.new_sequences:
+            self._learn(new)
+        self._update_blocks(plan.block_updates)
+        rows = self._rows(plan, forks)
+        starts = self._write(rows, plan, forks)
+        self._read(rows)
+        return self._result(plan, rows, starts)
+
+    def _forget(self, seq_ids: list[int]) -> None:
+        for seq_id in seq_ids:
+            require(seq_id in self.sequences, f"told to forget unknown sequence {seq_id}")
+            del self.sequences[seq_id]
+
+    def _copy(self, plan: StepPlan) -> None:
+        """All reads before all writes: a batched copy may do them in any order."""
+        pairs = grouped(plan.copy, 2)
+        targets = [target for _, target in pairs]
+        require(len(targets) == len(set(targets)), "two copies into one block")
+        updated = {block for _, _, block in grouped(plan.block_updates, 3)}
+        contents = {
+            (target, offset): self.cache.get((source, offset))
+            for source, target in pairs
+            for offset in range(self.block_size)
+        }
+        for source, target in pairs:
+            self._check_block(source)
+            self._check_block(target)
+            require(bool(self._owners(source)), f"copy from block {source} that nobody has")
+            require(not self._owners(target), f"copy into block {target} in use")
+            require(target in updated, f"copy into block {target} that nobody gets")
+        for slot, history in contents.items():
+            self.cache.pop(slot, None)
+            if history is not None:
+                self.cache[slot] = history
+
+    def _learn(self, new: NewSequence) -> None:
+        seq_id = new.seq_id
+        require(seq_id not in self.sequences, f"sequence {seq_id} is known already")
+        require(0 < seq_id < 2**31, f"sequence id {seq_id} is out of range")
+        for block in new.block_ids:
+            self._check_block(block)
+        require(len(new.block_ids) == len(set(new.block_ids)), f"{seq_id} has a block twice")
+        seq = WorkerSequence(
+            seq_id=seq_id,
+            choice_index=new.choice_index,
+            sampling=new.sampling,
+            num_prompt_tokens=new.num_prompt_tokens,
+            prompt_logprobs_start=new.prompt_logprobs_start,
+            tokens=[],
+            histories=[],
+            block_table=list(new.block_ids),
+            num_computed=new.num_computed_tokens,
+        )
+        if new.parent_seq_id is not None:
+            self._inherit(seq, new)
+        else:
+            require(0 < new.num_prompt_tokens <= len(new.token_ids), "a prompt is needed")
+            self._check_exclusive(seq)
+        for token in new.token_ids:
+            seq.append(token)
+        self.sequences[seq_id] = seq
+
+    def _inherit(self, seq: WorkerSequence, new: NewSequence) -> None:
+        assert new.parent_seq_id is not None
+        parent = self.sequences.get(new.parent_seq_id)
+        require(parent is not None, f"parent {new.parent_seq_id} is unknown")
+        assert parent is not None
+        require(new.num_prompt_tokens == new.num_computed_tokens == 0, "a fork has numbers")
+        seq.tokens = list(parent.tokens)
+        seq.histories = list(parent.histories)
+        seq.num_prompt_tokens = parent.num_prompt_tokens
+        seq.num_computed = parent.num_computed
+
+    def _check_exclusive(self, seq: WorkerSequence) -> None:
+        """Blocks that hold no computed prefix must be nobody else's."""
+        first = -(-seq.num_computed // self.block_size)
+        for block in seq.block_table[first:]:
+            require(not self._owners(block), f"block {block} is given to {seq.seq_id} while in use")
+
+    def _update_blocks(self, column: list[int]) -> None:
+        seen = set()
+        for seq_id, index, block in grouped(column, 3):
+            self._check_block(block)
+            seq = self.sequences.get(seq_id)
+            require(seq is not None, f"block update for unknown sequence {seq_id}")
+            assert seq is not None
+            require((seq_id, index) not in seen, f"entry {index} of {seq_id} is set twice")
+            seen.add((seq_id, index))
+            require(0 <= index <= len(seq.block_table), f"entry {index} of {seq_id} leaves a gap")
+            require(not self._owners(block), f"block {block} is given to {seq_id} while in use")
+            seq.block_table[index : index + 1] = [block]
+
+    def _rows(self, plan: StepPlan, forks: set[int]) -> list[tuple[WorkerSequence, int, bool]]:
+        """(sequence, number of tokens, whether to sample) per row."""
+        count = len(plan.seq_ids)
+        num_tokens = [1] * count if plan.num_tokens is None else plan.num_tokens
+        sample = [True] * count if plan.sample is None else plan.sample
+        require(count == len(num_tokens) == len(sample), "the batch's columns differ in length")
+        require(0 < count <= self.max_num_seqs, f"{count} rows")
+        require(sum(num_tokens) <= self.max_num_batched_tokens, f"{sum(num_tokens)} tokens")
+        require(count == len(set(plan.seq_ids)), "a sequence has two rows")
+        unknown = set(plan.seq_ids) - self.sequences.keys()
+        require(not unknown, f"rows of unknown sequences {unknown}")
+        place = {seq_id: row for row, seq_id in enumerate(plan.seq_ids)}
+        for new in plan.new_sequences:
+            require(new.seq_id in place, f"new sequence {new.seq_id} has no row")
+            if new.parent_seq_id in place:
+                later = place[new.seq_id] > place[new.parent_seq_id]
+                require(later, f"fork {new.seq_id} comes before its parent")
+        for seq_id, num, samples in zip(plan.seq_ids, num_tokens, sample, strict=True):
+            require(num > 0 or (seq_id in forks and samples), f"row of {seq_id} computes nothing")
+        sequences = [self.sequences[seq_id] for seq_id in plan.seq_ids]
+        return list(zip(sequences, num_tokens, sample, strict=True))
+
+    def _write(
+        self, rows: list[tuple[WorkerSequence, int, bool]], plan: StepPlan, forks: set[int]
+    ) -> list[int]:
+        """Write each row's tokens to their slots; per row the first position."""
+        parents = {new.seq_id: new.parent_seq_id for new in plan.new_sequences}
+        starts = []
+        for seq, num_tokens, sample in rows:
+            sharers = {fork for fork in forks if parents[fork] == seq.seq_id} | {seq.seq_id}
+            if seq.seq_id in forks and num_tokens == 0:
+                seq.num_computed = self.sequences[parents[seq.seq_id] or 0].num_computed
+            start, end = seq.num_computed, seq.num_computed + num_tokens
+            starts.append(start)
+            require(end <= len(seq.tokens), f"{seq.seq_id} computes tokens that it does not have")
+            require(not sample or end == len(seq.tokens), f"{seq.seq_id} samples in mid-prompt")
+            for position in range(start, end):
+                index, offset = divmod(position, self.block_size)
+                require(index < len(seq.block_table), f"{seq.seq_id} writes beyond its blocks")
+                block = seq.block_table[index]
+                require(
+                    sharers.issuperset(self._owners(block)),
+                    f"{seq.seq_id} writes to block {block}, shared by {self._owners(block)}",
+                )
+                self.cache[block, offset] = seq.histories[position]
+            seq.num_computed = end
+        return starts
+
+    def _read(self, rows: list[tuple[WorkerSequence, int, bool]]) -> None:
+        """Attend over each row's context."""
+        for seq, _, _ in rows:
+            for position in range(seq.num_computed):
+                index, offset = divmod(position, self.block_size)
+                block = seq.block_table[index]
+                require(
+                    self.cache.get((block, offset)) == seq.histories[position],
+                    f"{seq.seq_id} reads position {position} from block {block}, which holds "
+                    "something else",
+                )
+
+    def _result(
+        self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, bool]], starts: list[int]
+    ) -> StepResult:
+        result = StepResult(
+            step_id=plan.step_id, token_ids=[], forward_us=900, sample_us=60, busy_us=1000
+        )
+        for row, (seq, num_tokens, sample) in enumerate(rows):
+            if seq.sampling.prompt_logprobs:
+                self._report_prompt(result, row, seq, starts[row], starts[row] + num_tokens)
+            if not sample:
+                continue
+            position = len(seq.tokens) - seq.num_prompt_tokens
+            if position == seq.sampling.fails_at:
+                result.token_ids.append(-1)
+                result.errors[row] = RowError(reason="NON_FINITE_LOGITS", message="not finite")
+                seq.append(0)
+                continue
+            token = next_token(seq.histories[-1], seq.choice_index, seq.sampling)
+            seq.append(token)
+            result.token_ids.append(token)
+            if seq.sampling.logprobs:
+                result.logprobs[row] = logprobs_of(token)
+        return result
+
+    def _report_prompt(
+        self, result: StepResult, row: int, seq: WorkerSequence, start: int, end: int
+    ) -> None:
+        """Logits at positions [start, end) tell about the tokens at [start + 1, end + 1)."""
+        first = max(start + 1, seq.prompt_logprobs_start)
+        last = min(end + 1, seq.num_prompt_tokens)
+        if first < last:
+            column = b"".join(seq.tokens[i].to_bytes(4, "little") for i in range(first, last))
+            result.prompt_logprobs[row] = RowPromptLogprobs(
+                start=first, width=1, token_ids=column, logprobs=column, ranks=column
+            )
+
+    def _owners(self, block: int) -> list[int]:
+        return [seq.seq_id for seq in self.sequences.values() if block in seq.block_table]
+
+    def _check_block(self, block: int) -> None:
+        require(0 <= block < self.num_gpu_blocks, f"block {block} does not exist")
+
+
+def logprobs_of(token: int) -> RowLogprobs:
+    """What stands for a token's log probabilities."""
+    column = token.to_bytes(4, "little")
+    return RowLogprobs(token_ids=column, logprobs=column, sampled_rank=1)
