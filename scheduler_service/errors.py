@@ -7,6 +7,7 @@
     ├── QueueFull              try again later
     ├── UnknownModel           no such model is served
     ├── UnknownRequest         no such request is live
+    ├── UnknownWorkerGroup     no worker of such a group is registered
     ├── DuplicateRequest       a request with this id is live
     ├── RequestAborted         the client, or somebody for it, ended the request
     ├── DeadlineExceeded       the request's time is up
@@ -80,6 +81,12 @@ class UnknownRequest(PagewireError):
     """No live request has this id."""
 
     reason = "UNKNOWN_REQUEST"
+
+
+class UnknownWorkerGroup(PagewireError):
+    """No worker of this group is registered."""
+
+    reason = "UNKNOWN_WORKER_GROUP"
 
 
 class DuplicateRequest(PagewireError):

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -63,13 +63,15 @@ class ServiceRunner:
         for name in self._service_names:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    async def wait_for_signal(self) -> None:
-        """Wait for SIGTERM or SIGINT, then answer NOT_SERVING for good."""
+    async def wait_for_signal(self, on_signal: Callable[[], None] | None = None) -> None:
+        """Wait for SIGTERM or SIGINT, call `on_signal`, then answer NOT_SERVING for good."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             await self._signalled.wait()
+            if on_signal is not None:
+                on_signal()
             await self._health.enter_graceful_shutdown()
         except asyncio.CancelledError:
             for number in (signal.SIGTERM, signal.SIGINT):

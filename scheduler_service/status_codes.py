@@ -4,7 +4,10 @@ Every status carries `google.rpc` details: an `ErrorInfo` always, a `BadRequest`
 field for `InvalidArgument`, and a `RetryInfo` when the error tells a delay.
 """
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -13,13 +16,15 @@ from google.rpc import error_details_pb2, status_pb2
 
 from scheduler_service import errors
 
+logger = logging.getLogger(__name__)
+
 DOMAIN = "pagewire"
 DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_MESSAGE_CHARS = 1000
 """A message travels twice in the trailers, which peers limit to a few KiB."""
 
-STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
+STATUS_CODES: dict[type[errors.PagewireError], grpc.StatusCode] = {
     errors.PagewireError: grpc.StatusCode.INTERNAL,
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PromptTooLong: grpc.StatusCode.FAILED_PRECONDITION,
@@ -27,6 +32,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
     errors.UnknownRequest: grpc.StatusCode.NOT_FOUND,
+    errors.UnknownWorkerGroup: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.RequestAborted: grpc.StatusCode.CANCELLED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -41,7 +47,9 @@ _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 def status_code(error: Exception) -> grpc.StatusCode:
     """The code of `error`; whatever is not ours is INTERNAL."""
-    return STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    if isinstance(error, errors.PagewireError):
+        return STATUS_CODES[type(error)]
+    return grpc.StatusCode.INTERNAL
 
 
 def to_status(error: Exception) -> status_pb2.Status:
@@ -78,6 +86,23 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
     await context.abort(_BY_NUMBER[status.code], status.message, trailing_metadata=trailers)
     raise AssertionError("abort returned")
+
+
+@asynccontextmanager
+async def errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Around a handler's body: what it raises ends the call with the right status.
+
+    An error that is not ours is a bug; its traceback stays in our log.
+    """
+    try:
+        yield
+    except (grpc.aio.AbortError, asyncio.CancelledError):
+        raise
+    except errors.PagewireError as error:
+        await abort(context, error)
+    except Exception as error:
+        logger.exception("unexpected error in a call")
+        await abort(context, error)
 
 
 def from_failed(

@@ -1,0 +1,31 @@
+"""The scheduler core as a service: everything that waits, around a core that never does.
+
+  frontends ─ Attach ────▶ attachments ─┐                    ┌─ registry ◀─ RegisterWorker ─ workers
+                                        ├─▶ driver ─▶ core ◀─┤                                  ▲
+  operators ─ GetStatus ─▶ status ──────┘                    └─ worker_link ─ ExecuteSteps ─────┘
+
+One process, one event loop, one thread. Every call into the core goes through the `driver`, so the
+core needs no lock; after each the driver hands out news and wakes whoever may have work.
+
+`service.py`      the parts put together, and their orderly end (start reading here)
+`driver.py`       tells the core the time, sets the alarm for deadlines, carries its news
+`attachments.py`  one stream per frontend; the news of a step are one message
+`registry.py`     one stream per worker: registration, heartbeats, lease, directives
+`worker_link.py`  dials a registered worker, sizes its cache, keeps it stepping, dials again
+`step_stream.py`  the hot path: plans go out ahead of the results that come in
+`assets.py`       the models' files, fetched from a worker once
+`status.py`       the snapshot for operators
+`servicer.py`     the rpcs, each a line or two
+`tasks.py`        coroutines that stand and fall together
+`config.py`, `command.py`  what can be chosen, and the flags for it
+
+A step: a link asks the core for a plan, which leaves at once, up to `pipeline_depth` ahead of the
+results. A result comes in, the core takes it, the next plan leaves, and then the tokens go to their
+frontends.
+
+Promises. A worker that breaks its stream, its lease or the contract is out at once: its sequences
+go back to the core's queue and on elsewhere. While its lease holds it is dialled again, each time
+with a greater epoch, so that whatever an older stream still says counts for nothing. A frontend's
+requests end with its stream. On SIGTERM the accepted requests may finish within the grace period;
+then the streams end with UNAVAILABLE, and frontends and workers look for the next core.
+"""

@@ -1,0 +1,105 @@
+"""The flags of `python -m scheduler_service scheduler`."""
+
+from typing import Annotated
+
+import typer
+
+from scheduler_service.command_line import LogLevel, run_service
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core_service.config import CoreServiceConfig
+from scheduler_service.core_service.service import serve
+
+SERVICE = CoreServiceConfig()
+CORE = SchedulerConfig()
+
+
+def scheduler(
+    listen: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_LISTEN",
+            metavar="HOST:PORT|unix:PATH",
+            help="Where frontends and workers call.",
+        ),
+    ] = SERVICE.listen,
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(envvar="PAGEWIRE_MAX_NUM_SEQS", help="Most sequences in a worker's batch."),
+    ] = CORE.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_NUM_BATCHED_TOKENS", help="Most tokens computed in one step."
+        ),
+    ] = CORE.max_num_batched_tokens,
+    enable_chunked_prefill: Annotated[
+        bool,
+        typer.Option(
+            envvar="PAGEWIRE_ENABLE_CHUNKED_PREFILL",
+            help="Compute long prompts in pieces, beside running sequences.",
+        ),
+    ] = CORE.enable_chunked_prefill,
+    watermark: Annotated[
+        float,
+        typer.Option(
+            envvar="PAGEWIRE_WATERMARK",
+            help="Share of a worker's blocks kept free when admitting, so that what runs can grow.",
+        ),
+    ] = CORE.watermark,
+    pipeline_depth: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_PIPELINE_DEPTH",
+            help="Most steps planned before the first one's result is in.",
+        ),
+    ] = CORE.pipeline_depth,
+    max_queue_requests: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_QUEUE_REQUESTS", help="Most waiting requests; more are refused."
+        ),
+    ] = CORE.max_queue_requests,
+    max_queue_tokens: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_QUEUE_TOKENS",
+            help="Most prompt tokens of waiting requests; more are refused.",
+        ),
+    ] = CORE.max_queue_tokens,
+    lease_ms: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_LEASE_MS",
+            help="Milliseconds without a heartbeat after which a worker counts as lost.",
+        ),
+    ] = SERVICE.lease_ms,
+    grace_period: Annotated[
+        float,
+        typer.Option(
+            envvar="PAGEWIRE_GRACE_PERIOD",
+            help="Seconds in which running requests may finish after SIGTERM.",
+        ),
+    ] = SERVICE.grace_period_s,
+    log_level: Annotated[
+        LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
+    ] = LogLevel.INFO,
+) -> None:
+    """Run the scheduler core: the request queues, the KV blocks, and the plans for workers."""
+
+    def make_config() -> CoreServiceConfig:
+        return CoreServiceConfig(
+            listen=listen,
+            lease_ms=lease_ms,
+            grace_period_s=grace_period,
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_chunked_prefill=enable_chunked_prefill,
+                watermark=watermark,
+                pipeline_depth=pipeline_depth,
+                max_queue_requests=max_queue_requests,
+                max_queue_tokens=max_queue_tokens,
+            ),
+        )
+
+    run_service(make_config, serve, log_level)

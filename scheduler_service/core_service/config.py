@@ -1,0 +1,33 @@
+"""What the scheduler core's service is told when it starts."""
+
+from dataclasses import dataclass, field
+
+from scheduler_service.addresses import check_address
+from scheduler_service.core.config import SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreServiceConfig:
+    """Address and patience of one scheduler core."""
+
+    listen: str = "127.0.0.1:7610"
+    """Where frontends and workers call. Loopback by default: there is no authentication yet."""
+
+    lease_ms: int = 2000
+    """Time without a heartbeat after which a worker counts as lost."""
+
+    grace_period_s: float = 30.0
+    """Seconds in which running requests may finish when the service is told to end."""
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Sizes of batches and queues, and how far planning runs ahead."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_address(self.listen)
+        except ValueError as error:
+            raise ValueError(f"listen: {error}") from error
+        if not 100 <= self.lease_ms <= 600_000:
+            raise ValueError("lease_ms: expected 100 to 600000")
+        if not 0 <= self.grace_period_s < float("inf"):
+            raise ValueError("grace_period: expected a number of seconds, at least 0")

@@ -1,0 +1,162 @@
+"""The pure core on an event loop: told the time, woken by deadlines, its news carried away.
+
+All calls into the core go through here and happen on the loop's thread, so the core needs no lock.
+After each of them the driver settles, once per turn of the loop however many calls there were: it
+hands each frontend its news and sets the alarm for the next deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core.outbox import Outbox
+from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.request import Request
+
+
+class Mailbox(Protocol):
+    """Where a frontend's news goes."""
+
+    def deliver(self, outbox: Outbox) -> None:
+        """Take news; must not block."""
+
+
+class CoreDriver:
+    """Owner of the `SchedulerCore`; made and used on one running event loop."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.core = SchedulerCore(config)
+        self.clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._work: dict[str, asyncio.Event] = {}
+        self._settled = asyncio.Event()
+        self._settling: asyncio.Handle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+
+    # Frontends
+
+    def add_frontend(self, frontend_id: str, mailbox: Mailbox) -> None:
+        """From now on news for `frontend_id` goes to `mailbox`."""
+        self._mailboxes[frontend_id] = mailbox
+
+    def remove_frontend(self, frontend_id: str) -> None:
+        """End all requests of a frontend that is gone."""
+        self._mailboxes.pop(frontend_id, None)
+        self.core.remove_frontend(frontend_id, self.clock())
+        self._changed()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises an error of `scheduler_service.errors` when it is refused."""
+        self.core.submit(request, self.clock())
+        self._changed()
+
+    def cancel(self, frontend_id: str, handle: int) -> None:
+        """End a request that its client no longer wants."""
+        self.core.cancel(frontend_id, handle, self.clock())
+        self._changed()
+
+    def stop_choice(self, frontend_id: str, handle: int, num_tokens: int) -> None:
+        """End a choice that has its stop string."""
+        self.core.stop_choice(frontend_id, handle, num_tokens, self.clock())
+        self._changed()
+
+    # Worker groups
+
+    def add_group(self, capacity: GroupCapacity) -> asyncio.Event:
+        """Plan for a group from now on; the event is set whenever there may be a plan.
+
+        Raises ValueError when the core's configuration cannot work with the group.
+        """
+        self.core.add_group(capacity, self.clock())
+        work = self._work[capacity.group_id] = asyncio.Event()
+        self._changed()
+        return work
+
+    def remove_group(self, group_id: str) -> None:
+        """A group is lost: its sequences go back to the queue. Nothing happens twice."""
+        if self._work.pop(group_id, None) is not None:
+            self.core.remove_group(group_id, self.clock())
+            self._changed()
+
+    def drain_group(self, group_id: str) -> None:
+        """Let a group finish what runs, and give it nothing new."""
+        if group_id in self._work:
+            self.core.drain_group(group_id, self.clock())
+            self._changed()
+
+    def is_drained(self, group_id: str) -> bool:
+        """Whether a group has nothing left to do; one that is not planned for has not."""
+        return group_id not in self._work or self.core.is_drained(group_id)
+
+    def next_plan(self, group_id: str) -> StepPlan | None:
+        """The group's next step, if there is work for it now."""
+        plan = self.core.schedule(group_id, self.clock())
+        if plan is None:
+            self._settle_soon()
+        else:
+            self._changed()
+        return plan
+
+    def apply(self, group_id: str, result: StepResult) -> None:
+        """What came of the group's oldest step under way."""
+        self.core.update(group_id, result, self.clock())
+        self._changed()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left."""
+        while self._num_requests() > 0:
+            self._settled.clear()
+            await self._settled.wait()
+
+    def _num_requests(self) -> int:
+        state = self.core.snapshot()
+        return state.num_waiting + state.num_running + state.num_swapped
+
+    def close(self) -> None:
+        """Stop the timers. The core is not used any more."""
+        for timer in (self._settling, self._alarm):
+            if timer is not None:
+                timer.cancel()
+
+    def _changed(self) -> None:
+        """Anything may have become possible for any group."""
+        for work in self._work.values():
+            work.set()
+        self._settle_soon()
+
+    def _settle_soon(self) -> None:
+        if self._settling is None:
+            self._settling = self._loop.call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = None
+        for frontend_id, outbox in self.core.take_outboxes().items():
+            mailbox = self._mailboxes.get(frontend_id)
+            if mailbox is not None:
+                mailbox.deliver(outbox)
+        self._set_alarm()
+        self._settled.set()
+
+    def _set_alarm(self) -> None:
+        deadline = self.core.next_deadline()
+        if self._alarm is not None:
+            if deadline == self._alarm_at:
+                return
+            self._alarm.cancel()
+            self._alarm = None
+        if deadline is not None:
+            self._alarm_at = deadline
+            delay = max(0.0, deadline - self.clock())
+            self._alarm = self._loop.call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._alarm = None
+        self.core.expire(self.clock())
+        self._changed()

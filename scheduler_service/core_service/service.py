@@ -1,0 +1,115 @@
+"""The scheduler core as a running service: the parts put together, and their orderly end."""
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
+
+from scheduler_service.core_service.assets import AssetCache
+from scheduler_service.core_service.attachments import Attachments
+from scheduler_service.core_service.config import CoreServiceConfig
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.servicer import SchedulerServicer
+from scheduler_service.core_service.status import StatusBoard
+from scheduler_service.errors import Unavailable
+from scheduler_service.service_runner import ServiceRunner
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "pagewire.v1.SchedulerService"
+
+FAREWELL_S = 1.0
+"""For streams to take note of their end."""
+
+
+async def serve(config: CoreServiceConfig) -> None:
+    """Run the scheduler core until SIGTERM or SIGINT; raises CannotListen."""
+    async with CoreService(config) as service:
+        await service.runner.wait_for_signal(service.attachments.refuse_requests)
+        await service.finish_requests(config.grace_period_s)
+
+
+class CoreService:
+    """An asynchronous context manager: listening when entered, ended when left.
+
+    The health service answers NOT_SERVING, for the process as a whole too, until a worker group is
+    ready: a core without workers takes requests in, but they can only wait.
+    """
+
+    def __init__(self, config: CoreServiceConfig) -> None:
+        self.driver = CoreDriver(config.scheduler)
+        self.attachments = Attachments(self.driver)
+        self.registry = WorkerRegistry(
+            self.driver,
+            lease_s=config.lease_ms / 1000,
+            scheduler_config=config.scheduler,
+            on_change=self._on_workers_changed,
+        )
+        self.assets = AssetCache(self.registry)
+        self.runner = ServiceRunner(
+            listen=config.listen,
+            service_names=[SERVICE_NAME],
+            grace_period_s=config.grace_period_s,
+        )
+        self.status = StatusBoard(self.driver, self.registry, self.attachments)
+        servicer = SchedulerServicer(self.attachments, self.registry, self.assets, self.status)
+        add_SchedulerServiceServicer_to_server(servicer, self.runner.server)
+        self._workers_changed = asyncio.Event()
+        self._background: list[asyncio.Task[None]] = []
+
+    @property
+    def address(self) -> str:
+        """Where the service listens."""
+        return self.runner.address
+
+    async def __aenter__(self) -> Self:
+        await self.runner.start()
+        self._background = [
+            asyncio.create_task(self._announce_models()),
+            asyncio.create_task(self.status.log_summaries()),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.attachments.close(
+            Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
+        )
+        self.registry.close()
+        await self.runner.stop(FAREWELL_S)
+        await self.assets.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self.driver.close()
+
+    async def finish_requests(self, grace_period_s: float) -> None:
+        """Wait until the accepted requests have ended or time is up."""
+        try:
+            async with asyncio.timeout(grace_period_s):
+                await self.driver.wait_idle()
+        except TimeoutError:
+            logger.warning("grace period over grace_period_s=%g", grace_period_s)
+
+    def _on_workers_changed(self) -> None:
+        self._workers_changed.set()
+
+    async def _announce_models(self) -> None:
+        """Tell frontends and the health service which models can be served, whenever it changes."""
+        known: list[object] = []
+        while True:
+            await self._workers_changed.wait()
+            self._workers_changed.clear()
+            models = self.registry.served_models()
+            if models != known:
+                known = list(models)
+                logger.info("served models changed models=%s", [model.name for model in models])
+                self.attachments.tell_models(models)
+                await self.runner.set_serving(bool(models))

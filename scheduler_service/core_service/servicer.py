@@ -1,0 +1,88 @@
+"""`SchedulerService` on the wire: awaits and translates, no more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
+
+from scheduler_service.core_service import attachments, registry
+from scheduler_service.core_service.assets import AssetCache, chunks_of
+from scheduler_service.core_service.status import StatusBoard
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.status_codes import errors_as_statuses
+
+DEFAULT_INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 100
+MAX_INTERVAL_MS = 60_000
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(SchedulerServiceServicer):
+    """One method per rpc; the proto tells what each promises."""
+
+    def __init__(
+        self,
+        frontends: attachments.Attachments,
+        workers: registry.WorkerRegistry,
+        assets: AssetCache,
+        status: StatusBoard,
+    ) -> None:
+        self._frontends = frontends
+        self._workers = workers
+        self._assets = assets
+        self._status = status
+
+    # The stubs know generators only; a coroutine reads and writes through its context instead.
+
+    async def Attach(  # type: ignore[override]
+        self, _requests: object, context: attachments.Context
+    ) -> None:
+        async with errors_as_statuses(context):
+            await self._frontends.serve(context)
+
+    async def RegisterWorker(  # type: ignore[override]
+        self, _requests: object, context: registry.Context
+    ) -> None:
+        async with errors_as_statuses(context):
+            await self._workers.serve(context)
+
+    async def GetModelAssets(
+        self, request: pb.SchedulerServiceGetModelAssetsRequest, context: Context
+    ) -> AsyncIterator[pb.SchedulerServiceGetModelAssetsResponse]:
+        async with errors_as_statuses(context):
+            for chunk in chunks_of(await self._assets.get(request.model)):
+                yield pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk)
+
+    async def GetStatus(
+        self, request: pb.SchedulerServiceGetStatusRequest, context: Context
+    ) -> pb.SchedulerServiceGetStatusResponse:
+        async with errors_as_statuses(context):
+            return pb.SchedulerServiceGetStatusResponse(status=self._status.snapshot())
+
+    async def WatchStatus(
+        self, request: pb.SchedulerServiceWatchStatusRequest, context: Context
+    ) -> AsyncIterator[pb.SchedulerServiceWatchStatusResponse]:
+        async with errors_as_statuses(context):
+            interval_s = _interval_ms(request) / 1000
+            while True:
+                yield pb.SchedulerServiceWatchStatusResponse(status=self._status.snapshot())
+                await asyncio.sleep(interval_s)
+
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: Context
+    ) -> pb.DrainWorkerResponse:
+        async with errors_as_statuses(context):
+            self._workers.drain(request.group_id)
+            return pb.DrainWorkerResponse()
+
+
+def _interval_ms(request: pb.SchedulerServiceWatchStatusRequest) -> int:
+    if not request.HasField("interval_ms"):
+        return DEFAULT_INTERVAL_MS
+    if not MIN_INTERVAL_MS <= request.interval_ms <= MAX_INTERVAL_MS:
+        raise InvalidArgument("interval_ms", f"expected {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}")
+    return request.interval_ms

@@ -1,0 +1,90 @@
+"""The snapshot that operators and dashboards see, put together from everything the core knows."""
+
+import asyncio
+import logging
+
+from pagewire.v1 import status_pb2
+
+from scheduler_service.core.snapshot import GroupSnapshot
+from scheduler_service.core_service.attachments import Attachments
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.registry import Worker, WorkerRegistry
+from scheduler_service.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_INTERVAL_S = 10.0
+
+
+class StatusBoard:
+    """Makes `EngineStatus` messages; uptime counts from when it was made."""
+
+    def __init__(
+        self, driver: CoreDriver, registry: WorkerRegistry, attachments: Attachments
+    ) -> None:
+        self._driver = driver
+        self._registry = registry
+        self._attachments = attachments
+        self._started_at = driver.clock()
+
+    def snapshot(self) -> status_pb2.EngineStatus:
+        """The state of this instant."""
+        core = self._driver.core.snapshot()
+        groups = {group.group_id: group for group in core.groups}
+        return status_pb2.EngineStatus(
+            uptime_s=self._driver.clock() - self._started_at,
+            version=VERSION,
+            models=[model.name for model in self._registry.served_models()],
+            num_waiting=core.num_waiting,
+            num_running=core.num_running,
+            num_swapped=core.num_swapped,
+            num_frontends=len(self._attachments),
+            num_finished=core.num_finished,
+            num_generated_tokens=core.num_generated_tokens,
+            num_prefill_tokens=core.num_prefill_tokens,
+            num_preemptions=core.num_preemptions,
+            groups=[
+                self._group_status(worker, groups.get(worker.registration.group_id))
+                for worker in self._registry
+            ],
+        )
+
+    async def log_summaries(self, interval_s: float = SUMMARY_INTERVAL_S) -> None:
+        """Log every `interval_s` seconds what happened, if anything did."""
+        before = self._driver.core.snapshot()
+        while True:
+            await asyncio.sleep(interval_s)
+            now = self._driver.core.snapshot()
+            if now != before:
+                logger.info(
+                    "summary num_running=%d num_waiting=%d num_finished=%d "
+                    "generated_tokens_per_s=%.1f prefill_tokens_per_s=%.1f num_preemptions=%d",
+                    now.num_running,
+                    now.num_waiting,
+                    now.num_finished - before.num_finished,
+                    (now.num_generated_tokens - before.num_generated_tokens) / interval_s,
+                    (now.num_prefill_tokens - before.num_prefill_tokens) / interval_s,
+                    now.num_preemptions - before.num_preemptions,
+                )
+            before = now
+
+    def _group_status(
+        self, worker: Worker, group: GroupSnapshot | None
+    ) -> status_pb2.WorkerGroupStatus:
+        registration = worker.registration
+        status = status_pb2.WorkerGroupStatus(
+            group_id=registration.group_id,
+            state=worker.link.state,
+            model=registration.model.name,
+            address=registration.address,
+            num_steps=worker.link.num_steps,
+            epoch=worker.link.epoch,
+            heartbeat_age_s=self._driver.clock() - worker.last_heartbeat,
+        )
+        if group is not None:
+            status.num_gpu_blocks = group.num_gpu_blocks
+            status.num_free_gpu_blocks = group.num_free_gpu_blocks
+            status.num_cpu_blocks = group.num_cpu_blocks
+            status.num_free_cpu_blocks = group.num_free_cpu_blocks
+            status.num_running_sequences = group.num_running_sequences
+        return status

@@ -1,0 +1,23 @@
+"""Running several coroutines that stand and fall together."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def run_until_first(*coroutines: Coroutine[Any, Any, object]) -> None:
+    """Run all until the first returns or raises, end the others, and raise what it raised.
+
+    Unlike a TaskGroup, one that returns ends the others too, and errors come bare: each coroutine
+    is one way in which the same stream may end.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,206 @@
+"""Requests from an attached frontend through the core to a worker and back."""
+
+import pytest
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import scheduler_service_pb2 as pb
+
+from scheduler_service.core_service.service import CoreService
+from tests.scheduler_service.core_service.conftest import Fleet
+from tests.support.attached_frontend import AttachedFrontend
+from tests.support.fake_worker import FakeWorker, counted
+from tests.support.waiting import until
+
+
+async def test_tokens_of_many_requests_flow_to_their_end(
+    service: CoreService, fleet: Fleet
+) -> None:
+    await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        for handle in range(1, 21):
+            await frontend.submit(handle, range(handle), max_tokens=handle)
+        await frontend.wait_finished(*range(1, 21))
+        for handle in range(1, 21):
+            assert frontend.tokens[handle] == counted(handle - 1, handle)
+            assert frontend.finish_reasons[handle] == inference_pb.FINISH_REASON_LENGTH
+        assert sorted(frontend.accepted) == list(range(1, 21))
+
+
+async def test_choices_share_a_prompt_and_end_one_by_one(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(10, range(6), max_tokens=9, num_choices=3)
+        await frontend.wait_finished(10)
+        assert [frontend.tokens[handle] for handle in (10, 11, 12)] == [counted(5, 9)] * 3
+    forks = [new for plan in worker.plans for new in plan.new_sequences if new.parent_seq_id]
+    assert len(forks) == 2
+
+
+async def test_the_next_plan_leaves_before_the_result_is_back(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    worker.hold_results()
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=20)
+        await until(lambda: len(worker.plans) == 2, "plan 2 came while result 1 is held")
+        assert worker.num_results == 0
+        worker.may_answer.set()
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 20)
+
+
+async def test_a_frontend_gets_at_most_one_message_a_step(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        for handle in range(1, 9):
+            await frontend.submit(handle, [handle], max_tokens=100)
+        await frontend.wait_finished(*range(1, 9))
+        # Besides: the models, and up to eight messages of acceptances.
+        assert frontend.num_messages <= worker.num_results + 9
+
+
+async def test_a_cancelled_request_frees_its_blocks_within_a_step(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, range(8), max_tokens=400)
+        await frontend.wait_tokens(1, 5)
+        worker.hold_results()
+        num_plans = len(worker.plans)
+        await frontend.cancel(1)
+        await frontend.submit(2, range(8), max_tokens=2)
+        await until(lambda: 2 in frontend.accepted, "the message after the cancellation was read")
+        worker.may_answer.set()
+        await frontend.wait_finished(2)
+        await until(lambda: free_blocks(service) == worker.num_gpu_blocks, "all blocks are free")
+        cancelled = worker.plans[num_plans + 2 :]
+        assert all(len(plan.seq_ids) <= 4 for plan in cancelled), "at most one row, of request 2"
+
+
+def free_blocks(service: CoreService) -> int:
+    return service.driver.core.snapshot().groups[0].num_free_gpu_blocks
+
+
+async def test_a_frontend_that_leaves_takes_its_requests_along(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address, "gone") as frontend:
+        await frontend.submit(1, range(8), max_tokens=400)
+        await frontend.wait_tokens(1, 5)
+    await until(lambda: free_blocks(service) == worker.num_gpu_blocks, "all blocks are free")
+    assert len(service.attachments) == 0
+
+
+async def test_a_stopped_choice_generates_no_more(service: CoreService, fleet: Fleet) -> None:
+    await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, range(8), max_tokens=400)
+        await frontend.wait_tokens(1, 5)
+        await frontend.stop_choice(1, 3)
+        await frontend.wait_finished(1)
+        assert len(frontend.tokens[1]) < 400
+
+
+async def test_a_request_waits_for_a_worker_and_fails_at_its_deadline(
+    service: CoreService, fleet: Fleet
+) -> None:
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2], timeout_s=0.05)
+        failed = await frontend.wait_failed(1)
+        assert (failed.code, failed.reason) == (4, "DEADLINE_EXCEEDED")
+        await frontend.submit(2, [1, 2], max_tokens=3, timeout_s=60)
+        await fleet.start(FakeWorker())
+        await frontend.wait_finished(2)
+        assert frontend.tokens[2] == counted(2, 3)
+
+
+async def test_a_running_request_ends_at_its_deadline(service: CoreService, fleet: Fleet) -> None:
+    worker = await fleet.start(FakeWorker())
+    worker.hold_results()
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2], timeout_s=0.1)
+        failed = await frontend.wait_failed(1)
+        assert failed.reason == "DEADLINE_EXCEEDED"
+        worker.may_answer.set()
+        await until(lambda: free_blocks(service) == worker.num_gpu_blocks, "all blocks are free")
+
+
+async def test_a_request_too_long_for_the_model_fails_alone(
+    service: CoreService, fleet: Fleet
+) -> None:
+    await fleet.start(FakeWorker(max_model_len=64))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, range(65))
+        assert (await frontend.wait_failed(1)).reason == "PROMPT_TOO_LONG"
+        await frontend.submit(2, range(8))
+        await frontend.wait_finished(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"best_of": 0}, "best_of"),
+        ({"num_choices": 0, "best_of": 0}, "num_choices"),
+        ({"request_id": ""}, "request_id"),
+        ({"prompt_token_ids": b"\1\2\3"}, "prompt_token_ids"),
+    ],
+)
+async def test_a_malformed_request_fails_alone(
+    service: CoreService, fleet: Fleet, change: dict[str, object], field: str
+) -> None:
+    await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        fields = {
+            "handle": 7,
+            "request_id": "seven",
+            "model": "counter",
+            "prompt_token_ids": b"\1\0\0\0",
+            "num_choices": 1,
+            "best_of": 1,
+            "max_tokens": 2,
+        }
+        await frontend.send(pb.FrontendMessage(submits=[pb.Submit(**fields | change)]))
+        failed = await frontend.wait_failed(7)
+        assert failed.reason == "INVALID_FIELD"
+        assert [detail.value for detail in failed.details if detail.key == "field"] == [field]
+        await frontend.submit(8, [1])
+        await frontend.wait_finished(8)
+
+
+async def test_a_live_request_id_is_refused(service: CoreService, fleet: Fleet) -> None:
+    worker = await fleet.start(FakeWorker())
+    worker.hold_results()
+    async with AttachedFrontend(service.address, "one") as frontend:
+        await frontend.submit(1, [1])
+        await until(lambda: frontend.accepted == [1], "the first was accepted")
+        second = pb.Submit(
+            handle=2,
+            request_id="one-1",
+            model="counter",
+            prompt_token_ids=b"\1\0\0\0",
+            num_choices=1,
+            best_of=1,
+            max_tokens=2,
+        )
+        await frontend.send(pb.FrontendMessage(submits=[second]))
+        assert (await frontend.wait_failed(2)).reason == "DUPLICATE_REQUEST"
+        worker.may_answer.set()
+        await frontend.wait_finished(1)
+
+
+async def test_generated_tokens_are_continued_as_generated(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=10, generated={0: [4, 5, 6]})
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(6, 7)
+    (new,) = worker.plans[0].new_sequences
+    assert new.num_prompt_tokens == 3

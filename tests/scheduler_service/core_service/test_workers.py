@@ -1,0 +1,314 @@
+"""Workers come, go, hang, are replaced and drained; requests go on."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import status_pb2
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+from scheduler_service.core_service.service import SERVICE_NAME, CoreService
+from tests.scheduler_service.core_service.conftest import Fleet
+from tests.support.attached_frontend import AttachedFrontend
+from tests.support.fake_worker import ASSETS, FakeWorker, counted
+from tests.support.waiting import until
+
+
+def ready_groups(service: CoreService) -> list[str]:
+    return [worker.registration.group_id for worker in service.registry if worker.is_ready]
+
+
+async def is_serving(service: CoreService, name: str) -> bool:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=name)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request)
+    return response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("name", ["", SERVICE_NAME])
+async def test_health_is_serving_while_a_group_is_ready(
+    service: CoreService, fleet: Fleet, name: str
+) -> None:
+    assert not await is_serving(service, name)
+    worker = await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        await until(lambda: frontend.models == ["counter"], "the model is served")
+        assert await is_serving(service, name)
+        await worker.kill()
+        await until(lambda: frontend.models == [], "the model is not served any more")
+        assert not await is_serving(service, name)
+
+
+async def test_a_lost_workers_requests_go_on_at_another_with_the_same_tokens(
+    service: CoreService, fleet: Fleet
+) -> None:
+    first = await fleet.start(FakeWorker("first"))
+    async with AttachedFrontend(service.address) as frontend:
+        for handle in range(1, 6):
+            await frontend.submit(handle, range(handle), max_tokens=40)
+        await frontend.wait_tokens(5, 3)
+        first.hold_results()
+        second = await fleet.start(FakeWorker("second"))
+        await first.kill()
+        await frontend.wait_finished(*range(1, 6))
+        for handle in range(1, 6):
+            assert frontend.tokens[handle] == counted(handle - 1, 40)
+    assert second.num_results > 0
+
+
+async def test_a_worker_that_hangs_loses_its_lease_and_its_requests_go_on(
+    service: CoreService, fleet: Fleet
+) -> None:
+    first = await fleet.start(FakeWorker("first"))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=300)
+        await frontend.wait_tokens(1, 3)
+        first.hold_results()
+        first.silence()
+        await until(lambda: not list(service.registry), "the lease expired")
+        await fleet.start(FakeWorker("second"))
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 300)
+
+
+async def test_a_worker_that_comes_back_after_its_lease_is_welcome_again(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    await until(lambda: ready_groups(service), "the group is ready")
+    worker.silence()
+    await until(lambda: not list(service.registry), "the lease expired")
+    worker.resume()
+    worker.register(service.address, last_epoch=worker.epochs[-1])
+    await until(lambda: ready_groups(service), "the group is ready again")
+    assert worker.epochs == [1, 2]
+
+
+async def test_a_broken_step_stream_is_opened_again_with_a_greater_epoch(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker(), last_epoch=6)
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=300)
+        await frontend.wait_tokens(1, 10)
+        worker.break_stream()
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 300)
+    assert worker.epochs == [7, 8]
+    assert worker.num_profiles == 1
+    assert worker.directives == ["serve"]
+
+
+async def test_a_wrong_advertised_address_is_told_and_tried_again(
+    service: CoreService, fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = await fleet.start(FakeWorker("right"))
+    wrong = FakeWorker("wrong")
+    wrong.advertise = right.address
+    await fleet.start(wrong)
+    await until(lambda: caplog.text.count("not wrong: does --advertise name") > 1, "tried again")
+    assert "retry_in_s" in caplog.text
+    assert ready_groups(service) == ["right"]
+
+
+async def test_a_late_answer_to_an_older_epoch_changes_nothing(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    worker.answer_first_as_epoch = 0
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=5)
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 5)
+    assert worker.epochs == [1]
+
+
+async def test_a_result_out_of_order_ends_the_stream_and_requests_go_on(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    worker.answer_next_as_step = 77
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=5)
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 5)
+    assert worker.epochs == [1, 2]
+
+
+async def test_a_newcomer_replaces_the_worker_of_the_same_group(
+    service: CoreService, fleet: Fleet
+) -> None:
+    old = await fleet.start(FakeWorker("old", group_id="g"))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=300)
+        await frontend.wait_tokens(1, 3)
+        new = await fleet.start(FakeWorker("new", group_id="g"))
+        await until(lambda: old.stop_reason, "the old one was told to stop")
+        assert "new" in (old.stop_reason or "")
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 300)
+    assert new.num_results > 0
+    assert [worker.registration.worker_id for worker in service.registry] == ["new"]
+
+
+async def test_a_worker_that_registers_twice_is_not_told_to_stop(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    await until(lambda: ready_groups(service), "the group is ready")
+    worker.register(service.address, last_epoch=worker.epochs[-1])
+    await until(lambda: worker.epochs == [1, 2], "it was dialled again")
+    await until(lambda: ready_groups(service), "the group is ready again")
+    assert worker.directives == ["serve", "serve"]
+
+
+@pytest.mark.parametrize("fact", ["fingerprint", "dtype"])
+async def test_another_model_of_the_same_name_is_refused(
+    service: CoreService, fleet: Fleet, fact: str
+) -> None:
+    await fleet.start(FakeWorker("first"))
+    other = await fleet.start(FakeWorker("second", **{fact: "other"}))  # type: ignore[arg-type]
+    assert other.directives == ["stop"]
+    assert "other" in (other.stop_reason or "")
+    assert [worker.registration.worker_id for worker in service.registry] == ["first"]
+
+
+async def test_a_group_of_several_ranks_is_refused(service: CoreService, fleet: Fleet) -> None:
+    worker = await fleet.start(FakeWorker(world_size=2))
+    assert "rank" in (worker.stop_reason or "")
+    assert list(service.registry) == []
+
+
+async def test_a_worker_without_memory_is_told_so(service: CoreService, fleet: Fleet) -> None:
+    worker = await fleet.start(FakeWorker(num_gpu_blocks=0))
+    await until(lambda: worker.stop_reason, "it was told to stop")
+    assert "block" in (worker.stop_reason or "")
+
+
+async def test_a_registration_without_facts_is_an_error(core: SchedulerServiceStub) -> None:
+    call = core.RegisterWorker()
+    await call.write(pb.RegisterWorkerRequest(heartbeat=pb.WorkerHeartbeat()))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "registration" in (error.value.details() or "")
+
+
+@pytest.mark.parametrize("by", ["operator", "worker"])
+async def test_a_drained_group_finishes_what_runs_and_stops(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub, by: str
+) -> None:
+    worker = await fleet.start(FakeWorker("leaving"))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=20)
+        await frontend.wait_tokens(1, 3)
+        worker.hold_results()
+        if by == "operator":
+            await core.DrainWorker(pb.DrainWorkerRequest(group_id="leaving"))
+        else:
+            worker.heartbeat_state = status_pb2.WORKER_STATE_DRAINING
+        await until(lambda: "drain" in worker.directives, "it was told to drain")
+        await frontend.submit(2, [7], max_tokens=3)
+        await until(lambda: 2 in frontend.accepted, "the second request was accepted")
+        worker.may_answer.set()
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 20)
+        await until(lambda: worker.stop_reason == "drained", "it was told to stop")
+        assert frontend.tokens[2] == [], "nothing new was planned there"
+        await fleet.start(FakeWorker("staying"))
+        await frontend.wait_finished(2)
+        assert frontend.tokens[2] == counted(7, 3)
+
+
+async def test_draining_an_unknown_group_is_not_found(core: SchedulerServiceStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await core.DrainWorker(pb.DrainWorkerRequest(group_id="nobody"))
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_assets_are_fetched_once_per_fingerprint_in_pieces_of_a_mebibyte(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub
+) -> None:
+    first = await fleet.start(FakeWorker("first"))
+    second = await fleet.start(FakeWorker("second"))
+    request = pb.SchedulerServiceGetModelAssetsRequest(model="counter")
+    for _ in range(3):
+        files: dict[str, bytes] = {}
+        async for response in core.GetModelAssets(request):
+            assert len(response.chunk.data) <= 1 << 20
+            name = response.chunk.file_name
+            files[name] = files.get(name, b"") + response.chunk.data
+        assert files == ASSETS
+    assert first.num_asset_calls + second.num_asset_calls == 1
+
+
+async def test_assets_of_an_unknown_model_are_not_found(core: SchedulerServiceStub) -> None:
+    call = core.GetModelAssets(pb.SchedulerServiceGetModelAssetsRequest(model="nobody"))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_assets_come_from_the_worker_that_answers(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub
+) -> None:
+    await fleet.start(FakeWorker("a-mute", mute_assets=True))
+    good = await fleet.start(FakeWorker("b-good"))
+    call = core.GetModelAssets(pb.SchedulerServiceGetModelAssetsRequest(model="counter"))
+    assert sum([len(response.chunk.data) async for response in call]) == sum(
+        map(len, ASSETS.values())
+    )
+    assert good.num_asset_calls == 1
+
+
+async def test_status_tells_of_requests_and_groups(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub
+) -> None:
+    worker = await fleet.start(FakeWorker("w", group_id="g"))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, range(8), max_tokens=400)
+        await frontend.wait_tokens(1, 5)
+        worker.hold_results()
+        response = await core.GetStatus(pb.SchedulerServiceGetStatusRequest())
+        status = response.status
+        assert (status.num_running, status.num_frontends) == (1, 1)
+        assert list(status.models) == ["counter"]
+        (group,) = status.groups
+        assert (group.group_id, group.model, group.epoch) == ("g", "counter", 1)
+        assert group.state == status_pb2.WORKER_STATE_READY
+        assert group.address == worker.address
+        assert group.num_gpu_blocks == worker.num_gpu_blocks
+        assert 0 < group.num_free_gpu_blocks < worker.num_gpu_blocks
+        assert group.num_steps >= 4
+        worker.may_answer.set()
+
+
+async def test_a_summary_is_logged_when_something_happened(
+    service: CoreService, fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.start(FakeWorker())
+    caplog.set_level("INFO")
+    logging_summaries = asyncio.create_task(service.status.log_summaries(0.05))
+    await asyncio.sleep(0)
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [3], max_tokens=7)
+        await frontend.wait_finished(1)
+    await until(lambda: "summary" in caplog.text, "a summary was logged")
+    assert "num_finished=1" in caplog.text
+    logging_summaries.cancel()
+
+
+async def test_a_watched_status_comes_again_and_again(core: SchedulerServiceStub) -> None:
+    call = core.WatchStatus(pb.SchedulerServiceWatchStatusRequest(interval_ms=100))
+    uptimes = [(await call.read()).status.uptime_s for _ in range(2)]
+    assert uptimes[1] - uptimes[0] >= 0.09
+    call.cancel()
+
+
+async def test_a_watch_without_a_pause_is_refused(core: SchedulerServiceStub) -> None:
+    call = core.WatchStatus(pb.SchedulerServiceWatchStatusRequest(interval_ms=1))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,273 @@
+"""What the core means is what travels, whatever the numbers."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import scheduler_service_pb2 as pb
+
+from scheduler_service import wire
+from scheduler_service.columns import from_column, to_column
+from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
+from scheduler_service.core.plan import (
+    NewSequence,
+    RowError,
+    RowLogprobs,
+    RowPromptLogprobs,
+    StepPlan,
+)
+from scheduler_service.errors import InvalidArgument, QueueFull
+
+int32 = st.integers(-(2**31), 2**31 - 1)
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+count = st.integers(0, 2**31 - 1)
+
+new_sequences = st.builds(
+    NewSequence,
+    seq_id=st.integers(1, 2**31 - 1),
+    choice_index=st.integers(0, 127),
+    token_ids=ids,
+    num_prompt_tokens=count,
+    num_computed_tokens=count,
+    block_ids=ids,
+    sampling=st.builds(
+        sampling_pb2.SamplerParams, seed=st.integers(0, 2**64 - 1), logprobs=st.none() | count
+    ),
+    parent_seq_id=st.none() | count,
+    prompt_logprobs_start=count,
+)
+
+plans = st.builds(
+    StepPlan,
+    step_id=st.integers(1, 2**63),
+    forget_seq_ids=ids,
+    swap_out=ids,
+    swap_in=ids,
+    copy=ids,
+    new_sequences=st.lists(new_sequences, max_size=3),
+    block_updates=ids,
+    seq_ids=ids,
+    num_tokens=st.none() | ids,
+    sample=st.none() | st.lists(st.booleans(), max_size=20),
+)
+
+
+@given(st.lists(int32))
+def test_a_column_reads_as_it_was_written(values: list[int]) -> None:
+    assert from_column(to_column(values), "values") == values
+
+
+def test_a_column_is_little_endian_int32() -> None:
+    assert to_column([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
+
+
+def test_a_column_with_a_rest_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument) as error:
+        from_column(b"\1\2\3\4\5", "cancels")
+    assert error.value.field == "cancels"
+
+
+@given(plans, st.integers(1, 2**63))
+def test_a_plan_travels_whole(plan: StepPlan, epoch: int) -> None:
+    message = plan_pb2.StepPlan.FromString(wire.encode_plan(plan, epoch).SerializeToString())
+    assert (message.epoch, message.step_id) == (epoch, plan.step_id)
+    for name in ("forget_seq_ids", "swap_out", "swap_in", "copy", "block_updates", "seq_ids"):
+        assert array("i", getattr(message, name)).tolist() == getattr(plan, name)
+    assert array("i", message.num_tokens).tolist() == (plan.num_tokens or [])
+    assert [bool(byte) for byte in message.sample] == (plan.sample or [])
+    for sent, new in zip(message.new_sequences, plan.new_sequences, strict=True):
+        assert_same_sequence(sent, new)
+
+
+def assert_same_sequence(sent: plan_pb2.NewSequence, new: NewSequence) -> None:
+    for name in (
+        "seq_id",
+        "choice_index",
+        "num_prompt_tokens",
+        "num_computed_tokens",
+        "prompt_logprobs_start",
+        "sampling",
+    ):
+        assert getattr(sent, name) == getattr(new, name)
+    assert array("i", sent.token_ids).tolist() == new.token_ids
+    assert array("i", sent.block_ids).tolist() == new.block_ids
+    assert (sent.parent_seq_id if sent.HasField("parent_seq_id") else None) == new.parent_seq_id
+
+
+def test_a_batch_of_decodes_costs_four_bytes_a_row_and_twelve_a_new_block() -> None:
+    seq_ids = list(range(1000, 1256))
+    steady = StepPlan(step_id=5, seq_ids=seq_ids)
+    growing = StepPlan(step_id=6, seq_ids=seq_ids, block_updates=[1000, 9, 77])
+    assert wire.encode_plan(steady, 1).ByteSize() <= 4 * 256 + 16
+    # The new block's column also costs its own tag and length.
+    grown = wire.encode_plan(growing, 1).ByteSize() - wire.encode_plan(steady, 1).ByteSize()
+    assert grown == 12 + 2
+
+
+def test_a_result_arrives_whole() -> None:
+    message = plan_pb2.StepResult(
+        epoch=3,
+        step_id=9,
+        token_ids=to_column([5, -1, 7]),
+        logprobs=[plan_pb2.RowLogprobs(row=2, token_ids=b"tttt", logprobs=b"llll", sampled_rank=4)],
+        prompt_logprobs=[
+            plan_pb2.RowPromptLogprobs(
+                row=0, start=1, width=2, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr"
+            )
+        ],
+        errors=[
+            plan_pb2.RowError(
+                row=1, reason=plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS, message="NaN"
+            )
+        ],
+        timings=plan_pb2.StepTimings(
+            received_us=10,
+            started_us=20,
+            finished_us=95,
+            cache_ops_us=1,
+            forward_us=50,
+            sample_us=9,
+        ),
+    )
+    result = wire.decode_result(message)
+    assert (result.step_id, result.token_ids) == (9, [5, -1, 7])
+    assert result.logprobs == {2: RowLogprobs(token_ids=b"tttt", logprobs=b"llll", sampled_rank=4)}
+    assert result.prompt_logprobs == {
+        0: RowPromptLogprobs(start=1, width=2, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr")
+    }
+    assert result.errors == {1: RowError(reason="NON_FINITE_LOGITS", message="NaN")}
+    assert (result.cache_ops_us, result.forward_us, result.sample_us, result.busy_us) == (
+        1,
+        50,
+        9,
+        75,
+    )
+
+
+def submit(**changes: object) -> pb.Submit:
+    fields: dict[str, object] = {
+        "handle": 5,
+        "request_id": "r",
+        "model": "m",
+        "tenant": "t",
+        "priority": -3,
+        "prompt_token_ids": to_column([1, 2]),
+        "num_choices": 2,
+        "best_of": 2,
+        "max_tokens": 9,
+        "stop_token_ids": to_column([7, 8]),
+        "sampling": sampling_pb2.SamplerParams(min_tokens=4, logprobs=0),
+        "timeout_us": 2_500_000,
+    }
+    return pb.Submit(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_a_submission_becomes_a_request() -> None:
+    generated = [
+        pb.GeneratedTokens(
+            choice_index=1, token_ids=to_column([3]), cumulative_logprob=-0.5, finished=True
+        )
+    ]
+    request = wire.decode_submit(submit(generated=generated), "front", now=100.0)
+    assert (request.frontend_id, request.handle, request.request_id) == ("front", 5, "r")
+    assert (request.model, request.tenant, request.priority) == ("m", "t", -3)
+    assert (list(request.prompt_token_ids), request.stop_token_ids) == ([1, 2], {7, 8})
+    assert (request.num_choices, request.max_tokens, request.min_tokens) == (2, 9, 4)
+    assert (request.wants_logprobs, request.wants_prompt_logprobs) == (True, False)
+    assert request.deadline == 102.5
+    assert request.generated.keys() == {1}
+    assert request.generated[1].token_ids == [3]
+    assert request.generated[1].finished
+    assert request.generated[1].cumulative_logprob == -0.5
+
+
+def test_a_submission_without_a_timeout_has_no_deadline() -> None:
+    message = submit()
+    message.ClearField("timeout_us")
+    assert wire.decode_submit(message, "front", now=100.0).deadline is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_choices": 0}, "num_choices"),
+        ({"handle": 0}, "handle"),
+        ({"handle": 2**31 - 1}, "handle"),
+        ({"request_id": ""}, "request_id"),
+        ({"best_of": 1}, "best_of"),
+        ({"beam_search": sampling_pb2.BeamSearch(width=2)}, "beam_search"),
+        ({"prompt_token_ids": b"123"}, "prompt_token_ids"),
+        ({"stop_token_ids": b"123"}, "stop_token_ids"),
+        ({"generated": [pb.GeneratedTokens(choice_index=2)]}, "generated.choice_index"),
+    ],
+)
+def test_a_submission_that_cannot_be_is_refused_by_field(
+    changes: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        wire.decode_submit(submit(**changes), "front", now=0.0)
+    assert error.value.field == field
+
+
+def test_news_travel_whole() -> None:
+    outbox = Outbox(
+        accepted=[1],
+        token_handles=[1, 2, 1],
+        token_ids=[10, 20, 11],
+        logprobs=[(1, RowLogprobs(token_ids=b"tttt", logprobs=b"llll", sampled_rank=1))],
+        prompt_logprobs=[
+            (
+                1,
+                RowPromptLogprobs(
+                    start=1, width=1, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr"
+                ),
+            )
+        ],
+        choices_finished=[
+            ChoiceFinished(handle=1, reason="stop", stop_token_id=0),
+            ChoiceFinished(handle=2, reason="length"),
+        ],
+        requests_finished=[
+            RequestFinished(
+                handle=1,
+                cached_tokens=6,
+                timings=RequestTimings(total_us=10, queue_us=4, forward_us=6),
+            )
+        ],
+        requests_failed=[(3, QueueFull("full", retry_delay_s=0.5, details={"limit": 2}))],
+    )
+    message = wire.encode_outbox(outbox)
+    assert from_column(message.accepted, "") == [1]
+    assert from_column(message.token_handles, "") == [1, 2, 1]
+    assert from_column(message.token_ids, "") == [10, 20, 11]
+    assert message.logprobs[0] == pb.ChoiceLogprobs(
+        handle=1, token_ids=b"tttt", logprobs=b"llll", rank=1
+    )
+    assert message.prompt_logprobs[0] == pb.PromptLogprobsUpdate(
+        handle=1, start=1, width=1, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr"
+    )
+    stopped, capped = message.choices_finished
+    assert (stopped.reason, stopped.HasField("stop_token_id")) == (
+        inference_pb.FINISH_REASON_STOP,
+        True,
+    )
+    assert (capped.reason, capped.HasField("stop_token_id")) == (
+        inference_pb.FINISH_REASON_LENGTH,
+        False,
+    )
+    assert message.requests_finished[0].timings == inference_pb.Timings(
+        total_us=10, queue_us=4, forward_us=6
+    )
+    assert message.requests_finished[0].cached_tokens == 6
+    assert message.requests_failed[0] == pb.RequestFailed(
+        handle=3,
+        code=8,
+        reason="QUEUE_FULL",
+        message="full",
+        details=[pb.ErrorDetail(key="limit", value="2")],
+        retry_delay_us=500_000,
+    )
+    assert not message.HasField("models")

@@ -1,0 +1,355 @@
+"""A worker that counts: its next token is always the last one plus one.
+
+It holds the core to the contract of plan.proto: epochs, step numbers, known sequences, block tables
+long enough for what they hold. What is in the blocks it does not look at; the core's own tests do.
+Tests decide when it answers.
+"""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from pagewire.v1 import (
+    model_pb2,
+    plan_pb2,
+    scheduler_service_pb2,
+    status_pb2,
+    worker_service_pb2,
+)
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire.v1.worker_service_pb2_grpc import (
+    WorkerServiceServicer,
+    add_WorkerServiceServicer_to_server,
+)
+
+VOCAB_SIZE = 1000
+BLOCK_SIZE = 4
+ASSETS = {"config.json": b"{}", "empty.json": b"", "tokenizer.json": bytes(range(256)) * 10_000}
+
+
+def counted(last_token: int, number: int) -> list[int]:
+    """The tokens that follow `last_token`."""
+    return [(last_token + 1 + i) % VOCAB_SIZE for i in range(number)]
+
+
+def column(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+@dataclass
+class HeldSequence:
+    """What the worker keeps of a sequence."""
+
+    token_ids: list[int]
+    num_computed: int
+    block_ids: list[int]
+
+
+class BrokenPlan(AssertionError):
+    """The core broke its promise."""
+
+
+@dataclass
+class FakeModel:
+    """Sequences and their next tokens; every plan is checked against what came before."""
+
+    num_gpu_blocks: int
+    sequences: dict[int, HeldSequence] = field(default_factory=dict)
+
+    def execute(self, plan: plan_pb2.StepPlan) -> list[int]:
+        for seq_id in column(plan.forget_seq_ids):
+            del self.sequences[seq_id]
+        for new in plan.new_sequences:
+            self._take_in(new)
+        updates = column(plan.block_updates)
+        for seq_id, index, block in zip(updates[::3], updates[1::3], updates[2::3], strict=True):
+            table = self.sequences[seq_id].block_ids
+            table[index : index + 1] = [block]
+        self._check_blocks(column(plan.copy))
+        return self._run_rows(plan)
+
+    def _take_in(self, new: plan_pb2.NewSequence) -> None:
+        require(new.seq_id not in self.sequences, f"sequence {new.seq_id} is new twice")
+        tokens, num_computed = column(new.token_ids), new.num_computed_tokens
+        if new.HasField("parent_seq_id"):
+            parent = self.sequences[new.parent_seq_id]
+            tokens, num_computed = parent.token_ids + tokens, parent.num_computed
+        self.sequences[new.seq_id] = HeldSequence(tokens, num_computed, column(new.block_ids))
+
+    def _check_blocks(self, copies: list[int]) -> None:
+        used = {b for sequence in self.sequences.values() for b in sequence.block_ids}
+        require(all(0 <= b < self.num_gpu_blocks for b in used), "a block that does not exist")
+        require(len(copies) % 2 == 0, "copies come in pairs")
+
+    def _run_rows(self, plan: plan_pb2.StepPlan) -> list[int]:
+        seq_ids = column(plan.seq_ids)
+        num_tokens = column(plan.num_tokens) or [1] * len(seq_ids)
+        sample = list(plan.sample) or [1] * len(seq_ids)
+        forks = {
+            n.seq_id: n.parent_seq_id for n in plan.new_sequences if n.HasField("parent_seq_id")
+        }
+        require(len(set(seq_ids)) == len(seq_ids), "a sequence occurs twice")
+        sampled = []
+        for seq_id, number, samples in zip(seq_ids, num_tokens, sample, strict=True):
+            sequence = self.sequences[seq_id]
+            if seq_id in forks and number == 0:
+                sequence.num_computed = self.sequences[forks[seq_id]].num_computed
+            sequence.num_computed += number
+            require(sequence.num_computed <= len(sequence.token_ids), "computes beyond the tokens")
+            require(
+                len(sequence.block_ids) * BLOCK_SIZE >= sequence.num_computed, "no block for KV"
+            )
+            if samples:
+                sampled.append(self._sample(seq_id, forks.get(seq_id)))
+        return sampled
+
+    def _sample(self, seq_id: int, parent_seq_id: int | None) -> int:
+        sequence = self.sequences[seq_id]
+        require(sequence.num_computed >= len(sequence.token_ids), "samples before its last token")
+        (token,) = counted(sequence.token_ids[-1], 1)
+        sequence.token_ids.append(token)
+        return token
+
+
+def require(condition: bool, promise: str) -> None:
+    if not condition:
+        raise BrokenPlan(promise)
+
+
+class FakeWorker(WorkerServiceServicer):
+    """A worker process's two sides, in this process: its server, and its registration."""
+
+    def __init__(
+        self,
+        worker_id: str = "worker-a",
+        *,
+        group_id: str | None = None,
+        model: str = "counter",
+        fingerprint: str = "f1",
+        num_gpu_blocks: int = 256,
+        world_size: int = 1,
+        dtype: str = "float32",
+        max_model_len: int = 512,
+        mute_assets: bool = False,
+    ) -> None:
+        self.worker_id = worker_id
+        self.group_id = group_id or worker_id
+        self.world_size = world_size
+        self.num_gpu_blocks = num_gpu_blocks
+        self.model = model_pb2.ModelInfo(
+            name=model,
+            fingerprint=fingerprint,
+            architecture="Counter",
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            dtype=dtype,
+            block_size=BLOCK_SIZE,
+        )
+        self.epochs: list[int] = []
+        """Of each InitializeCache."""
+        self.plans: list[plan_pb2.StepPlan] = []
+        """As they arrived."""
+        self.num_results = 0
+        self.broken_promises: list[str] = []
+        self.num_asset_calls = 0
+        self.mute_assets = mute_assets
+        self.answer_first_as_epoch: int | None = None
+        """Sends the first result once more, before the real one, as of this epoch."""
+        self.answer_next_as_step: int | None = None
+        """Tells this step number in the next result, once."""
+        self.directives: list[str] = []
+        """Kinds of directives, and errors that ended a registration, as they came."""
+        self.stop_reason: str | None = None
+        self.model_state = FakeModel(num_gpu_blocks)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.may_initialize = asyncio.Event()
+        self.may_initialize.set()
+        self.heartbeat_state = status_pb2.WORKER_STATE_READY
+        self.address = ""
+        self.advertise: str | None = None
+        """The address to register, when it is not the real one."""
+        self.num_profiles = 0
+        self._server: grpc.aio.Server | None = None
+        self._stream_broken = asyncio.Event()
+        self._registration: asyncio.Task[None] | None = None
+        self._sends_heartbeats = True
+
+    async def start(self, core_address: str, *, last_epoch: int = 0) -> None:
+        """Listen, and register with the core."""
+        self._server = grpc.aio.server()
+        add_WorkerServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        self.register(core_address, last_epoch=last_epoch)
+
+    def register(self, core_address: str, *, last_epoch: int = 0) -> None:
+        """Open a registration stream, as after losing one."""
+        self._registration = asyncio.create_task(self._register(core_address, last_epoch))
+
+    async def kill(self) -> None:
+        """End at once, without a word."""
+        await self.unregister()
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def unregister(self) -> None:
+        """Break the registration stream."""
+        if self._registration is not None:
+            self._registration.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._registration
+
+    def silence(self) -> None:
+        """Send no heartbeats any more, as a process that hangs."""
+        self._sends_heartbeats = False
+
+    def resume(self) -> None:
+        """Undo `silence`; takes effect on the next registration."""
+        self._sends_heartbeats = True
+
+    def break_stream(self) -> None:
+        """End the step stream with an error, as a fenced or failing engine does."""
+        self._stream_broken.set()
+
+    def hold_results(self) -> None:
+        """Keep results back until `may_answer` is set."""
+        self.may_answer.clear()
+
+    async def _register(self, core_address: str, last_epoch: int) -> None:
+        async with grpc.aio.insecure_channel(core_address) as channel:
+            call = SchedulerServiceStub(channel).RegisterWorker(wait_for_ready=True)
+            registration = scheduler_service_pb2.WorkerRegistration(
+                worker_id=self.worker_id,
+                group_id=self.group_id,
+                world_size=self.world_size,
+                address=self.advertise or self.address,
+                model=self.model,
+                last_epoch=last_epoch,
+                version="test",
+            )
+            await self._beat(call, registration)
+            beating = asyncio.create_task(self._keep_beating(call))
+            try:
+                async for response in call:
+                    self._obey(response.directive)
+            except grpc.aio.AioRpcError as error:
+                self.directives.append(f"error: {error.code().name}")
+            finally:
+                beating.cancel()
+
+    def _obey(self, directive: scheduler_service_pb2.WorkerDirective) -> None:
+        kind = directive.WhichOneof("directive") or ""
+        self.directives.append(kind)
+        if kind == "stop":
+            self.stop_reason = directive.stop.reason
+
+    async def _beat(self, call: Any, registration: Any = None) -> None:
+        heartbeat = scheduler_service_pb2.WorkerHeartbeat(
+            registration=registration, state=self.heartbeat_state
+        )
+        await call.write(scheduler_service_pb2.RegisterWorkerRequest(heartbeat=heartbeat))
+
+    async def _keep_beating(self, call: Any) -> None:
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            while self._sends_heartbeats:
+                await asyncio.sleep(0.03)
+                await self._beat(call)
+
+    async def GetInfo(
+        self, request: worker_service_pb2.GetInfoRequest, context: Any
+    ) -> worker_service_pb2.GetInfoResponse:
+        return worker_service_pb2.GetInfoResponse(
+            worker_id=self.worker_id,
+            model=self.model,
+            last_epoch=max(self.epochs, default=0),
+        )
+
+    async def GetModelAssets(
+        self, request: object, context: Any
+    ) -> AsyncIterator[worker_service_pb2.WorkerServiceGetModelAssetsResponse]:
+        self.num_asset_calls += 1
+        if self.mute_assets:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no assets here")
+        for name, data in ASSETS.items():
+            for start in range(0, max(1, len(data)), 100_000):
+                chunk = model_pb2.ModelAssetChunk(
+                    file_name=name, data=data[start : start + 100_000]
+                )
+                yield worker_service_pb2.WorkerServiceGetModelAssetsResponse(chunk=chunk)
+
+    async def ProfileBlocks(
+        self, request: worker_service_pb2.ProfileBlocksRequest, context: Any
+    ) -> worker_service_pb2.ProfileBlocksResponse:
+        self.num_profiles += 1
+        return worker_service_pb2.ProfileBlocksResponse(num_gpu_blocks=self.num_gpu_blocks)
+
+    async def InitializeCache(
+        self, request: worker_service_pb2.InitializeCacheRequest, context: Any
+    ) -> worker_service_pb2.InitializeCacheResponse:
+        await self.may_initialize.wait()
+        if request.epoch <= max(self.epochs, default=0):
+            await context.abort(grpc.StatusCode.ABORTED, "an epoch must be greater than any before")
+        self.epochs.append(request.epoch)
+        self.model_state = FakeModel(request.num_gpu_blocks)
+        return worker_service_pb2.InitializeCacheResponse()
+
+    async def ExecuteSteps(self, _requests: object, context: Any) -> None:  # type: ignore[override]
+        self._stream_broken.clear()
+        results: asyncio.Queue[plan_pb2.StepResult] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._read_plans(context, results)),
+            asyncio.create_task(self._write_results(context, results)),
+            asyncio.create_task(self._stream_broken.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+        if self._stream_broken.is_set():
+            await context.abort(grpc.StatusCode.ABORTED, "the test broke the stream")
+
+    async def _read_plans(self, context: Any, results: Any) -> None:
+        step_id = 0
+        while (request := await context.read()) is not grpc.aio.EOF:
+            plan, step_id = request.plan, step_id + 1
+            self.plans.append(plan)
+            try:
+                require(plan.epoch == self.epochs[-1], "a plan of another epoch")
+                require(plan.step_id == step_id, "step numbers count up by one")
+                tokens = self.model_state.execute(plan)
+            except (BrokenPlan, LookupError) as error:
+                self.broken_promises.append(repr(error))
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, repr(error))
+            for result in self._results(plan, tokens):
+                results.put_nowait(result)
+
+    def _results(self, plan: plan_pb2.StepPlan, tokens: list[int]) -> list[plan_pb2.StepResult]:
+        result = plan_pb2.StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            token_ids=array("i", tokens).tobytes(),
+            timings=plan_pb2.StepTimings(started_us=1, finished_us=2),
+        )
+        if self.answer_next_as_step is not None:
+            result.step_id, self.answer_next_as_step = self.answer_next_as_step, None
+        if self.answer_first_as_epoch is None:
+            return [result]
+        stale = plan_pb2.StepResult()
+        stale.CopyFrom(result)
+        stale.epoch, self.answer_first_as_epoch = self.answer_first_as_epoch, None
+        return [stale, result]
+
+    async def _write_results(self, context: Any, results: Any) -> None:
+        while True:
+            result = await results.get()
+            await self.may_answer.wait()
+            await context.write(worker_service_pb2.ExecuteStepsResponse(result=result))
+            self.num_results += 1

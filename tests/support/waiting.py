@@ -1,0 +1,13 @@
+"""Waiting for what must become true, without sleeping for what may not."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 10) -> None:
+    """Return as soon as `condition()` is true; fail with `what` after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        await asyncio.sleep(0.002)
