@@ -1,0 +1,45 @@
+// node examples/generate.js [options] "Count from 1 to 5."
+//
+// Streams a model's answer to standard output. With --json: the whole answer as one JSON object.
+
+import { parseArgs } from "node:util";
+
+import { Client } from "../src/client.js";
+
+const { values, positionals } = parseArgs({
+  allowPositionals: true,
+  options: {
+    address: { type: "string", default: "127.0.0.1:7600" },
+    "max-tokens": { type: "string", default: "128" },
+    temperature: { type: "string" },
+    seed: { type: "string" },
+    timeout: { type: "string" },
+    token: { type: "string" },
+    chat: { type: "boolean", default: false },
+    json: { type: "boolean", default: false },
+  },
+});
+const text = positionals.join(" ");
+const prompt = values.chat ? [{ role: "user", content: text }] : text;
+const samplingParams = { maxTokens: Number(values["max-tokens"]) };
+if (values.temperature !== undefined) samplingParams.temperature = Number(values.temperature);
+if (values.seed !== undefined) samplingParams.seed = values.seed;
+const options = {};
+if (values.timeout !== undefined) options.timeoutMs = 1000 * Number(values.timeout);
+
+const client = new Client(values.address, { token: values.token });
+try {
+  if (values.json) {
+    console.log(JSON.stringify(await client.generate(prompt, samplingParams, options)));
+  } else {
+    for await (const delta of client.stream(prompt, samplingParams, options)) {
+      process.stdout.write(delta.text);
+    }
+    process.stdout.write("\n");
+  }
+} catch (error) {
+  console.error(`error: ${error.details || error.message}`);
+  process.exitCode = 1;
+} finally {
+  client.close();
+}

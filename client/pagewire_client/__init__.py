@@ -1,0 +1,67 @@
+"""The Python client of Pagewire, and the command line.
+
+Three ways to use a model, which take the same prompts and `SamplingParams`:
+
+    with Client("127.0.0.1:7600") as client:            # a running deployment
+        for delta in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
+            print(delta.text, end="", flush=True)
+
+    async with AsyncClient("127.0.0.1:7600") as client:  # the same for asyncio
+        output = await client.generate("Once upon a time")
+
+    with LLM(model="embedded") as llm:                   # private services, ended with `llm`
+        outputs = llm.generate(["One.", "Two."], SamplingParams(temperature=0))
+
+| module | holds |
+| --- | --- |
+| `client`, `async_client` | what a user calls |
+| `blocking`, `nonblocking` | the calls behind them: retries, streams, failover |
+| `stream_state`, `batch`, `retry` | what both decide by; plain functions of what was received |
+| `sampling_params`, `prompts`, `requests` | what goes out |
+| `outputs`, `errors` | what comes back |
+| `connection` | addresses, TLS, tokens |
+| `llm`, `local` | offline use: services started and supervised by this process |
+| `cli` | the `pagewire` command |
+
+The promise of a stream: if a connection or a frontend dies, it goes on where it was. The client
+then submits the request again with all it has received (`resume` in the protos) and the seed that
+the server reported at the start, so that the tokens are those of the undisturbed answer. What
+cannot go on raises one of `errors`; a cut stream never looks complete.
+
+Needs neither torch nor numpy nor a model: tokenizing is the server's work.
+"""
+
+from pagewire_client.async_client import AsyncClient
+from pagewire_client.batch import BatchProgress
+from pagewire_client.client import Client
+from pagewire_client.connection import TlsOptions
+from pagewire_client.errors import PagewireError
+from pagewire_client.llm import LLM
+from pagewire_client.outputs import (
+    CompletionOutput,
+    Logprob,
+    OutputDelta,
+    RequestOutput,
+    Timings,
+    Usage,
+)
+from pagewire_client.retry import NO_RETRIES, RetryPolicy
+from pagewire_client.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "NO_RETRIES",
+    "AsyncClient",
+    "BatchProgress",
+    "Client",
+    "CompletionOutput",
+    "Logprob",
+    "OutputDelta",
+    "PagewireError",
+    "RequestOutput",
+    "RetryPolicy",
+    "SamplingParams",
+    "Timings",
+    "TlsOptions",
+    "Usage",
+]

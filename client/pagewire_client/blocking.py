@@ -1,0 +1,217 @@
+"""Calls that block: retries, reconnects, and streams that continue where they broke.
+
+`nonblocking` holds the same for asyncio; what both decide by is in `retry`, `stream_state` and
+`batch`.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
+
+import grpc
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+from pagewire_client import errors
+from pagewire_client.batch import Batch, OnProgress, Send
+from pagewire_client.connection import Connections
+from pagewire_client.outputs import OutputDelta, RequestOutput
+from pagewire_client.retry import Attempts, Deadline, RetryPolicy
+from pagewire_client.stream_state import StreamState
+
+T = TypeVar("T")
+
+
+class Caller:
+    """Makes calls on whichever frontend answers."""
+
+    def __init__(self, connections: Connections[grpc.Channel], policy: RetryPolicy) -> None:
+        self.connections = connections
+        self.policy = policy
+
+    def unary(self, method: str, request: Any, timeout: float | None) -> Any:
+        """The answer to a call of `method`."""
+        deadline = Deadline(timeout)
+
+        def attempt(stub: InferenceServiceStub) -> Iterator[Any]:
+            yield getattr(stub, method)(request, **self.call_options(deadline))
+
+        attempts = Attempts(self.policy, deadline)
+        return next(self.with_retries(attempt, attempts.delay_after, threading.Event()))
+
+    def watch(self, request: pb.WatchStatusRequest) -> Iterator[pb.WatchStatusResponse]:
+        """The answers of WatchStatus, over reconnects, until the iterator is closed."""
+        attempts = Attempts(self.policy, Deadline(None))
+
+        def attempt(stub: InferenceServiceStub) -> Iterator[pb.WatchStatusResponse]:
+            call = stub.WatchStatus(request, metadata=self.connections.options.metadata)
+            try:
+                for response in call:
+                    attempts.progressed()
+                    yield response
+                raise errors.Unavailable("the server ended the stream")
+            finally:
+                call.cancel()
+
+        return self.with_retries(attempt, attempts.delay_after, threading.Event())
+
+    def run_batch(self, batch: Batch, on_progress: OnProgress | None) -> None:
+        """Drives `batch` until it is done; its results hold the errors too."""
+        ended = threading.Event()
+
+        def attempt(stub: InferenceServiceStub) -> Iterator[None]:
+            outbox = _Outbox()
+            call = stub.GenerateMany(iter(outbox), **self.call_options(batch.deadline))
+            try:
+                outbox.put(batch.opened())
+                for message in call:
+                    outbox.put(batch.receive(message))
+                    if on_progress:
+                        on_progress(batch.progress)
+                    if batch.is_done:
+                        return
+                batch.require_done()
+            finally:
+                outbox.close()
+                call.cancel()
+            yield
+
+        if batch.is_done:
+            return
+        try:
+            for _ in self.with_retries(attempt, batch.broken, ended):
+                pass
+        except errors.PagewireError:
+            if None in batch.results:
+                raise  # Nothing that a request can be blamed for.
+
+    def call_options(self, deadline: Deadline) -> dict[str, Any]:
+        """Timeout and metadata of the next attempt."""
+        return {
+            "timeout": deadline.remaining_s(),
+            "metadata": self.connections.options.metadata,
+        }
+
+    def with_retries(
+        self,
+        attempt: Callable[[InferenceServiceStub], Iterator[T]],
+        delay_after: Callable[[errors.PagewireError], float],
+        cancelled: threading.Event,
+    ) -> Iterator[T]:
+        """What `attempt` yields, made again on the next address while `delay_after` allows.
+
+        Ends quietly once `cancelled` is set.
+        """
+        while not cancelled.is_set():
+            address, stub = self.connections.current()
+            try:
+                yield from attempt(stub)
+                return
+            except grpc.RpcError as error:
+                failure = errors.from_call(error)
+            except errors.Unavailable as error:
+                failure = error
+            if not cancelled.is_set():
+                delay = delay_after(failure)
+                self.connections.leave(address)
+                cancelled.wait(delay)
+
+
+class OutputStream(Iterator[OutputDelta]):
+    """Iterates over an answer's deltas; `output` is what they add up to so far.
+
+    If the connection breaks, the stream goes on where it was, through another frontend if there
+    is one. Closing or dropping it ends the request. `close` may be called from another thread,
+    and ends a blocked iteration.
+    """
+
+    def __init__(self, caller: Caller, request: pb.GenerateRequest, timeout: float | None) -> None:
+        # The iteration lives in another object, so that nothing refers back to this one and
+        # dropping it is noticed at once.
+        self._generation = _Generation(caller, request, Deadline(timeout))
+        self._deltas = self._generation.deltas()
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, for `abort`."""
+        return self.output.request_id
+
+    @property
+    def output(self) -> RequestOutput:
+        """The answer as far as it has come."""
+        return self._generation.state.output
+
+    def __next__(self) -> OutputDelta:
+        return next(self._deltas)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Absent if the constructor raised.
+        if hasattr(self, "_generation"):
+            self.close()
+
+    def close(self) -> None:
+        """End the request if it is not finished; iteration then stops."""
+        self._generation.close()
+
+
+class _Generation:
+    """One request's attempts, until its answer is complete or it is closed."""
+
+    def __init__(self, caller: Caller, request: pb.GenerateRequest, deadline: Deadline) -> None:
+        self._caller = caller
+        self._deadline = deadline
+        self._attempts = Attempts(caller.policy, deadline)
+        self._closed = threading.Event()
+        self._call: Any = None
+        self.state = StreamState(request)
+
+    def deltas(self) -> Iterator[OutputDelta]:
+        return self._caller.with_retries(self._attempt, self._attempts.delay_after, self._closed)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _attempt(self, stub: InferenceServiceStub) -> Iterator[OutputDelta]:
+        request = self.state.next_request()
+        call = stub.Generate(request, **self._caller.call_options(self._deadline))
+        self._call = call
+        try:
+            if self._closed.is_set():  # Perhaps just before the line above.
+                return
+            for response in call:
+                self._attempts.progressed()
+                yield from self.state.receive(response)
+            self.state.require_finished()
+        finally:
+            call.cancel()
+
+
+class _Outbox:
+    """Requests on their way into a stream; gRPC's own thread takes them out."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Send | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+
+    def put(self, sends: list[Send]) -> None:
+        for send in sends:
+            self._queue.put(send)
+
+    def close(self) -> None:
+        """No more comes: ends the iteration, a pause in it included."""
+        self._closed.set()
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[pb.GenerateManyRequest]:
+        while (send := self._queue.get()) is not None and not self._closed.is_set():
+            if not self._closed.wait(send.delay_s()):
+                yield pb.GenerateManyRequest(request=send.request)

@@ -1,0 +1,19 @@
+"""The `pagewire` command.
+
+| module | holds |
+| --- | --- |
+| `app` | the commands together, and errors as one line and an exit code |
+| `serve` | a deployment on this machine |
+| `demo` | the same with the embedded model, shown and ended |
+| `generate`, `chat` | one answer; a conversation |
+| `status` | how a deployment is doing |
+| `roles` | one service alone, as a cluster runs it |
+| `options` | groups of options that commands share |
+| `terminal` | where answers, notes and errors are written |
+
+Answers go to standard output, everything else to standard error.
+"""
+
+from pagewire_client.cli.app import main
+
+__all__ = ["main"]

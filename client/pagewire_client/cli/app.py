@@ -1,0 +1,69 @@
+"""The commands together, and errors as one line and an exit code."""
+
+import importlib.metadata
+import logging
+import sys
+from typing import Annotated
+
+import typer
+
+from pagewire_client.cli import roles, terminal
+from pagewire_client.cli.chat import chat
+from pagewire_client.cli.demo import demo
+from pagewire_client.cli.generate import generate
+from pagewire_client.cli.serve import serve
+from pagewire_client.cli.status import status
+from pagewire_client.errors import PagewireError, Unavailable
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="pagewire",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(importlib.metadata.version("pagewire"))
+        raise typer.Exit
+
+
+@app.callback()
+def pagewire(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve large language models, and talk with them."""
+
+
+for command in (serve, generate, chat, status, demo):
+    app.command()(command)
+for role in (roles.frontend, roles.scheduler, roles.worker):
+    app.command(
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(role)
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="pagewire   | %(levelname)s %(message)s"
+    )
+    try:
+        app()
+    except Unavailable as error:
+        terminal.error(f"no server answers: {error.message}")
+    except (PagewireError, ValueError, OSError) as error:
+        terminal.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(EXIT_FAILURE)

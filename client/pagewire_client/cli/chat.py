@@ -1,0 +1,82 @@
+"""`pagewire chat`: a conversation in a terminal."""
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from pagewire_client.cli import terminal
+from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, Sampling, with_options
+from pagewire_client.client import Client
+from pagewire_client.errors import FailedPrecondition, InvalidArgument
+from pagewire_client.prompts import ChatMessage
+from pagewire_client.sampling_params import SamplingParams
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  Gives `input` line editing and history, where Python has it.
+
+_HELP = "/exit ends, /reset forgets the conversation, ctrl-C stops an answer"
+
+
+@with_options(connection=CONNECTION, sampling=SAMPLING)
+def chat(
+    connection: Connection,
+    sampling: Sampling,
+    model: Annotated[str | None, typer.Option(help="Which of the served models.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+) -> None:
+    """Talk with a model."""
+    with connection.client() as client:
+        name = client.get_model(model).name
+        terminal.note(f"talking with {name}; {_HELP}")
+        Conversation(client, name, sampling.params(), system).run()
+
+
+class Conversation:
+    """What was said so far, and the loop that adds to it."""
+
+    def __init__(
+        self, client: Client, model: str, params: SamplingParams, system: str | None
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._params = params
+        self._opening: list[ChatMessage] = []
+        if system is not None:
+            self._opening.append({"role": "system", "content": system})
+        self._messages = list(self._opening)
+
+    def run(self) -> None:
+        """Question and answer until /exit or the end of the input."""
+        while (line := _ask()) is not None and line != "/exit":
+            if line == "/reset":
+                self._messages = list(self._opening)
+            elif line.startswith("/"):
+                terminal.note(_HELP)
+            elif line:
+                self._answer(line)
+
+    def _answer(self, question: str) -> None:
+        messages = [*self._messages, ChatMessage(role="user", content=question)]
+        stream = self._client.stream(messages, self._params, model=self._model)
+        try:
+            for delta in stream:
+                terminal.write(delta.text)
+        except KeyboardInterrupt:
+            stream.close()
+        except (InvalidArgument, FailedPrecondition) as error:
+            # Such as a conversation that has become too long: it may go on after /reset.
+            terminal.error(error.message)
+            return
+        terminal.write("\n")
+        messages.append(ChatMessage(role="assistant", content=stream.output.text))
+        self._messages = messages
+
+
+def _ask() -> str | None:
+    """A line of input; None at its end, or when ctrl-C is pressed at the prompt."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None

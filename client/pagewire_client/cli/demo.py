@@ -1,0 +1,74 @@
+"""`pagewire demo`: the real services with the embedded model, shown and ended."""
+
+import time
+from dataclasses import dataclass
+
+from pagewire_client.cli import terminal
+from pagewire_client.client import Client
+from pagewire_client.errors import ServerError
+from pagewire_client.local import LocalServices
+from pagewire_client.prompts import Prompt
+from pagewire_client.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scene:
+    """What is asked; `shown` is how."""
+
+    shown: str
+    prompt: Prompt
+    params: SamplingParams
+
+
+_GREEDY = SamplingParams(temperature=0, max_tokens=96)
+_SCENES = (
+    _Scene(
+        shown="Once upon a time",
+        prompt="Once upon a time",
+        params=SamplingParams(temperature=0.7, seed=1, max_tokens=160),
+    ),
+    _Scene(
+        shown="What is 27 + 45?",
+        prompt=[{"role": "user", "content": "What is 27 + 45?"}],
+        params=_GREEDY,
+    ),
+    _Scene(
+        shown="Count from 3 to 15.",
+        prompt=[{"role": "user", "content": "Count from 3 to 15."}],
+        params=_GREEDY,
+    ),
+)
+
+
+def demo() -> None:
+    """Start a frontend, a scheduler core and a worker, stream three answers, end them."""
+    terminal.note("starting frontend, scheduler core and worker with the embedded model …")
+    began = time.monotonic()
+    with LocalServices("embedded", engine_flags={"grace_period": 5.0}) as services:
+        services.start()
+        terminal.note(f"serving after {time.monotonic() - began:.1f} s\n")
+        with Client(services.addresses) as client:
+            for scene in _SCENES:
+                _play(client, scene)
+    terminal.note("all services have ended; `pagewire serve` starts them to stay")
+
+
+def _play(client: Client, scene: _Scene) -> None:
+    """Stream one answer, and tell how fast it came."""
+    terminal.write(f"> {scene.shown}\n")
+    began = time.monotonic()
+    first = None
+    stream = client.stream(scene.prompt, scene.params)
+    for delta in stream:
+        if delta.token_ids and first is None:
+            first = time.monotonic()
+        terminal.write(delta.text)
+    terminal.write("\n")
+    ended = time.monotonic()
+    if first is None or not stream.output.text.strip():
+        raise ServerError(f"the model had nothing to say to {scene.shown!r}")
+    num_tokens = len(stream.output.outputs[0].token_ids)
+    terminal.note(
+        f"  first token after {1000 * (first - began):.0f} ms, "
+        f"{num_tokens} tokens, {num_tokens / (ended - began):.0f} tokens/s\n"
+    )

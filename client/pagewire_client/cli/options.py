@@ -1,0 +1,185 @@
+"""Groups of options that commands share.
+
+A command with a parameter for a group gets the group's options instead of it:
+
+    @with_options(connection=CONNECTION)
+    def status(connection: Connection, json: bool = False) -> None: ...
+
+has the options of `Connection`'s fields besides `--json`, and is called with a `Connection`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+
+import typer
+
+from pagewire_client.client import Client
+from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions
+from pagewire_client.local import flags
+from pagewire_client.retry import RetryPolicy
+from pagewire_client.sampling_params import SamplingParams
+
+_IMPATIENT = RetryPolicy(max_retries=2)
+"""A person waits: a server that is not there is told of soon."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OptionGroup(Generic[T]):
+    """Options, and what a command makes of their values."""
+
+    parameters: tuple[inspect.Parameter, ...]
+    build: Callable[..., T]
+
+
+def with_options(**groups: OptionGroup[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Replaces each named parameter of a command by the options of its group."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., None]:
+        own = [p for p in _parameters(command) if p.name not in groups]
+        shared = [p for group in groups.values() for p in group.parameters]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            for name, group in groups.items():
+                parts = {p.name: values.pop(p.name) for p in group.parameters}
+                values[name] = group.build(**parts)
+            command(**values)
+
+        signature = inspect.Signature(
+            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared)]
+        )
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return run
+
+    return decorate
+
+
+def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(command, eval_str=True).parameters.values())
+
+
+def _group_of(record: type[T]) -> OptionGroup[T]:
+    """A dataclass's fields as options."""
+    hints = get_type_hints(record, include_extras=True)
+    parameters = tuple(
+        inspect.Parameter(
+            entry.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_default(entry),
+            annotation=hints[entry.name],
+        )
+        for entry in fields(record)  # type: ignore[arg-type]
+    )
+    return OptionGroup(parameters, record)
+
+
+def _default(entry: Field[Any]) -> Any:
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """How to reach a deployment."""
+
+    address: Annotated[
+        list[str],
+        typer.Option(
+            envvar="PAGEWIRE_ADDRESS",
+            help="HOST:PORT or unix:PATH of a frontend; several to fail over between.",
+        ),
+    ] = field(default_factory=lambda: [DEFAULT_ADDRESS])
+    token: Annotated[
+        str | None, typer.Option(envvar="PAGEWIRE_TOKEN", help="Sent as a bearer token.")
+    ] = None
+    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_TLS", help="Speak TLS.")] = False
+    tls_root: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_TLS_ROOT", help="Certificates (PEM) that may sign the server's."
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(envvar="PAGEWIRE_TLS_CERTIFICATE", help="This client's certificate (PEM)."),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(envvar="PAGEWIRE_TLS_KEY", help="That certificate's key (PEM)."),
+    ] = None
+
+    def client(self) -> Client:
+        """A client of that deployment."""
+        return Client(self.address, tls=self._tls(), token=self.token, retry=_IMPATIENT)
+
+    def _tls(self) -> TlsOptions | None:
+        if not (self.tls or self.tls_root or self.tls_certificate or self.tls_key):
+            return None
+        return TlsOptions(
+            root_certificates=self.tls_root,
+            certificate_chain=self.tls_certificate,
+            private_key=self.tls_key,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an answer is sampled, and where it ends."""
+
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Only this many likeliest tokens.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Only tokens this likely.")] = None
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None
+    stop: Annotated[
+        list[str], typer.Option(help="The answer ends before this text; may be repeated.")
+    ] = field(default_factory=list)
+
+    def params(self) -> SamplingParams:
+        """As a request carries them."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=self.stop,
+        )
+
+
+def _engine_parameter(flag: flags.Flag) -> inspect.Parameter:
+    """`envvar` is for the help only: a service reads its environment itself."""
+    names = [flag.option]
+    if flag.kind is bool and flag.negatable:
+        names = [f"{flag.option}/--no-{flag.option[2:]}"]
+    panel = flag.services[0].capitalize() if len(flag.services) == 1 else "All services"
+    option = typer.Option(
+        *names,
+        envvar=f"PAGEWIRE_{flag.name.upper()}",
+        help=flag.help,
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    kind: Any = flag.kind
+    return inspect.Parameter(
+        flag.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+CONNECTION = _group_of(Connection)
+SAMPLING = _group_of(Sampling)
+ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(
+    tuple(_engine_parameter(flag) for flag in flags.FLAGS), dict
+)
+"""The services' flags; None where one was not given."""

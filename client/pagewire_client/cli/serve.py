@@ -1,0 +1,94 @@
+"""`pagewire serve`: a deployment on this machine, kept alive until it is told to end."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from pagewire_client.cli import terminal
+from pagewire_client.cli.options import ENGINE, with_options
+from pagewire_client.connection import DEFAULT_ADDRESS
+from pagewire_client.local import LocalServices
+
+_LOOK_S = 3600.0
+"""A wait without a timeout cannot be interrupted by a signal everywhere."""
+
+
+@with_options(engine=ENGINE)
+def serve(
+    engine: dict[str, Any],
+    model: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_MODEL",
+            help="Checkpoint folder, hub id, or `embedded`.",
+        ),
+    ] = "embedded",
+    listen: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_LISTEN",
+            help="HOST:PORT or unix:PATH for clients; further frontends take the next ports.",
+        ),
+    ] = DEFAULT_ADDRESS,
+    frontends: Annotated[
+        int, typer.Option(min=1, envvar="PAGEWIRE_FRONTENDS", help="How many.")
+    ] = 1,
+    workers: Annotated[int, typer.Option(min=1, envvar="PAGEWIRE_WORKERS", help="How many.")] = 1,
+) -> None:
+    """Serve a model: one scheduler core, frontends and workers on this machine.
+
+    A service that dies is started again, and open streams go on. SIGTERM and ctrl-C let running
+    requests finish within the grace period; a second one ends everything at once.
+    """
+    services = LocalServices(
+        model,
+        engine_flags=engine,
+        num_frontends=frontends,
+        num_workers=workers,
+        listen=listen,
+        on_line=terminal.log_line,
+    )
+    with _signals_raise():
+        try:
+            services.start()
+            terminal.note(f"serving {model} on {', '.join(services.addresses)}", style="bold")
+            while not services.wait_failed(_LOOK_S):
+                pass
+        except _Signalled as signalled:
+            terminal.note(f"{signalled}: ending when running requests are done")
+            _stop(services)
+        else:
+            services.kill()
+            if services.failure:
+                raise services.failure
+
+
+def _stop(services: LocalServices) -> None:
+    try:
+        services.stop()
+    except _Signalled as signalled:
+        terminal.note(f"{signalled} again: ending at once")
+        services.kill()
+
+
+class _Signalled(Exception):
+    """A signal asks to end; its name."""
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGINT raise `_Signalled` in the main thread."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        raise _Signalled(signal.Signals(number).name)
+
+    former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

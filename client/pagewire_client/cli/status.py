@@ -1,0 +1,92 @@
+"""`pagewire status`: how a deployment is doing."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from pagewire.v1.status_pb2 import EngineStatus, WorkerGroupStatus, WorkerState
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from pagewire_client.cli import terminal
+from pagewire_client.cli.options import CONNECTION, Connection, with_options
+
+
+@with_options(connection=CONNECTION)
+def status(
+    connection: Connection,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, a line each.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 10.0,
+) -> None:
+    """Show queues, workers and memory of a deployment."""
+    with connection.client() as client:
+        snapshots = client.watch_status() if watch else iter([client.get_status(timeout=timeout)])
+        if as_json:
+            for snapshot in snapshots:
+                terminal.write(json.dumps(_as_dict(snapshot)) + "\n")
+        elif watch:
+            _show_live(snapshots)
+        else:
+            Console().print(_render(next(snapshots)))
+
+
+def _show_live(snapshots: Iterator[EngineStatus]) -> None:
+    """Each snapshot in the place of the one before."""
+    with Live(console=Console(), auto_refresh=False) as live:
+        for snapshot in snapshots:
+            live.update(_render(snapshot), refresh=True)
+
+
+def _render(snapshot: EngineStatus) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("version", snapshot.version),
+        ("up", f"{snapshot.uptime_s:.0f} s"),
+        ("models", ", ".join(snapshot.models) or "none"),
+        ("requests", _requests(snapshot)),
+        ("tokens", f"{snapshot.num_prefill_tokens} in, {snapshot.num_generated_tokens} out"),
+        ("preemptions", str(snapshot.num_preemptions)),
+        ("frontends", str(snapshot.num_frontends)),
+    ):
+        facts.add_row(name, value)
+    return Group(facts, _workers(snapshot.groups)) if snapshot.groups else facts
+
+
+def _requests(snapshot: EngineStatus) -> str:
+    return (
+        f"{snapshot.num_waiting} waiting, {snapshot.num_running} running, "
+        f"{snapshot.num_swapped} swapped, {snapshot.num_finished} finished"
+    )
+
+
+def _workers(groups: Any) -> Table:
+    table = Table("worker", "state", "model", "sequences", "device blocks", "host blocks", "steps")
+    for group in groups:
+        table.add_row(
+            group.group_id,
+            _state(group),
+            group.model,
+            str(group.num_running_sequences),
+            _blocks(group.num_gpu_blocks, group.num_free_gpu_blocks),
+            _blocks(group.num_cpu_blocks, group.num_free_cpu_blocks),
+            str(group.num_steps),
+        )
+    return table
+
+
+def _state(group: WorkerGroupStatus) -> str:
+    return WorkerState.Name(group.state).removeprefix("WORKER_STATE_").lower()
+
+
+def _blocks(total: int, free: int) -> str:
+    return f"{total - free} of {total}" if total else "none"
+
+
+def _as_dict(snapshot: EngineStatus) -> dict[str, Any]:
+    return MessageToDict(
+        snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )

@@ -1,0 +1,213 @@
+"""The client that blocks. `AsyncClient` is its twin for asyncio."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.model_pb2 import ModelInfo
+from pagewire.v1.status_pb2 import EngineStatus
+
+from pagewire_client import requests
+from pagewire_client.batch import Batch, OnProgress
+from pagewire_client.blocking import Caller, OutputStream
+from pagewire_client.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    Connections,
+    TlsOptions,
+    connection_options,
+    sync_channel,
+)
+from pagewire_client.errors import PagewireError
+from pagewire_client.outputs import RequestOutput
+from pagewire_client.prompts import Messages, Prompt, chat_proto
+from pagewire_client.retry import Deadline, RetryPolicy
+from pagewire_client.sampling_params import SamplingParams
+
+
+class Client:
+    """Talks to one deployment through any of its frontends. Safe to share between threads.
+
+    Methods raise what `pagewire_client.errors` lists. `timeout`, in seconds, bounds a call with
+    all its retries; None waits as long as it takes. `model` may be left out when the deployment
+    serves one.
+    """
+
+    def __init__(
+        self,
+        address: Address | Sequence[Address] = DEFAULT_ADDRESS,
+        *,
+        tls: TlsOptions | None = None,
+        token: str | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """Nothing is dialled before the first call.
+
+        `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between.
+        `token`: sent as `authorization: Bearer TOKEN`.
+        """
+        connections = Connections(connection_options(address, tls, token), sync_channel)
+        self._caller = Caller(connections, retry or RetryPolicy())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; open streams are cancelled."""
+        for channel in self._caller.connections.close():
+            channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RequestOutput:
+        """The whole answer to one prompt: a text, token ids, or the messages of a chat."""
+        with self.stream(
+            prompt,
+            sampling_params,
+            model=model,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+        ) as stream:
+            for _ in stream:
+                pass
+            return stream.output
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> OutputStream:
+        """The answer to one prompt, piece by piece as it is generated."""
+        request = requests.generate_request(
+            prompt, sampling_params, model=model, request_id=request_id, priority=priority
+        )
+        return OutputStream(self._caller, request, timeout)
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> RequestOutput:
+        """The model's turn in a conversation; `options` as for `generate`.
+
+        `stream(messages)` gives it piece by piece.
+        """
+        prompt = chat_proto(messages, add_generation_prompt=add_generation_prompt)
+        return self.generate(prompt, sampling_params, **options)
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """The answers to many prompts, in their order; `options` as for `try_generate_many`.
+
+        One request that fails ends the others and raises.
+        """
+        return self._run_batch(prompts, sampling_params, fail_fast=True, **options).outputs()
+
+    def try_generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput | PagewireError]:
+        """The answers to many prompts, in their order; an error stands where a request failed.
+
+        `sampling_params` holds for all, or is a list with one for each. Options besides `model`,
+        `priority` and `timeout` (for all together): `max_in_flight`, the most requests sent and
+        unfinished; `on_progress`, called with a `BatchProgress` for every message received.
+        """
+        return self._run_batch(prompts, sampling_params, fail_fast=False, **options).outcomes()
+
+    def abort(self, request_id: str, *, timeout: float | None = None) -> None:
+        """End a running request. Raises NotFound if there is none of this id."""
+        self._caller.unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
+
+    def tokenize(
+        self,
+        text: str | Messages,
+        *,
+        model: str | None = None,
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Token ids of a text, or of a conversation in the model's chat template."""
+        request = requests.tokenize_request(
+            text, model=model, add_special_tokens=add_special_tokens
+        )
+        return list(self._caller.unary("Tokenize", request, timeout).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str | None = None,
+        skip_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> str:
+        """Text of token ids."""
+        request = requests.detokenize_request(
+            token_ids, model=model, skip_special_tokens=skip_special_tokens
+        )
+        text: str = self._caller.unary("Detokenize", request, timeout).text
+        return text
+
+    def get_model(self, model: str | None = None, *, timeout: float | None = None) -> ModelInfo:
+        """Facts about a served model."""
+        request = pb.GetModelRequest(model=model)
+        info: ModelInfo = self._caller.unary("GetModel", request, timeout).model
+        return info
+
+    def get_status(self, *, timeout: float | None = None) -> EngineStatus:
+        """A snapshot of the deployment."""
+        answer = self._caller.unary("GetStatus", pb.GetStatusRequest(), timeout)
+        status: EngineStatus = answer.status
+        return status
+
+    def watch_status(self, interval_s: float = 1.0) -> Iterator[EngineStatus]:
+        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
+        for response in self._caller.watch(requests.watch_request(interval_s)):
+            yield response.status
+
+    def _run_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        fail_fast: bool,
+        model: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        max_in_flight: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Batch:
+        batch = Batch(
+            requests.generate_requests(prompts, sampling_params, model=model, priority=priority),
+            self._caller.policy,
+            Deadline(timeout),
+            max_in_flight=max_in_flight,
+            fail_fast=fail_fast,
+        )
+        self._caller.run_batch(batch, on_progress)
+        return batch

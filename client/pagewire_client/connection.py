@@ -1,0 +1,180 @@
+"""Where the servers are, and how they are spoken to: addresses, TLS, tokens, channels."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
+
+import grpc
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+
+logger = logging.getLogger(__name__)
+
+Address: TypeAlias = str
+"""`HOST:PORT` or `unix:PATH`."""
+
+DEFAULT_ADDRESS: Address = "127.0.0.1:7600"
+
+_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # A peer that vanished without a word is noticed, but only while calls are open.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A server that restarts is found again within the first retries.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Channels of one process to one address must not share a connection's backoff.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """Speak TLS. With no field set, the system's root certificates verify the server."""
+
+    root_certificates: Path | str | None = None
+    """PEM file with the certificates that may sign the server's."""
+    certificate_chain: Path | str | None = None
+    """PEM file with this client's certificate, where the server wants one."""
+    private_key: Path | str | None = None
+    """PEM file with that certificate's key."""
+    server_name: str | None = None
+    """The name in the server's certificate, where it is not the address's host."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate_chain is None) != (self.private_key is None):
+            raise ValueError("certificate_chain and private_key belong together: give both")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files; raises OSError for one that cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.root_certificates),
+            private_key=_read(self.private_key),
+            certificate_chain=_read(self.certificate_chain),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """All that tells how to reach the servers."""
+
+    addresses: tuple[Address, ...]
+    """Frontends of one deployment, any of which will do."""
+    tls: TlsOptions | None = None
+    """None: no encryption."""
+    token: str | None = None
+    """Sent with each call as `authorization: Bearer TOKEN`."""
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("at least one address is needed")
+        for address in self.addresses:
+            _check_address(address)
+            if self.token and not self.tls and not _is_local(address):
+                logger.warning("token travels unencrypted address=%s", address)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries besides its message."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    @property
+    def channel_options(self) -> list[tuple[str, str | int]]:
+        """gRPC's settings for each channel."""
+        options: list[tuple[str, str | int]] = list(_CHANNEL_OPTIONS)
+        if self.tls and self.tls.server_name:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return options
+
+
+def connection_options(
+    address: Address | Sequence[Address], tls: TlsOptions | None, token: str | None
+) -> ConnectionOptions:
+    """Options from what a client's constructor takes."""
+    addresses = (address,) if isinstance(address, str) else tuple(address)
+    return ConnectionOptions(addresses=addresses, tls=tls, token=token)
+
+
+ChannelT = TypeVar("ChannelT")
+
+
+class Connections(Generic[ChannelT]):
+    """One channel per address, opened when first used, and which address is in use.
+
+    `ChannelT` is `grpc.Channel` or `grpc.aio.Channel`, as `make_channel` makes them.
+    """
+
+    def __init__(
+        self,
+        options: ConnectionOptions,
+        make_channel: Callable[[ConnectionOptions, Address], ChannelT],
+    ) -> None:
+        self.options = options
+        self._make_channel = make_channel
+        self._channels: dict[Address, tuple[ChannelT, InferenceServiceStub]] = {}
+        self._current = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def current(self) -> tuple[Address, InferenceServiceStub]:
+        """The address in use and its stub; raises RuntimeError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this client is closed")
+            address = self.options.addresses[self._current]
+            if address not in self._channels:
+                channel = self._make_channel(self.options, address)
+                stub = InferenceServiceStub(channel)
+                self._channels[address] = (channel, stub)
+            return address, self._channels[address][1]
+
+    def leave(self, address: Address) -> None:
+        """`address` failed: use the next one, unless another call has already moved on."""
+        with self._lock:
+            if self.options.addresses[self._current] == address:
+                self._current = (self._current + 1) % len(self.options.addresses)
+
+    def close(self) -> list[ChannelT]:
+        """The channels, for their owner to close; no further ones are opened."""
+        with self._lock:
+            self._closed = True
+            channels = [channel for channel, _ in self._channels.values()]
+            self._channels.clear()
+            return channels
+
+
+def sync_channel(options: ConnectionOptions, address: Address) -> grpc.Channel:
+    """A channel for calls that block."""
+    if options.tls is None:
+        return grpc.insecure_channel(address, options.channel_options)
+    return grpc.secure_channel(address, options.tls.credentials(), options.channel_options)
+
+
+def async_channel(options: ConnectionOptions, address: Address) -> grpc.aio.Channel:
+    """A channel for calls that are awaited; needs a running event loop."""
+    if options.tls is None:
+        return grpc.aio.insecure_channel(address, options.channel_options)
+    credentials = options.tls.credentials()
+    return grpc.aio.secure_channel(address, credentials, options.channel_options)
+
+
+def _check_address(address: Address) -> None:
+    if address.startswith("unix:") and len(address) > len("unix:"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"address must be HOST:PORT or unix:PATH, not {address!r}")
+
+
+def _is_local(address: Address) -> bool:
+    host = address.rpartition(":")[0]
+    return address.startswith("unix:") or host in ("127.0.0.1", "localhost", "[::1]")
+
+
+def _read(path: Path | str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

@@ -1,0 +1,173 @@
+"""What can go wrong, as typed exceptions.
+
+    PagewireError
+    ├── InvalidArgument      (ValueError)       the request is wrong; `field` names where
+    ├── FailedPrecondition                      this deployment cannot do it, such as a long prompt
+    ├── NotAuthorized        (PermissionError)  the token is missing, wrong, or not enough
+    ├── NotFound             (LookupError)      no such model or request
+    ├── AlreadyExists                           a live request has this id
+    ├── Overloaded                              queues are full; `retry_delay_s` says when again
+    ├── RequestAborted                          somebody ended the request
+    ├── DeadlineExceeded     (TimeoutError)     the timeout passed
+    ├── Unavailable          (ConnectionError)  no server, or the connection broke
+    ├── ServerError                             a fault of the server
+    └── LocalServiceError    (RuntimeError)     a service started by this process failed
+
+Each carries the server's constant `reason`, such as PROMPT_TOO_LONG, and its `details`.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class PagewireError(Exception):
+    """The root: a message for people, and what the server said for programs."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        field: str = "",
+        details: Mapping[str, str] | None = None,
+        retry_delay_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        """The server's constant reason; empty where the error is not the server's own."""
+        self.field = field
+        """The request's field at fault, as the protos name it; empty where there is none."""
+        self.details = dict(details or {})
+        self.retry_delay_s = retry_delay_s
+        """Seconds after which the server asks to be tried again."""
+
+
+class InvalidArgument(PagewireError, ValueError):
+    """The request is wrong, whatever the server's state."""
+
+
+class FailedPrecondition(PagewireError):
+    """This deployment cannot do it: a prompt longer than its memory, no chat template."""
+
+
+class NotAuthorized(PagewireError, PermissionError):
+    """The token is missing, wrong, or not enough for this."""
+
+
+class NotFound(PagewireError, LookupError):
+    """No such model is served, or no such request is live."""
+
+
+class AlreadyExists(PagewireError):
+    """A live request has this id."""
+
+
+class Overloaded(PagewireError):
+    """The server's queues are full."""
+
+
+class RequestAborted(PagewireError):
+    """The request was ended by its client, or by somebody for it."""
+
+
+class DeadlineExceeded(PagewireError, TimeoutError):
+    """The request's timeout passed."""
+
+
+class Unavailable(PagewireError, ConnectionError):
+    """No server could be reached, it is shutting down, or the connection broke."""
+
+
+class ServerError(PagewireError):
+    """A fault of the server, or an answer that makes no sense."""
+
+
+class LocalServiceError(PagewireError, RuntimeError):
+    """A service that this process started failed, or could not be started."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidArgument,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.UNIMPLEMENTED: FailedPrecondition,
+    grpc.StatusCode.UNAUTHENTICATED: NotAuthorized,
+    grpc.StatusCode.PERMISSION_DENIED: NotAuthorized,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.CANCELLED: RequestAborted,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.ABORTED: ServerError,
+    grpc.StatusCode.DATA_LOSS: ServerError,
+    grpc.StatusCode.INTERNAL: ServerError,
+    grpc.StatusCode.UNKNOWN: ServerError,
+}
+_BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
+
+# The service gives every error a reason. One without, and with these codes and words, comes from
+# the transport: the server was killed, or cancelled its calls at the end of its grace period.
+_TRANSPORT_BREAKS = {
+    grpc.StatusCode.CANCELLED.value[0]: ("",),
+    grpc.StatusCode.UNKNOWN.value[0]: ("Stream removed",),
+    # The second is what grpc.aio says if it was writing when the call ended.
+    grpc.StatusCode.INTERNAL.value[0]: ("RST_STREAM", "Internal error from Core"),
+}
+
+
+def from_call(error: grpc.RpcError) -> PagewireError:
+    """The typed exception for a failed call, sync or asyncio."""
+    metadata = dict(error.trailing_metadata() or ())
+    status = status_pb2.Status()
+    code = error.code().value[0]
+    message = error.details() or "no message"
+    return _build(code, message, _parse(metadata.get(_DETAILS_KEY, b""), status))
+
+
+def from_status(code: int, message: str, status: bytes) -> PagewireError:
+    """The typed exception for a failed request on a stream of many."""
+    return _build(code, message, _parse(status, status_pb2.Status()))
+
+
+def _parse(data: str | bytes, status: status_pb2.Status) -> status_pb2.Status:
+    try:
+        status.ParseFromString(data if isinstance(data, bytes) else data.encode())
+    except DecodeError:
+        status.Clear()  # A proxy's, perhaps; code and message still tell the essence.
+    return status
+
+
+def _build(code: int, message: str, status: status_pb2.Status) -> PagewireError:
+    info = _detail(status, error_details_pb2.ErrorInfo())
+    bad_request = _detail(status, error_details_pb2.BadRequest())
+    retry = _detail(status, error_details_pb2.RetryInfo())
+    kind = _BY_NUMBER.get(code, ServerError)
+    if info is None and any(words in message for words in _TRANSPORT_BREAKS.get(code, ())):
+        kind = Unavailable
+    violations = bad_request.field_violations if bad_request else ()
+    return kind(
+        message,
+        reason=info.reason if info else "",
+        field=violations[0].field if violations else "",
+        details=info.metadata if info else None,
+        retry_delay_s=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
+    )
+
+
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+def _detail(status: status_pb2.Status, wanted: _Detail) -> _Detail | None:
+    """`wanted` filled from the first detail of its type; None without one."""
+    for detail in status.details:
+        if detail.Is(wanted.DESCRIPTOR) and detail.Unpack(wanted):
+            return wanted
+    return None

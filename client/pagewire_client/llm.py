@@ -1,0 +1,116 @@
+"""Offline use: a model in a few lines, without a server to start first."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self
+
+from pagewire.v1.model_pb2 import ModelInfo
+
+from pagewire_client.client import Client
+from pagewire_client.errors import Unavailable
+from pagewire_client.local import LocalServices
+from pagewire_client.outputs import RequestOutput
+from pagewire_client.progress import progress_bar
+from pagewire_client.prompts import Messages, Prompt, chat_proto, prompt_list
+from pagewire_client.retry import RetryPolicy
+from pagewire_client.sampling_params import SamplingParams
+
+_GRACE_PERIOD_S = 5.0
+"""Nobody but us uses these services, and we close them when nothing is running."""
+
+_RETRY = RetryPolicy(recovery_timeout_s=30.0)
+
+
+class LLM:
+    """A model with private services of its own, which end with it.
+
+        with LLM(model="embedded", dtype="float32") as llm:
+            for output in llm.generate(["One day,", "Two plus two"], SamplingParams(n=2)):
+                print(output.outputs[0].text)
+
+    The services are the real ones, three processes on this machine. They end on `close`, at the
+    end of a `with` block, when the object is dropped, and when this process ends, however it ends.
+    """
+
+    def __init__(
+        self,
+        model: str = "embedded",
+        *,
+        num_workers: int = 1,
+        start_timeout_s: float | None = None,
+        **engine_flags: Any,
+    ) -> None:
+        """Returns when the model is loaded.
+
+        `model`: a checkpoint's folder, a Hugging Face hub id, or `embedded` for the small model
+        that comes with Pagewire. `engine_flags`: the services' flags, such as `dtype`,
+        `max_model_len`, `kv_cache_memory`, `max_num_seqs`; `pagewire serve --help` lists them.
+        Raises LocalServiceError with the service's own message if one cannot start.
+        """
+        flags = {"grace_period": _GRACE_PERIOD_S} | engine_flags
+        self._services = LocalServices(model, engine_flags=flags, num_workers=num_workers)
+        self._close = weakref.finalize(self, self._services.stop)
+        self._services.start(start_timeout_s)
+        self._client = Client(self._services.addresses, retry=_RETRY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the services."""
+        self._client.close()
+        self._close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The answers to all prompts, in their order.
+
+        A prompt is a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list
+        of chat messages; one alone may be given without a list around it. `sampling_params` holds
+        for all, or is a list with one for each. `use_tqdm` shows a progress bar with tokens per
+        second. The first prompt that fails raises, and ends the others.
+        """
+        with progress_bar(shown=use_tqdm) as on_progress:
+            try:
+                return self._client.generate_many(
+                    prompt_list(prompts), sampling_params, on_progress=on_progress
+                )
+            except Unavailable as error:
+                if self._services.failure:
+                    raise self._services.failure from error
+                raise
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The model's turn in one conversation or several, in their order."""
+        prompts = [
+            chat_proto(conversation, add_generation_prompt=add_generation_prompt)
+            for conversation in prompt_list(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def tokenize(self, text: str | Messages, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or of a conversation in the model's chat template."""
+        return self._client.tokenize(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def get_model(self) -> ModelInfo:
+        """Facts about the model."""
+        return self._client.get_model()

@@ -1,0 +1,89 @@
+"""The services' flags, and which service takes which.
+
+`LLM` takes them as keyword arguments, `pagewire serve` as options; both pass on what was given
+and leave defaults, environment variables and checks to the service.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_ALL = ("worker", "scheduler", "frontend")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag; `--max-model-len` has the name `max_model_len`."""
+
+    name: str
+    kind: type
+    services: tuple[str, ...]
+    help: str
+    negatable: bool = False
+    """A switch that also has a `--no-…` form."""
+
+    @property
+    def option(self) -> str:
+        """As it is written on a command line."""
+        return "--" + self.name.replace("_", "-")
+
+    def arguments(self, value: Any) -> list[str]:
+        """The command-line arguments that say `value`."""
+        if self.kind is not bool:
+            return [self.option, str(value)]
+        if value:
+            return [self.option]
+        return ["--no-" + self.option[2:]] if self.negatable else []
+
+
+FLAGS = (
+    Flag("revision", str, ("worker",), "Branch, tag or commit of a model on the hub."),
+    Flag("served_model_name", str, ("worker",), "Name by which clients ask for the model."),
+    Flag("device", str, ("worker",), "auto, cpu or cuda."),
+    Flag("dtype", str, ("worker",), "auto, float32, bfloat16 or float16."),
+    Flag("max_model_len", int, ("worker",), "Most tokens of prompt and output together."),
+    Flag("block_size", int, ("worker",), "Tokens per KV block."),
+    Flag("kv_cache_memory", str, ("worker",), "Memory for the KV cache, such as 4GiB."),
+    Flag("swap_space", str, ("worker",), "Host memory for swapped blocks, such as 4GiB."),
+    Flag("gpu_memory_utilization", float, ("worker",), "Share of the GPU's memory to use."),
+    Flag("load_format", str, ("worker",), "safetensors, or dummy for random weights."),
+    Flag("attention_backend", str, ("worker",), "Attention kernels to use."),
+    Flag("threads", int, ("worker",), "CPU threads of one worker."),
+    Flag("trust_remote_code", bool, ("worker",), "Run code that comes with the model."),
+    Flag("max_num_seqs", int, ("scheduler",), "Most sequences in a batch."),
+    Flag("max_num_batched_tokens", int, ("scheduler",), "Most tokens computed in one step."),
+    Flag(
+        "enable_chunked_prefill",
+        bool,
+        ("scheduler",),
+        "Compute long prompts in pieces beside the decodes.",
+        negatable=True,
+    ),
+    Flag("watermark", float, ("scheduler",), "Share of blocks kept free when admitting."),
+    Flag("pipeline_depth", int, ("scheduler",), "Steps planned ahead."),
+    Flag("lease_ms", int, ("scheduler",), "Silence after which a worker counts as lost."),
+    Flag("max_queue_requests", int, ("scheduler",), "Most waiting requests."),
+    Flag("max_queue_tokens", int, ("scheduler",), "Most prompt tokens of waiting requests."),
+    Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
+    Flag("default_timeout", float, ("frontend",), "Seconds for requests that name no deadline."),
+    Flag("log_level", str, _ALL, "debug, info, warning or error."),
+    Flag("grace_period", float, _ALL, "Seconds to finish requests when told to end."),
+)
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Raises TypeError for a name that is no flag."""
+    known = {flag.name for flag in FLAGS}
+    for name in values:
+        if name not in known:
+            raise TypeError(f"unknown engine flag {name!r}; there are: {', '.join(sorted(known))}")
+
+
+def arguments(service: str, values: Mapping[str, Any]) -> list[str]:
+    """What to pass to `service`: those of its flags that have a value other than None."""
+    return [
+        argument
+        for flag in FLAGS
+        if service in flag.services and values.get(flag.name) is not None
+        for argument in flag.arguments(values[flag.name])
+    ]

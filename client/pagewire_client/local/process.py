@@ -1,0 +1,169 @@
+"""One child process: its output, its restarts, and its end."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pagewire_client.errors import LocalServiceError
+from pagewire_client.local import programs
+
+logger = logging.getLogger(__name__)
+
+OnLine = Callable[[str, str], None]
+"""Called with a service's name and a line of its output, from a thread of that service."""
+
+_LAUNCHER = Path(__file__).with_name("die_with_parent.py")
+_MAX_BACKOFF_S = 10.0
+_LONG_LIFE_S = 30.0
+"""A process that lived this long had no failed start."""
+_MAX_FAILED_STARTS = 5
+_NUM_LAST_LINES = 30
+
+
+class ServiceProcess:
+    """A service that is kept alive: started again with backoff when it dies.
+
+    Its thread starts the process and waits for it, and so lives as long as the process, which the
+    parent-death signal needs (see `die_with_parent`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        on_line: OnLine,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`command`: what follows `python -m`. `on_failure`: called when it is given up."""
+        self.name = name
+        self.restartable = False
+        """Whether a death is followed by another start; to be set when it has served once."""
+        self.max_failed_starts = _MAX_FAILED_STARTS
+        """How many restarts in a row may die young."""
+        self.failure: LocalServiceError | None = None
+        """Why the service is given up."""
+        self.num_starts = 0
+        self._command = list(command)
+        self._on_line = on_line
+        self._on_failure = on_failure
+        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._keeper = threading.Thread(target=self._keep_alive, name=name, daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        process = self._process
+        return process.pid if process and process.poll() is None else None
+
+    def start(self) -> None:
+        """Start it, and keep it alive from now on."""
+        self._keeper.start()
+
+    def terminate(self) -> None:
+        """Ask it to end gracefully, for good."""
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended; what is left after `timeout_s` is killed."""
+        if not self._keeper.is_alive():
+            return
+        self._keeper.join(timeout_s)
+        if self._keeper.is_alive():
+            logger.warning("killing a service that does not end service=%s", self.name)
+            self.kill()
+            self._keeper.join()
+
+    def kill(self) -> None:
+        """End it at once, for good, with all processes it has started."""
+        self._stopping.set()
+        self._signal(signal.SIGKILL)
+
+    def _keep_alive(self) -> None:
+        try:
+            self._run_again_and_again()
+        except OSError as error:
+            self.failure = LocalServiceError(f"cannot start the {self.name}: {error}")
+        if self.failure:
+            self._on_failure()
+
+    def _run_again_and_again(self) -> None:
+        failed_starts = 0
+        while True:
+            started = time.monotonic()
+            code = self._run()
+            if self._stopping.is_set():
+                return
+            if time.monotonic() - started >= _LONG_LIFE_S:
+                failed_starts = 0
+            if not self.restartable or failed_starts == self.max_failed_starts:
+                self.failure = self._describe(code)
+                return
+            delay = min(_MAX_BACKOFF_S, 0.2 * 2**failed_starts)
+            failed_starts += 1
+            logger.warning(
+                "restarting service=%s exit_code=%d delay_s=%.1f", self.name, code, delay
+            )
+            if self._stopping.wait(delay):
+                return
+
+    def _run(self) -> int:
+        """The exit code of one life of the process."""
+        with self._lock:
+            if self._stopping.is_set():
+                return 0
+            process = self._process = self._spawn()
+            self.num_starts += 1
+        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        reader.start()
+        code = process.wait()
+        # A grandchild may hold the pipe open; what the service said is here long before.
+        reader.join(1.0)
+        return code
+
+    def _spawn(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-I", str(_LAUNCHER), str(os.getpid()), *self._command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=programs.environment(),
+            encoding="utf-8",
+            errors="replace",
+            # Ctrl-C in a terminal is for this process, which then ends its children in order.
+            process_group=0,
+        )
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self._last_lines.append(line.rstrip("\n"))
+                self._on_line(self.name, line.rstrip("\n"))
+
+    def _signal(self, number: signal.Signals) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._process is None or self._process.poll() is not None:
+                return
+            if number == signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def _describe(self, code: int) -> LocalServiceError:
+        end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return LocalServiceError(
+            f"the {self.name} ended with {end}:\n" + "\n".join(self._last_lines),
+            details={"service": self.name, "exit_code": str(code)},
+        )

@@ -1,0 +1,188 @@
+"""Starts a deployment on this machine, waits until it serves, and ends it in order."""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pagewire_client.errors import LocalServiceError
+from pagewire_client.local import flags, programs
+from pagewire_client.local.health import is_serving
+from pagewire_client.local.process import OnLine, ServiceProcess
+
+DEFAULT_GRACE_PERIOD_S = 30.0
+"""The services' own default of `--grace-period`."""
+
+_MARGIN_S = 10.0
+"""What a service may need beyond its grace period to end."""
+_POLL_S = 0.05
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+class LocalServices:
+    """One core, frontends and workers as children of this process.
+
+    They end with `stop`, at the latest when this process ends, even if it is killed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        engine_flags: Mapping[str, Any] | None = None,
+        num_frontends: int = 1,
+        num_workers: int = 1,
+        listen: str | None = None,
+        on_line: OnLine | None = None,
+    ) -> None:
+        """Nothing is started yet.
+
+        `listen`: where the first frontend listens; further ones take the following ports. None:
+        unix sockets that only this user can reach.
+        """
+        self._flags = dict(engine_flags or {})
+        flags.check_names(self._flags)
+        programs.require(*programs.COMMANDS)
+        indexes = range(num_frontends)
+        public = [] if listen is None else [_following(listen, index) for index in indexes]
+        self._model = model
+        self._on_line = on_line or _ignore_line
+        self._stop_lock = threading.Lock()
+        self._failed = threading.Event()
+        self._folder = _private_folder()
+        self._core_address = self._socket("core")
+        self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
+        """Where the frontends listen."""
+        self._core = self._make("scheduler", "core", "--listen", self._core_address)
+        self._frontends = [
+            self._make_frontend(index, address) for index, address in enumerate(self.addresses)
+        ]
+        self._workers = [self._make_worker(index) for index in range(num_workers)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def processes(self) -> list[ServiceProcess]:
+        """All services, in the order in which they are ended."""
+        return [*self._frontends, *self._workers, self._core]
+
+    @property
+    def failure(self) -> LocalServiceError | None:
+        """Why the deployment cannot go on; None while it can."""
+        return next((process.failure for process in self.processes if process.failure), None)
+
+    def start(self, timeout_s: float | None = None) -> None:
+        """Start all, and wait until every frontend serves.
+
+        Raises LocalServiceError with a service's last output if one fails, or if the time is up;
+        nothing is left running then.
+        """
+        try:
+            for process in (self._core, *self._workers, *self._frontends):
+                process.start()
+            self._wait_serving(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        for process in self.processes:
+            process.restartable = True
+
+    def stop(self) -> None:
+        """End all gracefully: first what takes requests, last what the others need."""
+        grace = self._flags.get("grace_period")
+        timeout_s = (DEFAULT_GRACE_PERIOD_S if grace is None else float(grace)) + _MARGIN_S
+        with self._stop_lock:
+            for stage in (self._frontends, self._workers, [self._core]):
+                for process in stage:
+                    process.terminate()
+                for process in stage:
+                    process.join(timeout_s)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End all at once."""
+        self._signal_kill()
+        self.stop()
+
+    def wait_failed(self, timeout_s: float) -> bool:
+        """Whether a service was given up; waits up to `timeout_s` for it."""
+        return self._failed.wait(timeout_s)
+
+    def _signal_kill(self) -> None:
+        """Without the core, a worker or a frontend the others are of no use."""
+        self._failed.set()
+        for process in self.processes:
+            process.kill()
+
+    def _wait_serving(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for address in self.addresses:
+            while not is_serving(address):
+                if self.failure:
+                    raise self.failure
+                if deadline is not None and time.monotonic() > deadline:
+                    raise LocalServiceError(f"the services do not serve after {timeout_s:g} s")
+                time.sleep(_POLL_S)
+
+    def _make_frontend(self, index: int, address: str) -> ServiceProcess:
+        return self._make(
+            "frontend",
+            f"frontend-{index}",
+            *("--core", self._core_address),
+            *("--listen", address),
+        )
+
+    def _make_worker(self, index: int) -> ServiceProcess:
+        address = self._socket(f"worker-{index}")
+        return self._make(
+            "worker",
+            f"worker-{index}",
+            *("--model", self._model),
+            *("--core", self._core_address),
+            *("--listen", address),
+            *("--advertise", address),
+            *("--group-id", f"worker-{index}"),
+        )
+
+    def _make(self, service: str, name: str, *arguments: str) -> ServiceProcess:
+        command = [
+            *programs.COMMANDS[service],
+            *arguments,
+            *flags.arguments(service, self._flags),
+        ]
+        return ServiceProcess(name, command, self._on_line, self._signal_kill)
+
+    def _socket(self, name: str) -> str:
+        return f"unix:{self._folder / name}.sock"
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user can enter, with room for a socket's name in its path."""
+    folder = Path(tempfile.mkdtemp(prefix="pagewire-"))
+    if len(str(folder / "frontend-000.sock").encode()) > _MAX_SOCKET_PATH_BYTES:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="pagewire-", dir="/tmp"))
+    return folder
+
+
+def _following(listen: str, index: int) -> str:
+    """The address `index` places after `listen`: the next ports, or numbered paths."""
+    if index == 0:
+        return listen
+    if listen.startswith("unix:"):
+        return f"{listen}.{index}"
+    host, _, port = listen.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) <= 65535 - index:
+        raise ValueError(f"listen must be HOST:PORT with room for more ports, not {listen!r}")
+    return f"{host}:{int(port) + index}"
+
+
+def _ignore_line(name: str, line: str) -> None:
+    """What a service says is shown only if it fails."""

@@ -1,0 +1,75 @@
+"""The messages that the clients send, from what callers say."""
+
+import uuid
+from collections.abc import Sequence
+
+from pagewire.v1 import inference_service_pb2 as pb
+
+from pagewire_client.prompts import Messages, Prompt, chat_proto, fill_prompt
+from pagewire_client.sampling_params import SamplingParams
+
+
+def generate_request(
+    prompt: Prompt,
+    sampling_params: SamplingParams | None = None,
+    *,
+    model: str | None = None,
+    request_id: str | None = None,
+    priority: int = 0,
+) -> pb.GenerateRequest:
+    """One request. It always gets an id, so that it can be continued elsewhere."""
+    request = pb.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex,
+        model=model,
+        sampling_params=(sampling_params or SamplingParams()).to_proto(),
+    )
+    if priority:
+        request.priority = priority
+    fill_prompt(request, prompt)
+    return request
+
+
+def generate_requests(
+    prompts: Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    model: str | None = None,
+    priority: int = 0,
+) -> list[pb.GenerateRequest]:
+    """One request per prompt; `sampling_params` for all, or one for each."""
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        params: Sequence[SamplingParams | None] = [sampling_params] * len(prompts)
+    else:
+        params = sampling_params
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
+    return [
+        generate_request(prompt, prompt_params, model=model, priority=priority)
+        for prompt, prompt_params in zip(prompts, params, strict=True)
+    ]
+
+
+def tokenize_request(
+    text: str | Messages, *, model: str | None, add_special_tokens: bool
+) -> pb.TokenizeRequest:
+    """Asks for the token ids of a text or a conversation."""
+    request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    if isinstance(text, str):
+        request.text = text
+    else:
+        request.chat.CopyFrom(chat_proto(text))
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], *, model: str | None, skip_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    """Asks for the text of token ids."""
+    return pb.DetokenizeRequest(
+        model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+    )
+
+
+def watch_request(interval_s: float) -> pb.WatchStatusRequest:
+    """Asks for a snapshot every `interval_s` seconds."""
+    return pb.WatchStatusRequest(interval_ms=round(interval_s * 1000))

@@ -1,0 +1,119 @@
+"""When a failed attempt is worth another, and how long to wait before it.
+
+Nothing here sleeps or speaks gRPC: the clients ask, and do the waiting their own way.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagewire_client import errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """How hard to try when a server is unreachable or full."""
+
+    max_retries: int = 5
+    """Attempts after the first one, for a request of which nothing was received yet."""
+    recovery_timeout_s: float = 60.0
+    """How long a stream that broke is tried again, counted from the break. Long enough for a
+    server to be restarted and to load its model."""
+    initial_backoff_s: float = 0.1
+    """First wait; each further one is twice as long."""
+    max_backoff_s: float = 2.0
+    """Longest wait."""
+
+    def backoff_s(self, retries: int, draw: float) -> float:
+        """The wait before retry number `retries` (from 0); `draw` in [0, 1) spreads clients."""
+        # The exponent is bounded because a long recovery would overflow a float.
+        longest = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(retries, 32))
+        return longest * (0.5 + draw / 2)
+
+
+NO_RETRIES = RetryPolicy(max_retries=0, recovery_timeout_s=0.0)
+"""Every failure is final."""
+
+
+class Deadline:
+    """The instant by which a call and all its retries must be over; never, for None."""
+
+    def __init__(
+        self, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout_s!r}")
+        self._clock = clock
+        self._end = None if timeout_s is None else clock() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        """Seconds left, not below 0; None without a deadline."""
+        return None if self._end is None else max(0.0, self._end - self._clock())
+
+
+class Attempts:
+    """The history of one request's attempts, and the verdict on each failure."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        deadline: Deadline,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._policy = policy
+        self._deadline = deadline
+        self._clock = clock
+        self._draw = draw
+        self._retries = 0
+        self._begun = False
+        self._connection_lost = False
+        self._failing_since: float | None = None
+
+    def progressed(self) -> None:
+        """Something was received: later failures are counted anew."""
+        self._begun = True
+        self._retries = 0
+        self._failing_since = None
+
+    def connection_lost(self) -> None:
+        """The connection broke while the request was on it: it may still be live over there."""
+        self._connection_lost = True
+
+    def delay_after(self, error: errors.PagewireError) -> float:
+        """Seconds to wait before the next attempt; raises where another is no use.
+
+        Raises `error` itself, or DeadlineExceeded if the deadline comes before the next attempt.
+        """
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        if not self._is_passing(error) or self._is_exhausted(error, now):
+            raise error
+        if isinstance(error, errors.Unavailable):
+            self.connection_lost()
+        delay = self._policy.backoff_s(self._retries, self._draw())
+        delay = max(delay, error.retry_delay_s or 0.0)
+        remaining = self._deadline.remaining_s()
+        if remaining is not None and remaining <= delay:
+            raise errors.DeadlineExceeded(f"timeout while retrying: {error.message}") from error
+        self._retries += 1
+        return delay
+
+    def _is_passing(self, error: errors.PagewireError) -> bool:
+        """Whether the same request may succeed later."""
+        if isinstance(error, errors.AlreadyExists):
+            # After a lost connection that is our own former attempt, which the server has not
+            # found dead yet; otherwise somebody else's request.
+            return self._connection_lost
+        if isinstance(error, errors.Overloaded):
+            return error.retry_delay_s is not None
+        return isinstance(error, errors.Unavailable)
+
+    def _is_exhausted(self, error: errors.PagewireError, now: float) -> bool:
+        assert self._failing_since is not None
+        if self._begun or isinstance(error, errors.AlreadyExists):
+            return now - self._failing_since >= self._policy.recovery_timeout_s
+        return self._retries >= self._policy.max_retries

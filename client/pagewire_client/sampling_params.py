@@ -1,0 +1,179 @@
+"""What a caller may ask of the sampler, under the names vLLM's users know."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pagewire.v1 import sampling_pb2
+
+_MAX_UINT32 = 2**32 - 1
+_MAX_UINT64 = 2**64 - 1
+
+_COUNTS = (
+    "n",
+    "best_of",
+    "min_tokens",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_EARLY_STOPPING = {
+    True: sampling_pb2.EARLY_STOPPING_WHEN_FULL,
+    False: sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
+    "never": sampling_pb2.EARLY_STOPPING_NEVER,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen, and when an answer ends.
+
+    None takes the model's own generation default where it has one, else the default that
+    `protos/pagewire/v1/sampling.proto` gives. Ranges are checked by the server, whose
+    `InvalidArgument` names the field; only what its fields cannot carry is refused here.
+    """
+
+    n: int | None = None
+    """Number of answers."""
+    best_of: int | None = None
+    """Number of candidates, of which the `n` most probable are returned."""
+    temperature: float | None = None
+    """Divides the logits; 0 is greedy."""
+    top_p: float | None = None
+    """Only the most probable tokens that together reach this probability."""
+    top_k: int | None = None
+    """Only this many most probable tokens; 0 and -1 mean all."""
+    min_p: float | None = None
+    """Only tokens at least this times as probable as the most probable one."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens of prompt and output less probable."""
+    presence_penalty: float | None = None
+    """Above 0 makes tokens of the output less probable."""
+    frequency_penalty: float | None = None
+    """Above 0 makes tokens of the output less probable, the more so the more there are."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """Makes the answer repeatable. None: the server draws one and reports it."""
+    stop: str | Sequence[str] | None = None
+    """An answer ends before any of these texts."""
+    stop_token_ids: Sequence[int] | None = None
+    """An answer ends with any of these tokens."""
+    bad_words: Sequence[str] | None = None
+    """Texts that never appear."""
+    min_tokens: int | None = None
+    """No end before this many tokens."""
+    max_tokens: int | None = 16
+    """Most tokens per answer. None: as many as the model's length allows."""
+    ignore_eos: bool | None = None
+    """Go on past end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Report log probabilities of each output token and of this many alternatives."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string or stop token in the text."""
+    beam_width: int | None = None
+    """Beam search over this many beams instead of sampling."""
+    length_penalty: float | None = None
+    """With `beam_width`: scores are divided by length to this power."""
+    early_stopping: bool | Literal["never"] | None = None
+    """With `beam_width`: when the search ends, as in transformers."""
+
+    def __post_init__(self) -> None:
+        # Built once here, so that a wrong value is reported where it was written.
+        self.to_proto()
+
+    def to_proto(self) -> sampling_pb2.SamplingParams:
+        """The message a request carries. Raises ValueError naming a field it cannot hold."""
+        proto = sampling_pb2.SamplingParams()
+        for name in _COUNTS:
+            if (value := getattr(self, name)) is not None:
+                setattr(proto, name, _integer(name, value, _MAX_UINT32))
+        for name in _NUMBERS:
+            if (value := getattr(self, name)) is not None:
+                setattr(proto, name, _number(name, value))
+        self._fill_choice(proto)
+        self._fill_ending(proto)
+        self._fill_beam_search(proto)
+        return proto
+
+    def _fill_choice(self, proto: sampling_pb2.SamplingParams) -> None:
+        """Top-k, biases, seed and bad words."""
+        if self.top_k is not None:
+            proto.top_k = 0 if self.top_k == -1 else _integer("top_k", self.top_k, _MAX_UINT32)
+        if self.seed is not None:
+            proto.seed = _integer("seed", self.seed, _MAX_UINT64)
+        for token_id, bias in (self.logit_bias or {}).items():
+            proto.logit_bias.add(
+                token_id=_integer("logit_bias", token_id, _MAX_UINT32),
+                bias=_number("logit_bias", bias),
+            )
+        proto.bad_words.extend(_texts("bad_words", self.bad_words))
+
+    def _fill_ending(self, proto: sampling_pb2.SamplingParams) -> None:
+        """Stop conditions, and what of them is shown."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        proto.stop.extend(_texts("stop", stop))
+        proto.stop_token_ids.extend(
+            _integer("stop_token_ids", token_id, _MAX_UINT32)
+            for token_id in self.stop_token_ids or ()
+        )
+        if self.ignore_eos is not None:
+            proto.ignore_eos = self.ignore_eos
+        if self.skip_special_tokens is not None:
+            proto.skip_special_tokens = self.skip_special_tokens
+        if self.include_stop_str_in_output is not None:
+            proto.include_stop_in_output = self.include_stop_str_in_output
+
+    def _fill_beam_search(self, proto: sampling_pb2.SamplingParams) -> None:
+        """Beam search, where a width asks for it."""
+        if self.beam_width is None:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for beam search: set beam_width too")
+            return
+        proto.beam_search.width = _integer("beam_width", self.beam_width, _MAX_UINT32)
+        if self.length_penalty is not None:
+            proto.beam_search.length_penalty = _number("length_penalty", self.length_penalty)
+        if self.early_stopping is not None:
+            if self.early_stopping not in _EARLY_STOPPING:
+                raise ValueError(
+                    f"early_stopping must be True, False or 'never', not {self.early_stopping!r}"
+                )
+            proto.beam_search.early_stopping = _EARLY_STOPPING[self.early_stopping]
+
+
+def _integer(name: str, value: object, maximum: int) -> int:
+    """`value` as an int the field can carry; accepts what can index a list, numpy's too."""
+    try:
+        integer = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, not {value!r}") from None
+    if not 0 <= integer <= maximum:
+        raise ValueError(f"{name} must be from 0 to {maximum}, not {integer}")
+    return integer
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, not {value!r}") from None
+
+
+def _texts(name: str, values: Sequence[str] | None) -> list[str]:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values or ()):
+        raise ValueError(f"{name} must be a list of texts, not {values!r}")
+    return list(values or ())

@@ -1,0 +1,57 @@
+"""What only asyncio can do: cancel a task, and run many requests in one."""
+
+import asyncio
+
+import pytest
+from pagewire_client import AsyncClient, SamplingParams
+
+from tests.support.fake_frontend import FakeFrontend
+
+TEN = SamplingParams(max_tokens=10)
+
+
+async def ended(frontend: FakeFrontend) -> bool:
+    return await asyncio.to_thread(frontend.ended_early.wait, 5)
+
+
+async def test_cancelling_the_task_cancels_the_request(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    async with AsyncClient(frontend.address) as client:
+        task = asyncio.create_task(client.generate("Hello", TEN))
+        await asyncio.to_thread(frontend.first_token_sent.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await ended(frontend)
+
+
+async def test_another_task_may_close_a_stream_that_waits(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    async with AsyncClient(frontend.address) as client, client.stream("Hello", TEN) as stream:
+        await anext(stream)
+        await anext(stream)
+        rest = asyncio.create_task(_collect(stream))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert await rest == []
+        assert await ended(frontend)
+
+
+async def test_leaving_the_block_cancels_the_request(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    async with AsyncClient(frontend.address) as client:
+        async with client.stream("Hello", TEN) as stream:
+            async for _ in stream:
+                break
+        assert await ended(frontend)
+
+
+async def test_many_requests_run_at_once(frontend: FakeFrontend) -> None:
+    async with AsyncClient(frontend.address) as client:
+        outputs = await asyncio.gather(*(client.generate(f"{i}", TEN) for i in range(8)))
+    assert [output.prompt for output in outputs] == [f"{i}" for i in range(8)]
+    assert all(output.finished for output in outputs)
+
+
+async def _collect(stream: object) -> list[object]:
+    return [delta async for delta in stream]  # type: ignore[attr-defined]

@@ -1,0 +1,349 @@
+"""Both clients against a server that misbehaves on cue."""
+
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client import NO_RETRIES, Client, RequestOutput, SamplingParams, errors
+
+from tests.support.fake_frontend import (
+    DRAWN_SEED,
+    MODEL,
+    STOP_TOKEN,
+    UNAVAILABLE,
+    Break,
+    Failure,
+    FakeFrontend,
+    piece,
+    token,
+)
+
+KILLED = Failure(code=grpc.StatusCode.UNAVAILABLE, reason="", message="Socket closed")
+TEN = SamplingParams(max_tokens=10)
+
+
+def expected_tokens(prompt: str, count: int, *, choice: int = 0) -> list[int]:
+    return [token(prompt, DRAWN_SEED, choice, position) for position in range(count)]
+
+
+def expected_text(prompt: str, count: int, *, choice: int = 0) -> str:
+    return "".join(map(piece, expected_tokens(prompt, count, choice=choice)))
+
+
+def comparable(output: RequestOutput) -> RequestOutput:
+    output.request_id = ""
+    return output
+
+
+def test_generate_returns_the_whole_answer(client: Any) -> None:
+    output = client.generate("Hello", SamplingParams(max_tokens=5, n=2, stop_token_ids=[7]))
+    assert output.finished
+    assert output.prompt == "Hello"
+    assert output.prompt_token_ids == [ord(character) for character in "Hello"]
+    assert output.model == MODEL
+    assert output.seed == DRAWN_SEED
+    assert output.usage.completion_tokens == 10
+    assert output.timings.total_us == 100
+    assert output.text == expected_text("Hello", 5)
+    for index, choice in enumerate(output.outputs):
+        assert choice.index == index
+        assert choice.token_ids == expected_tokens("Hello", 5, choice=index)
+        assert choice.text == expected_text("Hello", 5, choice=index)
+        assert choice.finish_reason == "stop"
+        assert choice.stop_reason == STOP_TOKEN
+        assert choice.logprobs is None
+
+
+def test_a_stream_yields_the_pieces_of_its_output(client: Any) -> None:
+    stream = client.stream("Hello", TEN)
+    deltas = list(stream)
+    assert len(deltas) == 10
+    assert "".join(delta.text for delta in deltas) == stream.output.text
+    assert [t for delta in deltas for t in delta.token_ids] == stream.output.outputs[0].token_ids
+    assert [delta.finish_reason for delta in deltas] == [None] * 9 + ["length"]
+    assert stream.output.finished
+
+
+def test_log_probabilities_come_by_token_id_with_the_chosen_one_first(client: Any) -> None:
+    output = client.generate("Hi", SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=1))
+    choice = output.outputs[0]
+    for token_id, position in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert list(position) == [token_id, 3]
+        assert position[token_id].rank == 2
+        assert position[token_id].decoded_token == piece(token_id)
+        assert position[3].rank == 1
+    chosen = [
+        position[token_id].logprob
+        for token_id, position in zip(choice.token_ids, choice.logprobs, strict=True)
+    ]
+    assert choice.cumulative_logprob == sum(chosen)
+    assert output.prompt_logprobs[0] is None
+    assert list(output.prompt_logprobs[1]) == [ord("i"), 3]
+
+
+def test_a_chat_is_sent_as_messages(client: Any, frontend: FakeFrontend) -> None:
+    client.chat([{"role": "user", "content": "Hi"}], TEN, model=MODEL, add_generation_prompt=False)
+    request = frontend.requests[0]
+    assert request.chat == pb.Chat(
+        messages=[pb.ChatMessage(role="user", content="Hi")], add_generation_prompt=False
+    )
+    assert request.model == MODEL
+
+
+def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: FakeFrontend) -> None:
+    client.generate("Hi", SamplingParams(seed=3), request_id="mine", priority=-2, model=MODEL)
+    request = frontend.requests[0]
+    assert (request.request_id, request.priority, request.model) == ("mine", -2, MODEL)
+    assert request.sampling_params == SamplingParams(seed=3).to_proto()
+
+
+def test_without_sampling_params_an_answer_has_sixteen_tokens(client: Any) -> None:
+    assert len(client.generate("Hi").outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize("failure", [KILLED, UNAVAILABLE, None])
+@pytest.mark.parametrize("after_tokens", [0, 1, 7, 19, 20])
+def test_a_broken_stream_goes_on_and_ends_as_if_undisturbed(
+    client: Any, frontend: FakeFrontend, after_tokens: int, failure: Failure | None
+) -> None:
+    params = SamplingParams(max_tokens=10, n=2, logprobs=0, prompt_logprobs=1)
+    undisturbed = client.generate("Hello", params)
+    frontend.breaks.append(Break(after_tokens=after_tokens, failure=failure))
+    stream = client.stream("Hello", params)
+    texts = ["", ""]
+    for delta in stream:
+        texts[delta.index] += delta.text
+    assert comparable(stream.output) == comparable(undisturbed)
+    assert texts == [choice.text for choice in undisturbed.outputs]
+    assert len(frontend.requests) == 3
+
+
+def test_a_stream_survives_many_breaks(client: Any, frontend: FakeFrontend) -> None:
+    frontend.breaks.extend(Break(after_tokens=2, failure=KILLED) for _ in range(8))
+    output = client.generate("Hello", SamplingParams(max_tokens=20))
+    assert output.text == expected_text("Hello", 20)
+    assert len(frontend.requests) == 9
+
+
+def test_a_continued_request_says_what_was_received(client: Any, frontend: FakeFrontend) -> None:
+    frontend.breaks.append(Break(after_tokens=3, failure=KILLED))
+    client.generate("Hello", SamplingParams(max_tokens=10, temperature=0.5))
+    first, second = frontend.requests
+    assert not first.resume
+    assert second.request_id == first.request_id
+    assert second.text == "Hello"
+    assert second.model == MODEL
+    assert second.sampling_params.seed == DRAWN_SEED
+    assert second.sampling_params.temperature == 0.5
+    # A token's text comes with the token after it.
+    assert list(second.resume) == [
+        pb.ResumedChoice(
+            index=0,
+            token_ids=expected_tokens("Hello", 3),
+            num_chars=len(expected_text("Hello", 2)),
+        )
+    ]
+
+
+def test_before_the_first_response_the_same_request_is_sent_again(
+    client: Any, frontend: FakeFrontend
+) -> None:
+    frontend.breaks.append(Break(failure=KILLED))
+    client.generate("Hello", TEN)
+    first, second = frontend.requests
+    assert first == second
+
+
+def test_our_own_former_attempt_is_waited_for(client: Any, frontend: FakeFrontend) -> None:
+    live = Failure(code=grpc.StatusCode.ALREADY_EXISTS, reason="DUPLICATE_REQUEST")
+    frontend.breaks.append(Break(after_tokens=3, failure=KILLED))
+    frontend.breaks.extend([Break(failure=live), Break(failure=live)])
+    assert client.generate("Hello", TEN).text == expected_text("Hello", 10)
+
+
+def test_another_ones_request_id_is_refused(client: Any, frontend: FakeFrontend) -> None:
+    live = Failure(code=grpc.StatusCode.ALREADY_EXISTS, reason="DUPLICATE_REQUEST")
+    frontend.breaks.append(Break(failure=live))
+    with pytest.raises(errors.AlreadyExists):
+        client.generate("Hello", TEN)
+    assert len(frontend.requests) == 1
+
+
+def test_without_retries_a_break_is_an_error(make_client: Any, frontend: FakeFrontend) -> None:
+    frontend.breaks.append(Break(after_tokens=3, failure=KILLED))
+    stream = make_client(frontend.address, retry=NO_RETRIES).stream("Hello", TEN)
+    with pytest.raises(errors.Unavailable):
+        list(stream)
+    assert stream.output.outputs[0].token_ids == expected_tokens("Hello", 3)
+    assert not stream.output.finished
+
+
+def test_a_cut_stream_never_looks_complete(make_client: Any, frontend: FakeFrontend) -> None:
+    frontend.breaks.append(Break(after_tokens=3, failure=None))
+    with pytest.raises(errors.Unavailable, match="before the answer was complete"):
+        make_client(frontend.address, retry=NO_RETRIES).generate("Hello", TEN)
+
+
+def test_a_stream_moves_to_another_frontend_when_its_own_dies(make_client: Any) -> None:
+    with FakeFrontend() as first, FakeFrontend() as second:
+        client = make_client([first.address, second.address])
+        first.hold.clear()
+        stream = client.stream("Hello", TEN)
+        received = [next(stream)]
+        first.stop()
+        received += list(stream)
+        assert stream.output.text == expected_text("Hello", 10)
+        assert second.requests[0].resume
+        client.generate("Again", TEN)
+        assert len(second.requests) == 2
+
+
+def test_an_address_nobody_listens_on_is_passed_over(
+    make_client: Any, frontend: FakeFrontend
+) -> None:
+    client = make_client(["127.0.0.1:1", frontend.address])
+    assert client.generate("Hello", TEN).text == expected_text("Hello", 10)
+
+
+def test_no_server_at_all_is_an_error_after_the_retries(make_client: Any) -> None:
+    with pytest.raises(errors.Unavailable):
+        make_client("127.0.0.1:1").generate("Hello", TEN)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidArgument),
+        (grpc.StatusCode.FAILED_PRECONDITION, errors.FailedPrecondition),
+        (grpc.StatusCode.UNAUTHENTICATED, errors.NotAuthorized),
+        (grpc.StatusCode.NOT_FOUND, errors.NotFound),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
+        (grpc.StatusCode.CANCELLED, errors.RequestAborted),
+        (grpc.StatusCode.INTERNAL, errors.ServerError),
+    ],
+)
+def test_errors_are_typed_and_keep_what_the_server_said(
+    client: Any, frontend: FakeFrontend, code: grpc.StatusCode, kind: type[errors.PagewireError]
+) -> None:
+    failure = Failure(code=code, message="because", reason="WHY", field="sampling_params.n")
+    frontend.breaks.append(Break(after_tokens=1, failure=failure))
+    with pytest.raises(kind, match="because") as caught:
+        client.generate("Hello", TEN)
+    assert caught.value.reason == "WHY"
+    assert caught.value.field == "sampling_params.n"
+    assert caught.value.details == {"detail": "42"}
+    assert len(frontend.requests) == 1
+
+
+def test_a_full_server_is_tried_again(client: Any, frontend: FakeFrontend) -> None:
+    full = Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_ms=20)
+    frontend.breaks.append(Break(failure=full))
+    assert client.generate("Hello", TEN).finished
+
+
+def test_a_timeout_ends_the_request_here_and_there(client: Any, frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    with pytest.raises(errors.DeadlineExceeded):
+        client.generate("Hello", TEN, timeout=0.3)
+    assert frontend.ended_early.wait(5)
+
+
+def test_a_timeout_also_bounds_the_retries(make_client: Any) -> None:
+    with pytest.raises(errors.DeadlineExceeded, match="retrying"):
+        make_client("127.0.0.1:1").generate("Hello", TEN, timeout=0.05)
+
+
+def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    stream = client.stream("Hello", TEN)
+    next(stream)
+    stream.close()
+    assert frontend.ended_early.wait(5)
+    assert list(stream) == []
+    assert not stream.output.finished
+    assert len(frontend.requests) == 1
+
+
+def test_the_token_travels_as_bearer(make_client: Any, frontend: FakeFrontend) -> None:
+    client = make_client(frontend.address, token="secret")
+    client.generate("Hello", TEN)
+    client.generate_many(["Hello"], TEN)
+    assert [metadata["authorization"] for metadata in frontend.metadata] == ["Bearer secret"] * 2
+
+
+def test_a_unix_socket_is_an_address(make_client: Any, tmp_path: Any) -> None:
+    with FakeFrontend(f"unix:{tmp_path}/f.sock") as frontend:
+        assert make_client(frontend.address).generate("Hello", TEN).finished
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "host:", "host:0", "host:99999", "unix:", []])
+def test_a_malformed_address_is_refused_before_any_call(make_client: Any, address: Any) -> None:
+    with pytest.raises(ValueError, match="address"):
+        make_client(address)
+
+
+def test_the_small_calls_answer(client: Any) -> None:
+    assert client.tokenize("ab") == [1, 97, 98]
+    assert client.tokenize([{"role": "user", "content": "b"}], add_special_tokens=False) == [98]
+    assert client.detokenize([97, 98]) == "ab"
+    assert client.get_model().max_model_len == 100
+    assert client.get_status().version == "1.2.3"
+    with pytest.raises(errors.NotFound, match="other"):
+        client.get_model("other")
+
+
+def test_abort_names_a_request(client: Any) -> None:
+    client.generate("Hello", TEN, request_id="mine")
+    client.abort("mine")
+    with pytest.raises(errors.NotFound):
+        client.abort("not mine")
+
+
+def test_status_is_watched_over_a_break(client: Any, frontend: FakeFrontend) -> None:
+    frontend.breaks.append(Break(after_tokens=2, failure=KILLED))
+    statuses = client.watch_status(0.1)
+    assert [next(statuses).uptime_s for _ in range(4)] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_dropping_a_stream_cancels_the_request(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    with Client(frontend.address) as client:
+        for _ in client.stream("Hello", TEN):
+            break
+        assert frontend.ended_early.wait(5)
+
+
+def test_another_thread_may_close_a_stream_that_waits(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    with Client(frontend.address) as client:
+        stream = client.stream("Hello", TEN)
+        next(stream)
+        next(stream)
+        closer = threading.Timer(0.1, stream.close)
+        closer.start()
+        assert list(stream) == []
+        closer.join()
+
+
+def test_a_closed_client_says_so(frontend: FakeFrontend) -> None:
+    client = Client(frontend.address)
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.generate("Hello", TEN)
+
+
+def test_threads_share_a_client(frontend: FakeFrontend) -> None:
+    outputs: dict[str, str] = {}
+
+    def work(prompt: str) -> None:
+        outputs[prompt] = client.generate(prompt, TEN).text
+
+    with Client(frontend.address) as client:
+        threads = [threading.Thread(target=work, args=(f"prompt {i}",)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert outputs == {f"prompt {i}": expected_text(f"prompt {i}", 10) for i in range(8)}

@@ -1,0 +1,279 @@
+"""The `pagewire` command: what it prints, where, and how it ends."""
+
+import importlib.metadata
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+from pagewire_client.cli.app import app
+from pagewire_client.local import flags, programs
+from typer.testing import CliRunner
+
+from tests.support.fake_frontend import (
+    MODEL,
+    Break,
+    Failure,
+    FakeFrontend,
+    piece,
+    token,
+)
+
+CHAT_TEXT = ""  # The fake frontend's tokens depend on the text of a prompt, which a chat has not.
+
+
+def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Any:
+    """The command in a process of its own, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "pagewire_client.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=programs.environment() | _client_path() | (env or {}),
+    )
+
+
+def _client_path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def answer(prompt: str, count: int, seed: int) -> str:
+    return "".join(piece(token(prompt, seed, 0, position)) for position in range(count))
+
+
+@pytest.fixture
+def invoke(frontend: FakeFrontend) -> Any:
+    """Invokes a command in this process, with the fake frontend's address."""
+
+    def call(*arguments: str, stdin: str | None = None) -> Any:
+        return CliRunner().invoke(
+            app, [*arguments, "--address", frontend.address], input=stdin, catch_exceptions=False
+        )
+
+    return call
+
+
+def test_generate_streams_the_answer_to_standard_output(invoke: Any) -> None:
+    result = invoke("generate", "Hello", "--max-tokens", "4", "--seed", "5")
+    assert result.exit_code == 0
+    assert result.stdout == answer("Hello", 4, 5) + "\n"
+    assert result.stderr == ""
+
+
+def test_generate_takes_its_prompt_from_standard_input(invoke: Any) -> None:
+    result = invoke("generate", "--max-tokens", "2", "--seed", "5", stdin="Hi there")
+    assert result.stdout == answer("Hi there", 2, 5) + "\n"
+
+
+def test_generate_prints_all_there_is_as_json(invoke: Any) -> None:
+    result = invoke("generate", "Hello", "--max-tokens", "2", "--seed", "5", "--json")
+    output = json.loads(result.stdout)
+    assert output["outputs"][0]["text"] == answer("Hello", 2, 5)
+    assert output["model"] == MODEL
+    assert output["usage"]["completion_tokens"] == 2
+
+
+def test_sampling_options_reach_the_server(invoke: Any, frontend: FakeFrontend) -> None:
+    invoke("generate", "x", "--top-k", "-1", "--top-p", "0.5", "--stop", "a", "--stop", "b")
+    params = frontend.requests[0].sampling_params
+    assert (params.top_k, params.top_p, list(params.stop)) == (0, 0.5, ["a", "b"])
+    assert not params.HasField("temperature")
+
+
+def test_the_address_may_come_from_the_environment(frontend: FakeFrontend) -> None:
+    done = run("generate", "Hello", env={"PAGEWIRE_ADDRESS": frontend.address})
+    assert done.returncode == 0
+    assert len(frontend.requests) == 1
+
+
+def test_no_server_is_one_line_and_an_exit_code() -> None:
+    done = run("generate", "Hello", "--address", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no server answers: ")
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
+        (["generate", ""], "expected a text"),
+        (["generate", "Hello", "--seed", "-1"], "seed must be from 0"),
+        (["generate", "Hello", "--tls-root", "/none.pem"], "No such file"),
+        (["chat", "--model", "other"], "no model 'other' is served"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_an_exit_code(
+    frontend: FakeFrontend, arguments: list[str], words: str
+) -> None:
+    done = run(*arguments, "--address", frontend.address)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_chat_answers_each_line_and_remembers(invoke: Any, frontend: FakeFrontend) -> None:
+    result = invoke("chat", "--max-tokens", "2", "--seed", "1", stdin="Hi\n\nMore\n/exit\nNo\n")
+    said = answer(CHAT_TEXT, 2, 1)
+    assert result.exit_code == 0
+    assert result.stdout == f"{said}\n{said}\n"
+    assert MODEL in result.stderr
+    assert [
+        [(message.role, message.content) for message in request.chat.messages]
+        for request in frontend.requests
+    ] == [
+        [("user", "Hi")],
+        [("user", "Hi"), ("assistant", said), ("user", "More")],
+    ]
+
+
+def test_chat_forgets_when_told_to_but_not_its_system_message(
+    invoke: Any, frontend: FakeFrontend
+) -> None:
+    invoke("chat", "--system", "Be kind.", "--max-tokens", "1", stdin="Hi\n/reset\nHello\n")
+    messages = frontend.requests[1].chat.messages
+    assert [message.content for message in messages] == ["Be kind.", "Hello"]
+
+
+def test_chat_goes_on_after_an_answer_that_failed(invoke: Any, frontend: FakeFrontend) -> None:
+    long = Failure(code=grpc.StatusCode.FAILED_PRECONDITION, message="too long")
+    frontend.breaks.append(Break(failure=long))
+    result = invoke("chat", "--max-tokens", "1", stdin="Hi\nHello\n")
+    assert result.exit_code == 0
+    assert "error: too long" in result.stderr
+    assert [message.content for message in frontend.requests[1].chat.messages] == ["Hello"]
+
+
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    with subprocess.Popen(
+        [sys.executable, "-m", "pagewire_client.cli", "chat", "--address", frontend.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=programs.environment() | _client_path(),
+    ) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        chat.stdin.write("Hi\n")
+        chat.stdin.flush()
+        assert chat.stdout.read(1) == " ", "the answer has begun"
+        chat.send_signal(signal.SIGINT)
+        assert frontend.ended_early.wait(20)
+        frontend.hold.set()
+        _, errors = chat.communicate("Again\n/exit\n", timeout=30)
+        assert chat.returncode == 0, errors
+    assert [message.content for message in frontend.requests[1].chat.messages][-1] == "Again"
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_ends_generate_quietly(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "pagewire_client.cli",
+            "generate",
+            "--address",
+            frontend.address,
+            "Hi",
+        ],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=programs.environment() | _client_path(),
+    ) as generate:
+        assert generate.stdout is not None
+        assert generate.stdout.read(1) == " ", "the answer has begun"
+        generate.send_signal(signal.SIGINT)
+        _, errors = generate.communicate(timeout=30)
+        assert generate.returncode == 130
+        assert errors == ""
+    assert frontend.ended_early.wait(20)
+
+
+def test_status_shows_queues_and_workers(invoke: Any) -> None:
+    result = invoke("status")
+    assert result.exit_code == 0
+    for words in ("1.2.3", MODEL, "2 running", "worker-0", "ready", "25 of 100"):
+        assert words in result.stdout
+
+
+def test_status_is_json_for_programs(invoke: Any) -> None:
+    snapshot = json.loads(invoke("status", "--json").stdout)
+    assert snapshot["version"] == "1.2.3"
+    assert snapshot["num_waiting"] == 0
+    assert snapshot["groups"][0]["num_free_gpu_blocks"] == 75
+
+
+def test_status_may_be_watched(invoke: Any, frontend: FakeFrontend) -> None:
+    ends = Failure(code=grpc.StatusCode.INTERNAL, message="enough")
+    frontend.breaks.append(Break(after_tokens=3, failure=ends))
+    with pytest.raises(Exception, match="enough"):
+        invoke("status", "--watch", "--json")
+
+
+def test_the_version_is_the_distributions() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.stdout.strip() == importlib.metadata.version("pagewire")
+
+
+@pytest.mark.parametrize(
+    ("role", "option"),
+    [("worker", "--model"), ("scheduler", "--max-num-seqs"), ("frontend", "--core")],
+)
+def test_a_role_passes_all_arguments_on_help_too(role: str, option: str) -> None:
+    done = run(role, "--help", env={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert option in done.stdout
+    assert "python -m" in done.stdout or "Usage" in done.stdout
+    wrong = run(role, "--no-such-flag", "1")
+    assert wrong.returncode == 2
+    assert "--no-such-flag" in wrong.stderr
+
+
+def test_serve_and_llm_know_every_flag_of_the_services() -> None:
+    """Read from the services' own command lines, so that a new flag cannot be forgotten."""
+    from scheduler_service.__main__ import app as scheduler_app
+    from worker_service.__main__ import serve as worker
+
+    commands = {
+        command.callback.__name__: command.callback for command in scheduler_app.registered_commands
+    }
+    commands["worker"] = worker
+    placed_by_us = {"model", "core", "listen", "advertise", "group_id", "profile_dir"}
+    for service, command in commands.items():
+        theirs = set(inspect.signature(command).parameters) - placed_by_us
+        ours = {flag.name for flag in flags.FLAGS if service in flag.services}
+        assert ours == theirs, service
+
+
+def test_flags_become_arguments_of_the_services_that_take_them() -> None:
+    values = {
+        "dtype": "float32",
+        "enable_chunked_prefill": False,
+        "trust_remote_code": True,
+        "grace_period": 1.5,
+        "block_size": None,
+    }
+    assert flags.arguments("worker", values) == [
+        *("--dtype", "float32", "--trust-remote-code", "--grace-period", "1.5")
+    ]
+    assert flags.arguments("scheduler", values) == [
+        *("--no-enable-chunked-prefill", "--grace-period", "1.5")
+    ]
+    assert flags.arguments("frontend", values) == ["--grace-period", "1.5"]
+    with pytest.raises(TypeError, match="dtpye"):
+        flags.check_names({"dtpye": "float32"})

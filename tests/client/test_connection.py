@@ -1,0 +1,107 @@
+"""TLS, client certificates, and warnings about what is not encrypted."""
+
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from pagewire_client import NO_RETRIES, SamplingParams, TlsOptions, errors
+from pagewire_client.connection import ConnectionOptions
+
+from tests.support.fake_frontend import FakeFrontend
+
+ONE = SamplingParams(max_tokens=1)
+
+
+def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed certificate for `name` and its key, as PEM files."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    how = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    name_fields = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *how.split(), *name_fields, *files], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def server_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_certificate(tmp_path_factory.mktemp("tls"), "localhost")
+
+
+@pytest.fixture(scope="module")
+def client_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_certificate(tmp_path_factory.mktemp("tls"), "somebody")
+
+
+def server_credentials(
+    pair: tuple[Path, Path], client_root: Path | None = None
+) -> grpc.ServerCredentials:
+    certificate, key = pair
+    return grpc.ssl_server_credentials(
+        [(key.read_bytes(), certificate.read_bytes())],
+        root_certificates=client_root.read_bytes() if client_root else None,
+        require_client_auth=client_root is not None,
+    )
+
+
+def test_a_server_is_verified_by_the_given_root(
+    make_client: Any, server_pair: tuple[Path, Path]
+) -> None:
+    with FakeFrontend("localhost:0", server_credentials(server_pair)) as frontend:
+        tls = TlsOptions(root_certificates=server_pair[0])
+        assert make_client(frontend.address, tls=tls, token="t").generate("Hi", ONE).finished
+
+
+def test_a_server_with_another_name_is_reached_by_naming_it(
+    make_client: Any, server_pair: tuple[Path, Path]
+) -> None:
+    with FakeFrontend("127.0.0.1:0", server_credentials(server_pair)) as frontend:
+        tls = TlsOptions(root_certificates=server_pair[0], server_name="localhost")
+        assert make_client(frontend.address, tls=tls).generate("Hi", ONE).finished
+
+
+def test_a_server_the_root_did_not_sign_is_refused(
+    make_client: Any, server_pair: tuple[Path, Path], client_pair: tuple[Path, Path]
+) -> None:
+    with FakeFrontend("localhost:0", server_credentials(server_pair)) as frontend:
+        tls = TlsOptions(root_certificates=client_pair[0])
+        client = make_client(frontend.address, tls=tls, retry=NO_RETRIES)
+        with pytest.raises(errors.Unavailable):
+            client.generate("Hi", ONE)
+
+
+def test_a_client_proves_itself_with_a_certificate(
+    make_client: Any, server_pair: tuple[Path, Path], client_pair: tuple[Path, Path]
+) -> None:
+    credentials = server_credentials(server_pair, client_root=client_pair[0])
+    with FakeFrontend("localhost:0", credentials) as frontend:
+        own = TlsOptions(
+            root_certificates=server_pair[0],
+            certificate_chain=client_pair[0],
+            private_key=client_pair[1],
+        )
+        assert make_client(frontend.address, tls=own).generate("Hi", ONE).finished
+        nobody = TlsOptions(root_certificates=server_pair[0])
+        client = make_client(frontend.address, tls=nobody, retry=NO_RETRIES)
+        with pytest.raises(errors.Unavailable):
+            client.generate("Hi", ONE)
+
+
+def test_a_certificate_without_its_key_is_refused(client_pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="give both"):
+        TlsOptions(certificate_chain=client_pair[0])
+
+
+@pytest.mark.parametrize(
+    ("address", "is_warned"),
+    [("example.org:7600", True), ("127.0.0.1:7600", False), ("unix:/x", False)],
+)
+def test_a_token_in_the_clear_is_warned_of(
+    address: str, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        ConnectionOptions(addresses=(address,), token="secret")
+    assert ("unencrypted" in caplog.text) == is_warned
+    assert "secret" not in caplog.text

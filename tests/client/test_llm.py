@@ -1,0 +1,159 @@
+"""`LLM` with the real services and a tiny model of random weights."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+import pytest
+from pagewire_client import LLM, RequestOutput, SamplingParams, errors
+
+from tests.support.checkpoints import MAX_POSITIONS, checkpoint
+
+FLAGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory": "16MiB"}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=200, ignore_eos=True, n=2)
+
+
+def quiet(llm: LLM, *args: Any) -> list[RequestOutput]:
+    return llm.generate(*args, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+def services_of(pid: int) -> list[psutil.Process]:
+    """The services among a process's children."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "_service" in " ".join(child.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(checkpoint("llama")), **FLAGS) as model:
+        yield model
+
+
+def test_prompts_of_every_kind_are_answered_in_order(llm: LLM) -> None:
+    prompts = ["Hello", [72, 101], {"prompt": "x"}, {"prompt_token_ids": [5]}]
+    outputs = quiet(llm, prompts, GREEDY)
+    assert [output.prompt for output in outputs] == ["Hello", None, "x", None]
+    assert outputs[1].prompt_token_ids == [72, 101]
+    assert all(len(output.outputs[0].token_ids) == 12 for output in outputs)
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_one_prompt_needs_no_list(llm: LLM) -> None:
+    alone = quiet(llm, "Hello", GREEDY)
+    assert len(alone) == 1
+    assert tokens(alone) == tokens(quiet(llm, ["Hello"], GREEDY))
+
+
+def test_an_answer_is_the_same_alone_and_among_many(llm: LLM) -> None:
+    alone = quiet(llm, "Hello", SAMPLED)
+    among = quiet(llm, ["Hello", *(f"prompt {number}" for number in range(15))], SAMPLED)
+    assert tokens(among)[0] == tokens(alone)[0]
+    assert len({str(choices) for choices in tokens(among)}) == 16
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 5, 3)]
+    outputs = quiet(llm, ["a", "b", "c"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
+
+
+def test_log_probabilities_are_reported(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0)
+    (output,) = quiet(llm, "Hello", params)
+    (choice,) = output.outputs
+    assert choice.logprobs is not None
+    for token_id, position in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert position[token_id].rank == 1
+    assert choice.cumulative_logprob == pytest.approx(
+        sum(p[t].logprob for t, p in zip(choice.token_ids, choice.logprobs, strict=True))
+    )
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.prompt_logprobs[0] is None
+
+
+def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == llm.tokenize("<user>Hi\n<assistant>")
+    two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert tokens(two) == tokens([output, output])
+
+
+def test_tokens_and_texts_are_turned_into_each_other(llm: LLM) -> None:
+    assert llm.detokenize(llm.tokenize("Hé", add_special_tokens=False)) == "Hé"
+
+
+def test_the_progress_bar_tells_tokens_per_second(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    assert "2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [[], [10**6], "x" * (MAX_POSITIONS + 1)])
+def test_a_bad_prompt_raises_and_the_model_goes_on(llm: LLM, bad: Any) -> None:
+    with pytest.raises((errors.InvalidArgument, errors.FailedPrecondition)):
+        quiet(llm, ["good", {"prompt_token_ids": bad} if isinstance(bad, list) else bad], GREEDY)
+    assert quiet(llm, "good", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize(
+    "victim", ["scheduler_service frontend", "scheduler_service scheduler", "worker_service"]
+)
+def test_a_service_that_is_killed_changes_no_token(llm: LLM, victim: str) -> None:
+    prompts = [f"prompt {number}" for number in range(8)]
+    undisturbed = quiet(llm, prompts, SAMPLED)
+    (process,) = [
+        child for child in services_of(os.getpid()) if victim in " ".join(child.cmdline())
+    ]
+    started = time.monotonic()
+    killer = Timer(0.2, process.kill)
+    killer.start()
+    outputs = quiet(llm, prompts * 4, SAMPLED)
+    killer.join()
+    assert not process.is_running(), f"killed {time.monotonic() - started:.1f} s into the batch"
+    assert [output.outputs for output in outputs] == [output.outputs for output in undisturbed * 4]
+    assert {output.usage.completion_tokens for output in outputs if output.usage} == {400}
+
+
+def test_closing_ends_the_services() -> None:
+    before = {process.pid for process in services_of(os.getpid())}
+    llm = LLM(str(checkpoint("llama")), **FLAGS)
+    ours = [process for process in services_of(os.getpid()) if process.pid not in before]
+    assert len(ours) == 3
+    llm.close()
+    llm.close()
+    assert not any(process.is_running() for process in ours)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [
+        ("/no/such/model", {}, "/no/such/model"),
+        ("tiny", {"dtype": "float12"}, "float12"),
+        ("tiny", {"max_num_seqs": 0}, "max_num_seqs"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why(
+    model: str, flags: dict[str, Any], words: str
+) -> None:
+    before = {process.pid for process in services_of(os.getpid())}
+    path = str(checkpoint("llama")) if model == "tiny" else model
+    with pytest.raises(errors.LocalServiceError, match=words):
+        LLM(path, **(FLAGS | flags))
+    assert {process.pid for process in services_of(os.getpid())} == before
+
+
+def test_an_unknown_flag_is_refused_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match="tensor_paralel_size"):
+        LLM(str(Path("x")), tensor_paralel_size=2)

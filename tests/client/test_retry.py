@@ -1,0 +1,118 @@
+"""Which failures are worth another attempt, when, and for how long."""
+
+import pytest
+from pagewire_client import errors
+from pagewire_client.retry import NO_RETRIES, Attempts, Deadline, RetryPolicy
+
+POLICY = RetryPolicy(
+    max_retries=3, initial_backoff_s=1.0, max_backoff_s=4.0, recovery_timeout_s=60.0
+)
+UNAVAILABLE = errors.Unavailable("gone")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make_attempts(
+    clock: Clock, policy: RetryPolicy = POLICY, timeout_s: float | None = None, draw: float = 1.0
+) -> Attempts:
+    deadline = Deadline(timeout_s, clock=clock)
+    return Attempts(policy, deadline, clock=clock, draw=lambda: draw)
+
+
+def test_waits_double_up_to_the_longest_and_end_with_the_error(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    assert [attempts.delay_after(UNAVAILABLE) for _ in range(3)] == [1.0, 2.0, 4.0]
+    with pytest.raises(errors.Unavailable, match="gone"):
+        attempts.delay_after(UNAVAILABLE)
+
+
+def test_clients_spread_over_half_the_wait(clock: Clock) -> None:
+    assert make_attempts(clock, draw=0.0).delay_after(UNAVAILABLE) == 0.5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidArgument("x"),
+        errors.NotFound("x"),
+        errors.ServerError("x"),
+        errors.RequestAborted("x"),
+        errors.DeadlineExceeded("x"),
+        errors.Overloaded("without a delay"),
+        errors.AlreadyExists("somebody else's"),
+    ],
+)
+def test_what_will_not_pass_is_raised_at_once(clock: Clock, error: errors.PagewireError) -> None:
+    with pytest.raises(type(error)):
+        make_attempts(clock).delay_after(error)
+
+
+def test_a_full_server_is_left_alone_as_long_as_it_asks(clock: Clock) -> None:
+    full = errors.Overloaded("full", retry_delay_s=9.0)
+    assert make_attempts(clock).delay_after(full) == 9.0
+
+
+def test_a_stream_that_has_begun_is_tried_by_time_and_not_by_count(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    attempts.progressed()
+    for _ in range(20):
+        attempts.delay_after(UNAVAILABLE)
+    clock.now += 60.0
+    with pytest.raises(errors.Unavailable):
+        attempts.delay_after(UNAVAILABLE)
+
+
+def test_progress_starts_the_count_and_the_time_anew(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    attempts.progressed()
+    attempts.delay_after(UNAVAILABLE)
+    attempts.delay_after(UNAVAILABLE)
+    clock.now += 59.0
+    attempts.progressed()
+    clock.now += 59.0
+    assert attempts.delay_after(UNAVAILABLE) == 1.0
+
+
+def test_a_live_request_of_our_own_after_a_break_is_waited_for(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    attempts.delay_after(UNAVAILABLE)
+    for _ in range(5):
+        attempts.delay_after(errors.AlreadyExists("the former attempt"))
+    clock.now += 60.0
+    with pytest.raises(errors.AlreadyExists):
+        attempts.delay_after(errors.AlreadyExists("the former attempt"))
+
+
+def test_no_attempt_is_made_after_the_deadline(clock: Clock) -> None:
+    attempts = make_attempts(clock, timeout_s=2.5)
+    assert attempts.delay_after(UNAVAILABLE) == 1.0
+    clock.now += 1.0
+    with pytest.raises(errors.DeadlineExceeded, match="gone"):
+        attempts.delay_after(UNAVAILABLE)
+
+
+def test_no_retries_means_none(clock: Clock) -> None:
+    attempts = make_attempts(clock, NO_RETRIES)
+    with pytest.raises(errors.Unavailable):
+        attempts.delay_after(UNAVAILABLE)
+    begun = make_attempts(clock, NO_RETRIES)
+    begun.progressed()
+    with pytest.raises(errors.Unavailable):
+        begun.delay_after(UNAVAILABLE)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_timeout_must_be_positive(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        Deadline(timeout_s)

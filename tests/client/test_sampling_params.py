@@ -1,0 +1,110 @@
+"""SamplingParams become the message that the caller meant, or a ValueError."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from pagewire.v1 import sampling_pb2
+from pagewire_client import SamplingParams
+
+NOT_YET = {"json_schema", "regex", "grammar", "choice"}
+
+
+def test_every_field_arrives_in_the_message() -> None:
+    params = SamplingParams(
+        n=2,
+        best_of=3,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias={5: -1.5},
+        seed=2**64 - 1,
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        bad_words=["c"],
+        min_tokens=4,
+        max_tokens=5,
+        ignore_eos=True,
+        logprobs=6,
+        prompt_logprobs=0,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        beam_width=8,
+        length_penalty=2.0,
+        early_stopping="never",
+    )
+    proto = params.to_proto()
+    carried = {
+        field.name: value for field, value in proto.ListFields() if field.name != "beam_search"
+    }
+    renamed = {"include_stop_in_output": "include_stop_str_in_output"}
+    beam = {"beam_width", "length_penalty", "early_stopping", "logit_bias"}
+    for name, value in carried.items():
+        if name != "logit_bias":
+            assert value == getattr(params, renamed.get(name, name)), name
+    assert {renamed.get(name, name) for name in carried} | beam == {
+        field.name for field in dataclasses.fields(SamplingParams)
+    }
+    assert [(bias.token_id, bias.bias) for bias in proto.logit_bias] == [(5, -1.5)]
+    assert proto.beam_search == sampling_pb2.BeamSearch(
+        width=8, length_penalty=2.0, early_stopping=sampling_pb2.EARLY_STOPPING_NEVER
+    )
+
+
+def test_every_field_of_the_message_can_be_set() -> None:
+    names = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields} - NOT_YET
+    ours = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names - ours == {"beam_search", "include_stop_in_output"}
+
+
+def test_what_is_not_given_is_absent_so_that_the_model_may_decide() -> None:
+    assert [field.name for field, _ in SamplingParams().to_proto().ListFields()] == ["max_tokens"]
+    assert SamplingParams(max_tokens=None).to_proto() == sampling_pb2.SamplingParams()
+
+
+def test_minus_one_means_all_for_top_k_as_users_of_vllm_expect() -> None:
+    proto = SamplingParams(top_k=-1).to_proto()
+    assert proto.HasField("top_k")
+    assert proto.top_k == 0
+
+
+def test_a_single_stop_string_needs_no_list() -> None:
+    assert list(SamplingParams(stop="end").to_proto().stop) == ["end"]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(True, 1), (False, 2), ("never", 3)])
+def test_early_stopping_is_spelled_as_in_transformers(value: Any, expected: int) -> None:
+    params = SamplingParams(beam_width=2, early_stopping=value)
+    assert params.to_proto().beam_search.early_stopping == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", -1),
+        ("n", 1.5),
+        ("max_tokens", 2**32),
+        ("top_k", -2),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("temperature", "hot"),
+        ("stop", [1]),
+        ("bad_words", "not a list"),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {1: "much"}),
+        ("length_penalty", 1.0),
+        ("early_stopping", True),
+    ],
+)
+def test_a_value_the_message_cannot_carry_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_ranges_are_left_to_the_server() -> None:
+    assert SamplingParams(temperature=-1.0, top_p=7.0).to_proto().top_p == 7.0

@@ -1,0 +1,152 @@
+"""`pagewire serve` and `pagewire demo` with the real services."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from pagewire_client import Client, SamplingParams
+from pagewire_client.local import programs
+
+from tests.support.checkpoints import checkpoint
+
+FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+def command(*arguments: str) -> dict[str, object]:
+    """The `pagewire` command, as arguments of `subprocess`."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {
+        "args": [sys.executable, "-m", "pagewire_client.cli", *arguments],
+        "env": programs.environment() | {"PYTHONPATH": path},
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+
+
+class Serve:
+    """A running `pagewire serve`, and what it says."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            self._lines.put(line)
+        self._lines.put("")
+
+    def wait_for(self, words: str) -> str:
+        """The next line with `words` in it."""
+        while words not in (line := self._lines.get(timeout=60)):
+            assert line, f"ended without saying {words!r}:\n{''.join(self.said)}"
+        return line
+
+    def services(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "_service" in " ".join(child.cmdline())]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Serve]:
+    model = str(checkpoint("llama"))
+    with subprocess.Popen(**command("serve", "--model", model, *FLAGS, *arguments)) as process:  # type: ignore[call-overload]
+        serve = Serve(process)
+        try:
+            yield serve
+            process.terminate()
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+def test_serve_runs_until_sigterm_and_then_lets_requests_finish(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/f.sock"
+    with serving("--listen", address) as serve, Client(address) as client:
+        assert address in serve.wait_for("serving")
+        assert any(line.startswith("worker-0   | ") for line in serve.said)
+        services = serve.services()
+        assert len(services) == 3
+        stream = client.stream("Hello", LONG)
+        next(stream)
+        serve.process.send_signal(signal.SIGTERM)
+        assert len(list(stream)) > 0
+        assert stream.output.finished
+        assert serve.process.wait(30) == 0
+        assert not any(service.is_running() for service in services)
+
+
+def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/f.sock"
+    endless = SamplingParams(temperature=0, max_tokens=250, n=64, ignore_eos=True)
+    with serving("--listen", address) as serve, Client(address) as client:
+        serve.wait_for("serving")
+        services = serve.services()
+        stream = client.stream("Hello", endless)
+        next(stream)
+        serve.process.send_signal(signal.SIGINT)
+        serve.wait_for("SIGINT: ending when running requests are done")
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.process.wait(20) == 0
+        assert not any(service.is_running() for service in services)
+        stream.close()
+
+
+def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/f.sock"
+    with serving("--listen", address, "--frontends", "2", "--workers", "2") as serve:
+        serve.wait_for("serving")
+        assert len(serve.services()) == 5
+        for each in (address, f"{address}.1"):
+            with Client(each) as client:
+                assert client.generate("Hello", LONG).finished
+                assert client.get_status().num_frontends == 2
+
+
+def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> None:
+    done = subprocess.run(**command("serve", "--model", "/no/such/model"), timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == 1
+    assert "error: the worker-0 ended with exit code" in done.stderr
+    assert "/no/such/model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_ends_serve_with_the_frontends_words() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        model = str(checkpoint("llama"))
+        arguments = ["serve", "--model", model, *FLAGS, "--listen", address]
+        done = subprocess.run(**command(*arguments), timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == 1
+    assert f"error: cannot listen on {address}: address already in use" in done.stderr
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:65535"])
+def test_an_address_that_cannot_be_is_refused_before_anything_starts(listen: str) -> None:
+    arguments = ["serve", "--listen", listen, "--frontends", "2"]
+    done = subprocess.run(**command(*arguments), timeout=60)  # type: ignore[call-overload]
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: listen must be")
+
+
+def test_demo_streams_answers_from_the_embedded_model_and_leaves_nothing_behind() -> None:
+    demo = command("demo") | {"stdout": subprocess.PIPE}
+    done = subprocess.run(**demo, timeout=120)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert "27 + 45 = 72" in done.stdout
+    assert done.stderr.count("first token after") == 3
+    assert "\x1b" not in done.stdout + done.stderr, "plain text where there is no terminal"

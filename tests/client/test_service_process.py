@@ -1,0 +1,166 @@
+"""Children are kept alive, ended when told to, and never outlive their parent."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from pagewire_client.local import programs
+from pagewire_client.local.process import ServiceProcess
+
+STUB = "tests.support.stub_service"
+
+
+class Lines:
+    """What a service printed, to be waited for."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def __call__(self, name: str, line: str) -> None:
+        self._lines.put((name, line))
+
+    def next(self) -> str:
+        return self._lines.get(timeout=30)[1]
+
+    def next_pid(self) -> int:
+        word, pid = self.next().split()
+        assert word == "pid"
+        return int(pid)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def run(lines: Lines) -> Iterator[Callable[..., ServiceProcess]]:
+    started: list[ServiceProcess] = []
+
+    def start(*arguments: str) -> ServiceProcess:
+        service = ServiceProcess("stub", [STUB, *arguments], lines, lambda: None)
+        started.append(service)
+        service.start()
+        return service
+
+    yield start
+    for service in started:
+        service.kill()
+        service.join(10)
+
+
+def test_a_service_is_ended_by_sigterm(run: Callable[..., ServiceProcess], lines: Lines) -> None:
+    service = run("run")
+    pid = lines.next_pid()
+    assert service.pid == pid
+    service.terminate()
+    service.join(20)
+    assert is_gone(pid)
+    assert service.pid is None
+    assert service.failure is None
+
+
+def test_a_service_that_will_not_end_is_killed(
+    run: Callable[..., ServiceProcess], lines: Lines
+) -> None:
+    service = run("stubborn")
+    pid = lines.next_pid()
+    service.terminate()
+    service.join(0.3)
+    assert is_gone(pid)
+
+
+def test_a_service_that_fails_at_its_start_is_given_up_with_its_words(
+    run: Callable[..., ServiceProcess],
+) -> None:
+    service = run("fail")
+    assert wait_until(lambda: service.failure is not None)
+    assert "exit code 3" in str(service.failure)
+    assert "error: there is no such model" in str(service.failure)
+    assert service.num_starts == 1
+
+
+def test_a_service_that_had_served_is_started_again(
+    run: Callable[..., ServiceProcess], lines: Lines
+) -> None:
+    service = run("run")
+    service.restartable = True
+    first = lines.next_pid()
+    os.kill(first, signal.SIGKILL)
+    second = lines.next_pid()
+    assert second != first
+    assert service.pid == second
+    assert service.failure is None
+
+
+def test_a_service_that_dies_before_it_served_is_not(
+    run: Callable[..., ServiceProcess], tmp_path: Path
+) -> None:
+    service = run("die-once", str(tmp_path / "died"))
+    assert wait_until(lambda: service.failure is not None)
+    assert "SIGKILL" in str(service.failure)
+
+
+def test_a_service_that_dies_again_and_again_is_given_up(lines: Lines) -> None:
+    failed: list[bool] = []
+    service = ServiceProcess("stub", [STUB, "fail"], lines, lambda: failed.append(True))
+    service.restartable = True
+    service.max_failed_starts = 2
+    service.start()
+    assert wait_until(lambda: bool(failed))
+    assert service.num_starts == 3
+    assert service.failure is not None
+
+
+def test_a_child_finds_the_packages_its_parent_finds(
+    run: Callable[..., ServiceProcess], lines: Lines
+) -> None:
+    run("environment", "pagewire.v1")
+    lines.next_pid()
+    assert lines.next() == "import pagewire"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_children_end_with_a_parent_that_is_killed(how: signal.Signals, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pagewire_client.local.process import ServiceProcess\n"
+        f"service = ServiceProcess('stub', ['{STUB}', 'stubborn'], lambda name, line:"
+        " print(line, flush=True), lambda: None)\n"
+        "service.start()\n"
+        "time.sleep(60)\n"
+    )
+    roots = os.pathsep.join(path for path in sys.path if path)
+    environment = programs.environment() | {"PYTHONPATH": roots}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline().split()[1])
+        assert not is_gone(pid)
+        parent.send_signal(how)
+        parent.wait(10)
+        assert wait_until(lambda: is_gone(pid))
