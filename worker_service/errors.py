@@ -4,9 +4,17 @@
     ├── InvalidOption      a setting is wrong, or this machine or model cannot honour it
     ├── ModelNotFound      neither a directory nor a model that can be downloaded
     ├── UnsupportedModel   the checkpoint is sound, but Pagewire cannot serve it
-    └── BadCheckpoint      files are missing, damaged or do not fit the model
+    ├── BadCheckpoint      files are missing, damaged or do not fit the model
+    ├── CannotListen       the address is taken, or not ours
+    ├── OutOfMemory        not even one KV block fits
+    ├── NotReady           the model is still loading, or the worker is shutting down
+    ├── InvalidPlan        a message from the core contradicts itself or our state
+    ├── OutOfOrder         a call or a step out of its turn
+    ├── SentAway           the core told this worker to end
+    ├── StaleEpoch         a newer epoch has taken over
+    └── StepFailed         our own bug, or the device's failure, in the middle of a step
 
-Nothing here knows gRPC.
+Nothing here knows gRPC: `worker_service/status_codes.py` maps each class to a status code.
 """
 
 
@@ -28,3 +36,40 @@ class UnsupportedModel(WorkerError):
 
 class BadCheckpoint(WorkerError):
     """Files of a checkpoint are missing, damaged or contradict its configuration."""
+
+
+class CannotListen(WorkerError):
+    """The address to listen on is taken, or not this machine's."""
+
+
+class OutOfMemory(WorkerError):
+    """There is no room for a KV cache of even one block."""
+
+
+class NotReady(WorkerError):
+    """The model is still loading, or the worker is shutting down; another may serve."""
+
+
+class InvalidPlan(WorkerError):
+    """A message from the core is malformed or contradicts what this worker holds."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class OutOfOrder(WorkerError):
+    """A call or a step came out of its turn."""
+
+
+class SentAway(WorkerError):
+    """The core told this worker to end; the message says why."""
+
+
+class StaleEpoch(WorkerError):
+    """A newer epoch has taken over; what the older one had on this worker is gone."""
+
+
+class StepFailed(WorkerError):
+    """A step broke off for a reason that is not in its plan; the log has the traceback."""

@@ -19,7 +19,7 @@ def _no_values() -> Float32Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerParams:
-    """The wire's `SamplerParams` with arrays for columns; sampling.proto tells each field's meaning."""
+    """The wire's `SamplerParams`, with arrays for columns; `sampling.proto` explains each field."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -53,6 +53,11 @@ class SamplerParams:
 
     num_prompt_logprobs: int | None = None
     """The same for prompt tokens."""
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether improbable tokens are excluded."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def has_penalties(self) -> bool:

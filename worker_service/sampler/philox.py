@@ -10,10 +10,9 @@ import numpy.typing as npt
 
 NUM_ROUNDS = 10
 
-_MULTIPLIER_0 = np.uint64(0xD2511F53)
-_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
-_WEYL_0 = np.uint32(0x9E3779B9)
-_WEYL_1 = np.uint32(0xBB67AE85)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_ROUNDS = np.arange(NUM_ROUNDS, dtype=np.uint64).reshape(-1, 1, 1)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD_BITS = np.uint64(32)
 
@@ -25,14 +24,17 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
     counter: uint32 [n, 4]; key: uint32 [n, 2]. Returns uint32 [n, 4].
     """
-    c0, c1, c2, c3 = counter.T
-    k0, k1 = key.T
-    for _ in range(NUM_ROUNDS):
-        high_0, low_0 = _multiply(c0, _MULTIPLIER_0)
-        high_1, low_1 = _multiply(c2, _MULTIPLIER_1)
-        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
-        k0, k1 = k0 + _WEYL_0, k1 + _WEYL_1
-    return np.stack([c0, c1, c2, c3], axis=1)
+    # Words are held in 64 bits, and both halves of a round are one operation on [2, n] arrays: the
+    # batch is small, so what counts is the number of operations.
+    words = counter.astype(np.uint64).T
+    multiplied, mixed = words[0::2], words[1::2]
+    keys = (key.astype(np.uint64).T + _ROUNDS * _WEYL) & _LOW_WORD
+    for round_key in keys:
+        product = (multiplied * _MULTIPLIERS)[::-1]
+        multiplied, mixed = (product >> _WORD_BITS) ^ mixed ^ round_key, product & _LOW_WORD
+    output = np.empty((len(counter), 4), np.uint32)
+    output[:, 0::2], output[:, 1::2] = multiplied.T, mixed.T
+    return output
 
 
 def uniform(
@@ -52,9 +54,3 @@ def uniform(
     words = philox4x32(counter, key).astype(np.uint64)
     bits = (words[:, 0] << _WORD_BITS | words[:, 1]) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
-
-
-def _multiply(words: Words, multiplier: np.uint64) -> tuple[Words, Words]:
-    """High and low words of the 64-bit products."""
-    product = words.astype(np.uint64) * multiplier
-    return (product >> _WORD_BITS).astype(np.uint32), product.astype(np.uint32)

@@ -1,0 +1,101 @@
+"""Addresses: their forms, whether they are free, and which one is told to the core."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from worker_service.address import TcpAddress, UnixAddress, advertised, check_free, parse
+from worker_service.errors import CannotListen, InvalidOption
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Not tmp_path: the path of a unix socket is limited to some hundred characters.
+    with TemporaryDirectory(prefix="pw-") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:7620", TcpAddress("127.0.0.1", 7620)),
+        ("worker-3.pool:0", TcpAddress("worker-3.pool", 0)),
+        ("[::1]:80", TcpAddress("::1", 80)),
+        ("unix:/run/w.sock", UnixAddress("/run/w.sock")),
+        ("unix:w.sock", UnixAddress("w.sock")),
+    ],
+)
+def test_an_address_is_read_and_written(text: str, address: TcpAddress | UnixAddress) -> None:
+    assert parse(text, "listen") == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7620", ":7620", "host", "host:", "host:x", "::1:80", "unix:"]
+)
+def test_anything_else_is_refused_by_the_option_s_name(text: str) -> None:
+    with pytest.raises(InvalidOption, match="listen: expected HOST:PORT or unix:PATH"):
+        parse(text, "listen")
+
+
+def test_a_port_beyond_the_last_is_refused() -> None:
+    with pytest.raises(InvalidOption):
+        parse("host:65536", "listen")
+
+
+def test_a_taken_port_is_told_with_the_systems_reason() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        expected = f"cannot listen on 127.0.0.1:{port}: address already in use"
+        with pytest.raises(CannotListen, match=expected):
+            check_free(TcpAddress("127.0.0.1", port))
+    check_free(TcpAddress("127.0.0.1", port))
+
+
+def test_a_unix_socket_is_taken_only_while_somebody_listens(folder: Path) -> None:
+    path = folder / "w.sock"
+    check_free(UnixAddress(str(path)))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        with pytest.raises(CannotListen, match="address already in use"):
+            check_free(UnixAddress(str(path)))
+    assert path.exists()
+    check_free(UnixAddress(str(path)))
+
+
+def test_a_file_or_a_missing_folder_is_no_place_for_a_socket(folder: Path) -> None:
+    (folder / "file").write_text("precious")
+    with pytest.raises(CannotListen, match="file exists"):
+        check_free(UnixAddress(str(folder / "file")))
+    with pytest.raises(CannotListen, match="no such file or directory"):
+        check_free(UnixAddress(str(folder / "nowhere" / "w.sock")))
+
+
+def test_the_address_listened_on_is_advertised() -> None:
+    for address in (UnixAddress("/w"), TcpAddress("10.1.2.3", 5)):
+        assert advertised(address, TcpAddress("127.0.0.1", 1)) == address
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_on_all_interfaces_the_one_towards_the_core_is_advertised(host: str) -> None:
+    core = TcpAddress("127.0.0.1", 7610)
+    assert advertised(TcpAddress(host, 7620), core) == TcpAddress("127.0.0.1", 7620)
+
+
+@pytest.mark.parametrize("core", [None, UnixAddress("/core")])
+def test_on_all_interfaces_a_core_on_this_machine_is_told_loopback(
+    core: UnixAddress | None,
+) -> None:
+    assert advertised(TcpAddress("0.0.0.0", 7620), core) == TcpAddress("127.0.0.1", 7620)
+
+
+def test_a_core_that_cannot_be_resolved_asks_for_an_address_to_advertise() -> None:
+    core = TcpAddress("no-such-host.invalid", 7610)
+    with pytest.raises(InvalidOption, match="advertise: expected an address"):
+        advertised(TcpAddress("0.0.0.0", 7620), core)

@@ -1,0 +1,47 @@
+"""Settings that cannot be are refused by name."""
+
+import pytest
+
+from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.errors import InvalidOption
+from worker_service.loader import ModelConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 24}, "block_size"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        ({"kv_cache_memory": 0}, "kv_cache_memory"),
+        ({"swap_space": -1}, "swap_space"),
+    ],
+)
+def test_a_cache_that_cannot_be(fields: dict[str, float], named: str) -> None:
+    with pytest.raises(InvalidOption, match=f"{named}: expected"):
+        CacheConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"threads": 0}, "threads"), ({"grace_period_s": -1.0}, "grace_period")]
+)
+def test_a_worker_that_cannot_be(fields: dict[str, float], named: str) -> None:
+    with pytest.raises(InvalidOption, match=f"{named}: expected"):
+        WorkerConfig(model=ModelConfig(model="m"), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("/models/tiny/", "tiny"), ("meta-llama/Llama-3", "Llama-3"), ("embedded", "embedded")],
+)
+def test_a_model_is_served_under_the_last_part_of_its_path(model: str, name: str) -> None:
+    assert WorkerConfig(model=ModelConfig(model=model)).model_name == name
+    config = WorkerConfig(model=ModelConfig(model=model), served_model_name="other")
+    assert config.model_name == "other"
+
+
+def test_ids_are_drawn_anew_for_each_process() -> None:
+    first, second = NetworkConfig(), NetworkConfig()
+    assert len({first.group_id, first.worker_id, second.group_id, second.worker_id}) == 4

@@ -1,0 +1,215 @@
+"""`python -m worker_service`: flags and environment to settings, then one worker."""
+
+import asyncio
+import logging
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from typer import Option
+
+if TYPE_CHECKING:
+    from worker_service.config import WorkerConfig
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class LogLevel(StrEnum):
+    """How much is logged."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `4GiB`, `1.5GB` or a plain number, in bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    if match is None or unit is None:
+        raise typer.BadParameter(f"expected a size such as 512MiB or 4GiB, got {text!r}")
+    return int(float(match[1]) * unit)
+
+
+def _env(name: str) -> str:
+    return f"PAGEWIRE_{name}"
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, Option(envvar=_env("MODEL"), help="Checkpoint directory, hub id, or `embedded`.")
+    ] = "embedded",
+    revision: Annotated[
+        str | None, Option(envvar=_env("REVISION"), help="Branch, tag or commit on the hub.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        Option(
+            envvar=_env("SERVED_MODEL_NAME"), help="Name clients use.", show_default="the model's"
+        ),
+    ] = None,
+    core: Annotated[
+        str | None,
+        Option(envvar=_env("CORE"), help="Scheduler core to register with; none: only serve."),
+    ] = None,
+    listen: Annotated[
+        str, Option(envvar=_env("LISTEN"), help="HOST:PORT or unix:PATH; port 0 takes a free one.")
+    ] = "127.0.0.1:7620",
+    advertise: Annotated[
+        str | None,
+        Option(
+            envvar=_env("ADVERTISE"),
+            help="Address the core is to dial.",
+            show_default="where it listens",
+        ),
+    ] = None,
+    group_id: Annotated[
+        str | None,
+        Option(envvar=_env("GROUP_ID"), help="Worker group.", show_default="drawn at random"),
+    ] = None,
+    device: Annotated[
+        str, Option(envvar=_env("DEVICE"), help="auto, cpu, cuda or cuda:N.")
+    ] = "auto",
+    dtype: Annotated[
+        str, Option(envvar=_env("DTYPE"), help="auto, float32, bfloat16 or float16.")
+    ] = "auto",
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            envvar=_env("MAX_MODEL_LEN"),
+            help="Most tokens of prompt and output together.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int, Option(envvar=_env("BLOCK_SIZE"), help="Tokens per KV block, a power of two.")
+    ] = 16,
+    kv_cache_memory: Annotated[
+        int | None,
+        Option(
+            envvar=_env("KV_CACHE_MEMORY"),
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Memory for KV blocks, such as 4GiB.",
+            show_default="on a CPU a quarter of what is free, at most 4GiB; on a GPU what is left",
+        ),
+    ] = None,
+    swap_space: Annotated[
+        int | None,
+        Option(
+            envvar=_env("SWAP_SPACE"),
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Host memory for swapped blocks.",
+            show_default="4GiB with a GPU, none with a CPU",
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        Option(envvar=_env("GPU_MEMORY_UTILIZATION"), help="Share of a GPU's memory to fill."),
+    ] = 0.9,
+    load_format: Annotated[
+        str,
+        Option(envvar=_env("LOAD_FORMAT"), help="safetensors, or dummy for random weights."),
+    ] = "safetensors",
+    attention_backend: Annotated[
+        str | None,
+        Option(envvar=_env("ATTENTION_BACKEND"), help="Kernels.", show_default="by device"),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        Option(envvar=_env("THREADS"), help="CPU threads for the model.", show_default="all cores"),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        Option(
+            "--trust-remote-code",
+            envvar=_env("TRUST_REMOTE_CODE"),
+            help="Run Python code that comes with a checkpoint.",
+        ),
+    ] = False,
+    grace_period: Annotated[
+        float,
+        Option(envvar=_env("GRACE_PERIOD"), help="Seconds to finish what runs after SIGTERM."),
+    ] = 30.0,
+    profile_dir: Annotated[
+        str, Option(envvar=_env("PROFILE_DIR"), help="Directory for profiler traces.")
+    ] = ".",
+    log_level: Annotated[
+        LogLevel, Option(envvar=_env("LOG_LEVEL"), help="How much to log.")
+    ] = LogLevel.info,
+) -> None:
+    """Serve a model's steps to a scheduler core."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    # These import torch, which takes seconds: not for `--help`, nor for a flag that is wrong.
+    from worker_service import config as settings
+    from worker_service.errors import InvalidOption, WorkerError
+    from worker_service.loader import ModelConfig
+
+    try:
+        network = settings.NetworkConfig(
+            listen=listen,
+            advertise=advertise,
+            core=core,
+            **({} if group_id is None else {"group_id": group_id}),
+        )
+        config = settings.WorkerConfig(
+            model=ModelConfig(
+                model=model,
+                revision=revision,
+                device=device,
+                dtype=dtype,
+                load_format=load_format,
+                max_model_len=max_model_len,
+                attention_backend=attention_backend,
+                trust_remote_code=trust_remote_code,
+            ),
+            cache=settings.CacheConfig(
+                block_size=block_size,
+                kv_cache_memory=kv_cache_memory,
+                swap_space=swap_space,
+                gpu_memory_utilization=gpu_memory_utilization,
+            ),
+            network=network,
+            served_model_name=served_model_name,
+            threads=threads,
+            grace_period_s=grace_period,
+            profile_dir=profile_dir,
+        )
+        asyncio.run(_run(config))
+    except InvalidOption as error:
+        _exit(error, 2)
+    except WorkerError as error:
+        _exit(error, 1)
+
+
+async def _run(config: "WorkerConfig") -> None:
+    from worker_service.lifecycle import Worker
+    from worker_service.loader import load_model
+
+    worker = Worker(config, lambda: load_model(config.model))
+    worker.handle_signals()
+    await worker.run()
+
+
+def _exit(error: Exception, code: int) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """The worker's command line."""
+    app(prog_name="python -m worker_service")
+
+
+if __name__ == "__main__":
+    main()

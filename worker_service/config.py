@@ -1,0 +1,98 @@
+"""The worker's settings: one frozen record per concern, made once by `__main__.py`."""
+
+import uuid
+from dataclasses import dataclass, field
+
+from worker_service.errors import InvalidOption
+from worker_service.loader import ModelConfig
+
+
+def _random_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """Size and shape of the paged KV cache."""
+
+    block_size: int = 16
+    """Tokens per block. A power of two, so that kernels can shift instead of divide."""
+
+    kv_cache_memory: int | None = None
+    """Bytes for KV blocks in device memory. None: on a CPU a quarter of the memory available, at
+    most 4 GiB and no more than the largest batch can use; on a GPU what `gpu_memory_utilization`
+    leaves after a profiling run."""
+
+    swap_space: int | None = None
+    """Bytes for KV blocks in host memory, to swap to. None: 4 GiB with a GPU and none with a CPU,
+    where device and host memory are the same."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory this worker may fill in all."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise InvalidOption(f"block_size: expected a power of two, got {self.block_size}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            got = self.gpu_memory_utilization
+            raise InvalidOption(f"gpu_memory_utilization: expected above 0 to 1, got {got}")
+        if self.kv_cache_memory is not None and self.kv_cache_memory < 1:
+            got = self.kv_cache_memory
+            raise InvalidOption(f"kv_cache_memory: expected at least 1 byte, got {got}")
+        if self.swap_space is not None and self.swap_space < 0:
+            raise InvalidOption(f"swap_space: expected 0 bytes or more, got {self.swap_space}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkConfig:
+    """Where the worker listens and whom it registers with."""
+
+    listen: str = "127.0.0.1:7620"
+    """`HOST:PORT` or `unix:PATH`; port 0 takes a free one."""
+
+    advertise: str | None = None
+    """Address the core is told to dial. None: the one listened on, with the real port; where that
+    is all interfaces, the one that the route to the core leaves by."""
+
+    core: str | None = None
+    """Address of the scheduler core to register with. None: only serve."""
+
+    group_id: str = field(default_factory=_random_id)
+    """The worker group this worker belongs to."""
+
+    worker_id: str = field(default_factory=_random_id)
+    """Unique per process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """All settings of one worker process."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+
+    served_model_name: str | None = None
+    """The name clients use. None: the last part of the model's path or id."""
+
+    threads: int | None = None
+    """CPU threads for the model. None: as many as torch finds cores."""
+
+    grace_period_s: float = 30.0
+    """Seconds that running sequences are given to finish after SIGTERM."""
+
+    profile_dir: str = "."
+    """Directory for the profiler's traces."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise InvalidOption(f"threads: expected at least 1, got {self.threads}")
+        if self.grace_period_s < 0:
+            raise InvalidOption(
+                f"grace_period: expected 0 seconds or more, got {self.grace_period_s}"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name the model is served under."""
+        return self.served_model_name or self.model.model.rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,196 @@
+"""The worker's state and its rules: what is loaded, which epoch holds, who may plan.
+
+The event loop calls; the model thread computes. Epochs fence: whoever comes with a greater one
+takes the worker over, and whatever an older one had here is dropped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import torch
+
+from worker_service.cache_engine import CacheEngine
+from worker_service.config import CacheConfig
+from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
+from worker_service.loader import LoadedModel
+from worker_service.memory import BlockCounts, profile_blocks
+from worker_service.model_runner import ModelRunner
+from worker_service.model_thread import ModelThread
+from worker_service.profiler import Profiler
+from worker_service.step_stream import StepStream
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model, its caches and at most one stream of plans."""
+
+    def __init__(self, config: CacheConfig, profiler: Profiler) -> None:
+        self.last_epoch = 0
+        """The greatest epoch seen."""
+        self.num_weight_loads = 0
+        self._config = config
+        self._profiler = profiler
+        self._thread = ModelThread()
+        self._loaded: LoadedModel | None = None
+        self._runner: ModelRunner | None = None
+        self._cache: CacheEngine | None = None
+        """Touched on the model thread only."""
+        self._stream: StepStream | None = None
+        self._stream_epoch = 0
+        self._num_steps_before = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The loaded model. Raises NotReady before it is there."""
+        if self._loaded is None:
+            raise NotReady("the model is still loading")
+        return self._loaded
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is. Raises NotReady before it is there."""
+        return torch.device(self.loaded.config.device)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps executed since the process started."""
+        return self._num_steps_before + (self._stream.num_steps if self._stream else 0)
+
+    async def load(self, load: Callable[[], LoadedModel]) -> None:
+        """Load the model on the model thread; raises what `load` raises."""
+
+        def load_here() -> LoadedModel:
+            loaded = load()
+            device = torch.device(loaded.config.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return loaded
+
+        self._loaded = await self._thread.run(load_here)
+        self.num_weight_loads += 1
+
+    async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        """How many KV blocks fit beside the largest batch."""
+        if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
+            got = f"{max_num_seqs} and {max_num_batched_tokens}"
+            raise InvalidPlan(
+                "max_num_batched_tokens", f"expected 1 <= max_num_seqs <= this, got {got}"
+            )
+        model = self.loaded.model
+        return await self._thread.run(
+            lambda: profile_blocks(
+                model,
+                self._config,
+                self.device,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                cache=self._cache,
+            )
+        )
+
+    async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
+        """Make the caches for an epoch that is about to begin."""
+        self._check_serving()
+        model = self.loaded.model
+        if num_gpu_blocks < 1:
+            raise InvalidPlan("num_gpu_blocks", "expected at least 1")
+        if epoch <= self.last_epoch:
+            raise StaleEpoch(f"epoch {epoch} is not above {self.last_epoch}, seen before")
+        self._fence(epoch)
+        self._runner = None
+
+        cache = await self._thread.run(lambda: self._make_cache(num_gpu_blocks, num_cpu_blocks))
+        self._runner = ModelRunner(model, cache, self._config.block_size)
+        logger.info(
+            "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d block_size=%d",
+            epoch,
+            num_gpu_blocks,
+            num_cpu_blocks,
+            self._config.block_size,
+        )
+
+    def open_stream(self, epoch: int) -> StepStream:
+        """The stream of an epoch, which must be the greatest seen and not have had one before."""
+        self._check_serving()
+        if epoch < self.last_epoch:
+            raise StaleEpoch(f"epoch {epoch} is below {self.last_epoch}, which has taken over")
+        if self._runner is None:
+            raise OutOfOrder("no cache: InitializeCache comes before ExecuteSteps")
+        if epoch == self.last_epoch and self._stream_epoch == epoch:
+            raise OutOfOrder(f"epoch {epoch} has had its stream; a new one needs a greater epoch")
+        self._fence(epoch)
+        self._stream_epoch = epoch
+        self._stream = StepStream(epoch, self._runner, self._thread)
+        self._idle.clear()
+        logger.info("step stream opened epoch=%d", epoch)
+        return self._stream
+
+    def close_stream(self, stream: StepStream) -> None:
+        """Drop what is left of a stream; to be called once its rpc ends, whatever the reason."""
+        stream.close()
+        if stream is self._stream:
+            self._forget_stream()
+            logger.info("step stream closed epoch=%d", stream.epoch)
+
+    def close_any_stream(self) -> None:
+        """End the stream there is, if any, as not ready to serve."""
+        if self._stream is not None:
+            self._stream.close(NotReady("the worker is shutting down"))
+
+    def drain(self) -> None:
+        """Accept no new stream from now on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Wait until no stream is open."""
+        await self._idle.wait()
+
+    async def start_profile(self) -> None:
+        """Begin a profiler trace of the model thread."""
+        await self._thread.run(self._profiler.start)
+
+    async def stop_profile(self) -> str:
+        """End the trace; returns the file it was written to."""
+        return await self._thread.run(self._profiler.stop)
+
+    def stop(self) -> None:
+        """Drop the stream there is, and end the model thread."""
+        self.close_any_stream()
+        self._thread.stop(wait=self._loaded is not None)
+
+    def _make_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> CacheEngine:
+        """On the model thread: the caches there are, if they have the right sizes, or new ones."""
+        if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
+            # Let go of the old ones first: both would not fit.
+            self._cache = None
+            self._cache = CacheEngine(
+                self.loaded.model.kv_cache_spec,
+                block_size=self._config.block_size,
+                num_gpu_blocks=num_gpu_blocks,
+                num_cpu_blocks=num_cpu_blocks,
+                device=self.device,
+            )
+        return self._cache
+
+    def _check_serving(self) -> None:
+        if self._is_draining:
+            raise NotReady("the worker is shutting down")
+
+    def _fence(self, epoch: int) -> None:
+        """Take note of an epoch and end an older one's stream."""
+        if self._stream is not None and self._stream.epoch < epoch:
+            logger.warning("step stream fenced epoch=%d by_epoch=%d", self._stream.epoch, epoch)
+            self._stream.close(StaleEpoch(f"epoch {epoch} has taken over"))
+            self._forget_stream()
+        self.last_epoch = max(self.last_epoch, epoch)
+
+    def _forget_stream(self) -> None:
+        assert self._stream is not None
+        self._num_steps_before += self._stream.num_steps
+        self._stream = None
+        self._idle.set()

@@ -1,0 +1,165 @@
+"""One worker process from start to end: listen, load, register, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import torch
+from pagewire.v1 import scheduler_service_pb2
+
+from worker_service import address
+from worker_service.config import WorkerConfig
+from worker_service.engine import Engine
+from worker_service.errors import SentAway
+from worker_service.loader import LoadedModel
+from worker_service.profiler import Profiler
+from worker_service.registration import Membership, Registrar
+from worker_service.server import Server
+from worker_service.servicer import WorkerServicer
+from worker_service.version import version
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0
+"""Seconds that short calls have to finish once no step stream is open."""
+
+
+class Worker:
+    """All parts of one worker, made and run on one event loop."""
+
+    def __init__(self, config: WorkerConfig, load: Callable[[], LoadedModel]) -> None:
+        network = config.network
+        self._config = config
+        self._load = load
+        self._listen = address.parse(network.listen, "listen")
+        self._core = None if network.core is None else address.parse(network.core, "core")
+        if network.advertise is not None:
+            address.parse(network.advertise, "advertise")
+        self._engine = Engine(config.cache, Profiler(Path(config.profile_dir)))
+        self._servicer = WorkerServicer(config, self._engine)
+        self._server = Server(self._servicer)
+        self._membership = Membership(
+            registration=self._registration, num_steps=lambda: self._engine.num_steps
+        )
+        self._grace_s: float | None = config.grace_period_s
+        self._sent_away: str | None = None
+        self._end = asyncio.Event()
+        self.address = self._listen
+        """Where it listens; with the real port once it does."""
+        self.listening = asyncio.Event()
+        self.ready = asyncio.Event()
+        """Set once the model is loaded."""
+
+    async def run(self) -> None:
+        """Serve until told to end. Raises WorkerError if it cannot, or was sent away."""
+        self.address = await self._server.start(self._listen)
+        logger.info("listening address=%s", self.address)
+        self.listening.set()
+        try:
+            await self._unless_ended(self._engine.load(self._load_model))
+            if not self._end.is_set():
+                await self._serve()
+        finally:
+            await self._server.stop(STOP_GRACE_S)
+            self._engine.stop()
+        if self._sent_away is not None:
+            raise SentAway(f"the core ended this worker: {self._sent_away}")
+
+    async def wait_idle(self) -> None:
+        """Wait until no step stream is open."""
+        await self._engine.wait_idle()
+
+    def end(self) -> None:
+        """Drain, within the grace period, and end."""
+        self._end.set()
+
+    def end_at_once(self) -> None:
+        """End without waiting for the core to finish what it has here."""
+        self._end.set()
+        self._engine.close_any_stream()
+
+    def handle_signals(self) -> None:
+        """Have SIGTERM and SIGINT end the worker, and the second of them end the process."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._handle_signal)
+
+    def _handle_signal(self) -> None:
+        if self._end.is_set():
+            logger.warning("told to end a second time, running steps are lost")
+            os._exit(1)
+        self.end()
+
+    async def _serve(self) -> None:
+        await self._server.set_serving(True)
+        self.ready.set()
+        async with asyncio.TaskGroup() as tasks:
+            registering = None
+            if self._core is not None:
+                registering = tasks.create_task(self._registrar(self._core).run())
+            await self._end.wait()
+            await self._drain()
+            if registering is not None:
+                registering.cancel()
+
+    async def _drain(self) -> None:
+        """Let the core finish what it has here, then say to all that we are gone."""
+        logger.info("draining grace_s=%s", self._grace_s)
+        self._engine.drain()
+        self._membership.drain()
+        await self._server.set_serving(False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                await self._engine.wait_idle()
+
+    def _load_model(self) -> LoadedModel:
+        """On the model thread, to which torch's number of threads applies."""
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
+        return self._load()
+
+    async def _unless_ended(self, work: Coroutine[None, None, None]) -> None:
+        """Await work, but no longer than until the end."""
+        task = asyncio.ensure_future(work)
+        end = asyncio.ensure_future(self._end.wait())
+        await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
+        end.cancel()
+        if task.done():
+            task.result()
+        else:
+            task.cancel()
+
+    def _registrar(self, core: address.Address) -> Registrar:
+        return Registrar(
+            str(core), self._membership, on_drain=self._drain_as_told, on_stop=self._stop_as_told
+        )
+
+    def _registration(self) -> scheduler_service_pb2.WorkerRegistration:
+        network = self._config.network
+        advertised = network.advertise or str(address.advertised(self.address, self._core))
+        return scheduler_service_pb2.WorkerRegistration(
+            worker_id=network.worker_id,
+            group_id=network.group_id,
+            rank=0,
+            world_size=1,
+            address=advertised,
+            model=self._servicer.model_info(),
+            last_epoch=self._engine.last_epoch,
+            version=version(),
+        )
+
+    def _drain_as_told(self) -> None:
+        """The core drains us and ends our stream when it is done, however long that takes."""
+        if not self._end.is_set():
+            self._grace_s = None
+            self._end.set()
+
+    def _stop_as_told(self, reason: str) -> None:
+        """The core has no use for us: at once, and an error unless we were draining anyway."""
+        if not self._end.is_set():
+            self._sent_away = reason
+        self.end_at_once()

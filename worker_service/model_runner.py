@@ -1,0 +1,247 @@
+"""One step from plan to result: cache operations, forward pass, sampling.
+
+The runner belongs to the engine's model thread; nothing here is safe to call from another.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker_service.batch import StepRows, build_inputs, resolve_rows
+from worker_service.cache_engine import CacheEngine
+from worker_service.models.interface import Model
+from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
+from worker_service.prompt_logprobs import prompt_logprobs
+from worker_service.sampler import NO_TOKEN, Samples, SamplingBatch, sample
+from worker_service.sampler.logprobs import PromptLogprobs, TokenLogprobs
+from worker_service.sequence_state import SequenceTable
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def monotonic_us() -> int:
+    """The worker's monotonic clock, in microseconds."""
+    return time.monotonic_ns() // 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardPass:
+    """The hidden states of a batch and where each of the plan's rows lies in them."""
+
+    hidden: Tensor
+    """[num_tokens, hidden_size]."""
+
+    starts: Int64Array
+    """[num_rows]: first hidden state of each row."""
+
+    ends: Int64Array
+    """[num_rows]: one past the last; equal to the start where a row computed nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What a step brought so far, by row of the plan."""
+
+    tokens: Int64Array
+    """[num_rows]; -1 where none was sampled."""
+
+    logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: dict[int, PromptLogprobs]
+    errors: dict[int, RowErrorReason]
+
+
+class ModelRunner:
+    """A model, its KV caches and the sequences in them."""
+
+    def __init__(self, model: Model, cache: CacheEngine, block_size: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._block_size = block_size
+        self._device = cache.device_cache.device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences; the caches' contents become meaningless."""
+        self._sequences = SequenceTable(
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._model.max_model_len,
+            block_size=self._block_size,
+            num_gpu_blocks=len(self._cache.device_cache),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences known."""
+        return len(self._sequences)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do what the plan says.
+
+        Raises InvalidPlan, after which what is remembered of the sequences may be half the plan's:
+        the caller resets the runner.
+        """
+        started_us = monotonic_us()
+        self._sequences.forget(plan.forget_seq_ids)
+        self._cache.execute(plan)
+        cache_done_us = monotonic_us()
+        self._take_in(plan)
+        rows = resolve_rows(plan, self._sequences)
+        outcome = self._start(rows)
+        forward = self._forward(rows)
+        sampling = self._sampling_rows(rows)
+        logits = self._last_logits(sampling, rows, forward)
+        forward_done_us = monotonic_us()
+        if forward is not None:
+            self._add_prompt_logprobs(outcome, rows, forward)
+        self._advance(rows)
+        if logits is not None:
+            self._sample(outcome, logits, sampling, rows)
+        finished_us = monotonic_us()
+        return StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            token_ids=outcome.tokens[rows.sample].astype(np.int32),
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            errors=outcome.errors,
+            timings=StepTimings(
+                received_us=plan.received_us,
+                started_us=started_us,
+                finished_us=finished_us,
+                cache_ops_us=cache_done_us - started_us,
+                forward_us=forward_done_us - cache_done_us,
+                sample_us=finished_us - forward_done_us,
+            ),
+        )
+
+    def _take_in(self, plan: StepPlan) -> None:
+        for index, new in enumerate(plan.new_sequences):
+            self._sequences.add(new, f"new_sequences[{index}]")
+        self._sequences.update_blocks(plan.block_updates)
+
+    def _start(self, rows: StepRows) -> Outcome:
+        """An outcome in which sequences that failed in an earlier step fail again."""
+        errors = {}
+        if failures := self._sequences.failures:
+            slots = enumerate(rows.slots.tolist())
+            errors = {row: failures[slot] for row, slot in slots if slot in failures}
+        tokens = np.full(len(rows.slots), NO_TOKEN, np.int64)
+        return Outcome(tokens=tokens, logprobs={}, prompt_logprobs={}, errors=errors)
+
+    def _forward(self, rows: StepRows) -> ForwardPass | None:
+        """Compute the rows that have something to compute; None if there are none."""
+        num_tokens = np.where(rows.computes, rows.num_tokens, 0)
+        ends = np.cumsum(num_tokens)
+        if len(ends) == 0 or ends[-1] == 0:
+            return None
+        slots, lengths = rows.slots[rows.computes], rows.num_tokens[rows.computes]
+        inputs = build_inputs(slots, lengths, self._sequences, self._device)
+        hidden = self._model.forward(
+            inputs.token_ids, inputs.positions, self._cache.device_cache, inputs.metadata
+        )
+        return ForwardPass(hidden=hidden, starts=ends - num_tokens, ends=ends)
+
+    def _sampling_rows(self, rows: StepRows) -> Int64Array:
+        """Rows that sample now: not those of sequences that failed before."""
+        samples = rows.sample & rows.computes
+        samples[rows.forks] = True
+        return np.flatnonzero(samples)
+
+    def _last_logits(
+        self, sampling: Int64Array, rows: StepRows, forward: ForwardPass | None
+    ) -> Tensor | None:
+        """Logits of the sampling rows' last tokens, float32 [len(sampling), vocab_size]."""
+        if forward is None or len(sampling) == 0:
+            return None
+        ends = forward.ends
+        if len(rows.forks) == 0:
+            return self._logits_at(ends[sampling] - 1, forward.hidden)
+        ends = ends.copy()
+        ends[rows.forks] = ends[rows.parents]
+        distinct, inverse = np.unique(ends[sampling] - 1, return_inverse=True)
+        return self._logits_at(distinct, forward.hidden)[self._index(inverse)]
+
+    def _logits_at(self, positions: Int64Array, hidden: Tensor) -> Tensor:
+        """Logits of some of the hidden states, named in rising order."""
+        if len(positions) < len(hidden):
+            hidden = hidden[self._index(positions)]
+        return self._model.compute_logits(hidden)
+
+    def _add_prompt_logprobs(self, outcome: Outcome, rows: StepRows, forward: ForwardPass) -> None:
+        """Log probabilities of the prompt tokens that the rows' hidden states predict."""
+        table = self._sequences
+        if not table.prompt_logprobs:
+            return
+        for row in np.flatnonzero(rows.computes).tolist():
+            slot = int(rows.slots[row])
+            asked = table.prompt_logprobs.get(slot)
+            if asked is None:
+                continue
+            first = int(table.num_computed_tokens[slot])
+            start = max(first + 1, asked.start)
+            end = min(first + 1 + int(rows.num_tokens[row]), int(table.num_prompt_tokens[slot]))
+            if start >= end:
+                continue
+            # The hidden state at position p predicts the token at p + 1.
+            offset = int(forward.starts[row]) - first - 1
+            entry = prompt_logprobs(
+                self._model,
+                forward.hidden[offset + start : offset + end],
+                table.token_ids[slot, start:end],
+                start,
+                asked.num_top,
+            )
+            if np.isfinite(entry.logprobs).all():
+                outcome.prompt_logprobs[row] = entry
+            else:
+                self._fail(outcome, rows, row, RowErrorReason.NON_FINITE_LOGITS)
+
+    def _advance(self, rows: StepRows) -> None:
+        """The rows' tokens are computed now, and those of a parent also in its new forks."""
+        computed = self._sequences.num_computed_tokens
+        computed[rows.slots[rows.computes]] += rows.num_tokens[rows.computes]
+        computed[rows.slots[rows.forks]] = computed[rows.slots[rows.parents]]
+
+    def _sample(
+        self, outcome: Outcome, logits: Tensor, sampling: Int64Array, rows: StepRows
+    ) -> None:
+        table = self._sequences
+        slots = rows.slots[sampling]
+        batch = SamplingBatch(
+            slots=slots,
+            positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
+            edited=table.edited_rows(slots),
+        )
+        samples = sample(logits, batch, table.sampling)
+        self._note_failures(outcome, samples, sampling, rows)
+        outcome.tokens[sampling] = samples.tokens
+        outcome.tokens[list(outcome.errors)] = NO_TOKEN
+        for index, entry in samples.logprobs.items():
+            row = int(sampling[index])
+            if row not in outcome.errors:
+                outcome.logprobs[row] = entry
+        sampled = sampling
+        if outcome.errors:
+            sampled = sampling[outcome.tokens[sampling] != NO_TOKEN]
+        table.append_tokens(rows.slots[sampled], outcome.tokens[sampled])
+
+    def _note_failures(
+        self, outcome: Outcome, samples: Samples, sampling: Int64Array, rows: StepRows
+    ) -> None:
+        for row in sampling[samples.non_finite].tolist():
+            self._fail(outcome, rows, row, RowErrorReason.NON_FINITE_LOGITS)
+        for row in sampling[samples.no_candidates].tolist():
+            self._fail(outcome, rows, row, RowErrorReason.NO_CANDIDATES)
+
+    def _fail(self, outcome: Outcome, rows: StepRows, row: int, reason: RowErrorReason) -> None:
+        """End a row; its sequence stands still until it is forgotten."""
+        outcome.errors[row] = reason
+        self._sequences.failures[int(rows.slots[row])] = reason
+
+    def _index(self, rows: Int64Array) -> Tensor:
+        return torch.from_numpy(rows).to(self._device)

@@ -1,0 +1,105 @@
+"""A step's plan and its result inside the worker: numpy columns, no protobuf.
+
+`protos/pagewire/v1/plan.proto` tells what each field means; `worker_service/wire.py` turns messages
+into these and back.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.sampler.logprobs import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.params import SamplerParams
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSequence:
+    """A sequence as the worker first hears of it."""
+
+    seq_id: int
+    choice_index: int
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: Int32Array
+    sampling: SamplerParams
+    parent_seq_id: int | None
+    prompt_logprobs_start: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """What to do in one step. Columns that the wire leaves out are filled in."""
+
+    epoch: int
+    step_id: int
+    forget_seq_ids: Int32Array
+    swap_out: Int32Array
+    """[n, 2]: device block, host block."""
+
+    swap_in: Int32Array
+    """[n, 2]: host block, device block."""
+
+    copy: Int32Array
+    """[n, 2]: source and target device block."""
+
+    new_sequences: tuple[NewSequence, ...]
+    block_updates: Int32Array
+    """[n, 3]: sequence id, index in its block table, device block."""
+
+    seq_ids: Int32Array
+    """[num_rows]."""
+
+    num_tokens: Int32Array
+    """[num_rows]."""
+
+    sample: BoolArray
+    """[num_rows]."""
+
+    received_us: int = 0
+    """The worker's monotonic clock when the plan arrived."""
+
+
+class RowErrorReason(Enum):
+    """Why a row failed."""
+
+    NON_FINITE_LOGITS = auto()
+    NO_CANDIDATES = auto()
+
+
+ROW_ERROR_MESSAGES = {
+    RowErrorReason.NON_FINITE_LOGITS: "the model's logits held NaN or infinity",
+    RowErrorReason.NO_CANDIDATES: "the request's own constraints excluded every token",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimings:
+    """Where a step's time went, in microseconds; the first three on the monotonic clock."""
+
+    received_us: int
+    started_us: int
+    finished_us: int
+    cache_ops_us: int
+    forward_us: int
+    sample_us: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What came of one step. Dictionaries are by row and in row order."""
+
+    epoch: int
+    step_id: int
+    token_ids: Int32Array
+    """The token of each sampling row, in row order; -1 where the row failed."""
+
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[int, RowErrorReason] = field(default_factory=dict)
+    timings: StepTimings

@@ -1,0 +1,147 @@
+"""The worker's membership: it registers with the core and sends signs of life.
+
+One bidirectional stream at a time. Whenever it breaks a new one is tried, for ever: the weights
+stay loaded, and a core that comes back finds its workers again.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
+from pagewire.v1 import status_pb2
+
+from worker_service.grpc_options import CHANNEL_OPTIONS
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 4
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 2.0
+WELCOME_TIMEOUT_S = 10.0
+"""How long the core may take to answer a registration before another is tried."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Membership:
+    """What the worker says of itself, read anew for each heartbeat."""
+
+    registration: Callable[[], pb.WorkerRegistration]
+    num_steps: Callable[[], int]
+    state: status_pb2.WorkerState.ValueType = status_pb2.WORKER_STATE_READY
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to have a heartbeat sent at once."""
+
+    def drain(self) -> None:
+        """Tell the core, now, that nothing new is to be planned here."""
+        self.state = status_pb2.WORKER_STATE_DRAINING
+        self.changed.set()
+
+    def heartbeat(self, *, is_first: bool) -> pb.RegisterWorkerRequest:
+        """The next sign of life."""
+        return pb.RegisterWorkerRequest(
+            heartbeat=pb.WorkerHeartbeat(
+                registration=self.registration() if is_first else None,
+                state=self.state,
+                num_steps=self.num_steps(),
+            )
+        )
+
+
+class Registrar:
+    """Keeps a worker registered with the core at one address."""
+
+    def __init__(
+        self,
+        core: str,
+        membership: Membership,
+        *,
+        on_drain: Callable[[], None],
+        on_stop: Callable[[str], None],
+    ) -> None:
+        self._core = core
+        self._membership = membership
+        self._on_drain = on_drain
+        self._on_stop = on_stop
+        self._is_welcome = False
+        self._is_stopped = False
+
+    async def run(self) -> None:
+        """Register, and register again whenever the stream breaks, until the core says stop."""
+        retry_s = FIRST_RETRY_S
+        async with grpc.aio.insecure_channel(self._core, options=CHANNEL_OPTIONS) as channel:
+            stub = pb_grpc.SchedulerServiceStub(channel)
+            while True:
+                self._is_welcome = False
+                reason = await self._register_once(stub)
+                if self._is_stopped:
+                    return
+                retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
+                logger.warning(
+                    "not registered core=%s retry_s=%.1f reason=%s", self._core, retry_s, reason
+                )
+                # Workers that lost the same core at the same instant come back spread out.
+                await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+
+    async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
+        """One stream from registration to its end. Returns why it ended."""
+        stream = stub.RegisterWorker()
+        heartbeats: asyncio.Task[None] | None = None
+        try:
+            await stream.write(self._membership.heartbeat(is_first=True))
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                lease_s = await self._await_welcome(stream)
+            if lease_s is None:
+                return "the core ended the stream"
+            heartbeats = asyncio.create_task(self._send_heartbeats(stream, lease_s))
+            async for response in stream:
+                self._obey(response.directive)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            return "the core did not answer"
+        except asyncio.InvalidStateError:
+            return "the stream broke"
+        finally:
+            if heartbeats is not None:
+                heartbeats.cancel()
+            stream.cancel()
+        return "the core ended the stream"
+
+    async def _await_welcome(self, stream: grpc.aio.StreamStreamCall) -> float | None:
+        """The lease in seconds, once the core grants one; None if it ends the stream instead."""
+        async for response in stream:
+            self._obey(response.directive)
+            if response.directive.HasField("serve"):
+                self._is_welcome = True
+                lease_s: float = response.directive.serve.lease_ms / 1000
+                logger.info("registered core=%s lease_s=%.1f", self._core, lease_s)
+                return lease_s
+        return None
+
+    async def _send_heartbeats(self, stream: grpc.aio.StreamStreamCall, lease_s: float) -> None:
+        """Signs of life, often enough that the loss of a few does not cost the lease."""
+        changed = self._membership.changed
+        while True:
+            try:
+                async with asyncio.timeout(lease_s / HEARTBEATS_PER_LEASE):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+            changed.clear()
+            try:
+                await stream.write(self._membership.heartbeat(is_first=False))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                # The stream has ended; its reader reports why.
+                return
+
+    def _obey(self, directive: pb.WorkerDirective) -> None:
+        if directive.HasField("drain"):
+            self._on_drain()
+        elif directive.HasField("stop"):
+            self._is_stopped = True
+            self._on_stop(directive.stop.reason)

@@ -1,0 +1,105 @@
+"""Log probabilities of the model's own distribution, before penalties and temperature."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker_service.sampler.draw import largest
+
+MIN_WINDOW = 32
+"""Candidates looked at for the most probable tokens, at least. Ties among them are ordered by
+token id; a window that followed the batch's greatest wish could let neighbours break ties."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """One sampled token's log probability, and those of the most probable tokens."""
+
+    token_ids: npt.NDArray[np.int32]
+    """The sampled token, then the most probable ones, most probable first."""
+
+    logprobs: npt.NDArray[np.float32]
+    rank: int
+    """Of the sampled token; 1 is the most probable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of some consecutive prompt tokens."""
+
+    start: int
+    """Position in the prompt of the first one, from 1."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[num_tokens, 1 + number of most probable ones]; first the prompt's own."""
+
+    logprobs: npt.NDArray[np.float32]
+    """The same shape."""
+
+    ranks: npt.NDArray[np.int32]
+    """[num_tokens]: of the prompt's own tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTable:
+    """Log probabilities of one chosen and the most probable tokens of each row."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[n, 1 + window]."""
+
+    logprobs: npt.NDArray[np.float32]
+    """[n, 1 + window]."""
+
+    ranks: npt.NDArray[np.int32]
+    """[n]."""
+
+    def row(self, index: int, num_top: int) -> TokenLogprobs:
+        """One row with as many of the most probable tokens as asked for."""
+        return TokenLogprobs(
+            token_ids=self.token_ids[index, : 1 + num_top],
+            logprobs=self.logprobs[index, : 1 + num_top],
+            rank=int(self.ranks[index]),
+        )
+
+
+def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTable:
+    """Log softmax at the given tokens and at the `num_top` most probable ones, or a few more.
+
+    logits: float32 [n, vocab_size]; token_ids: int64 [n]. A token's rank is one more than the
+    number of tokens more probable than it.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    if num_top == 0:
+        top_ids, top = token_ids.new_empty((len(logits), 0)), logprobs[:, :0]
+    else:
+        top, top_ids = largest(logprobs, min(max(num_top, MIN_WINDOW), logits.shape[1]))
+    ids, values = _order(top_ids.cpu().numpy(), top.cpu().numpy())
+    return LogprobTable(
+        np.concatenate([token_ids.unsqueeze(1).cpu().numpy(), ids], axis=1).astype(np.int32),
+        np.concatenate([own.cpu().numpy(), values], axis=1),
+        ranks.cpu().numpy().astype(np.int32),
+    )
+
+
+def joined(start: int, tables: Sequence[LogprobTable], num_top: int) -> PromptLogprobs:
+    """A prompt's log probabilities from those of its pieces."""
+    return PromptLogprobs(
+        start=start,
+        token_ids=np.concatenate([table.token_ids[:, : 1 + num_top] for table in tables]),
+        logprobs=np.concatenate([table.logprobs[:, : 1 + num_top] for table in tables]),
+        ranks=np.concatenate([table.ranks for table in tables]),
+    )
+
+
+def _order(
+    ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Columns by falling value, the lower token id first among equals."""
+    order = np.lexsort((ids, -values), axis=-1)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

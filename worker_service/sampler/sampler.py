@@ -1,0 +1,176 @@
+"""One token for each sampling row of a batch.
+
+The order of operations is vLLM's:
+
+1. log probabilities, where asked for, are of the model's own logits;
+2. bad words and suppressed tokens are excluded, biases added, penalties applied (`edits.py`);
+3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
+   divides the logits;
+4. min-p and top-k, then top-p, and the draw (`draw.py`) with a uniform number that depends on the
+   sequence's seed, choice index and output position alone (`philox.py`).
+
+A row's outcome is bitwise the same whatever other rows are in the batch.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker_service.sampler.draw import Filters, draw, draw_unfiltered
+from worker_service.sampler.edits import EditedRow, apply_edits
+from worker_service.sampler.logprobs import TokenLogprobs, logprob_table
+from worker_service.sampler.philox import uniform
+from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingBatch:
+    """The rows that sample in this step; all arrays are [n]."""
+
+    slots: Int64Array
+    positions: Int64Array
+    """Output tokens each row's sequence has so far."""
+
+    edited: list[EditedRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """One token per row, and which rows have none."""
+
+    tokens: Int64Array
+    """[n]; -1 in failed rows."""
+
+    logprobs: dict[int, TokenLogprobs]
+    """By row, for those that asked and did not fail."""
+
+    non_finite: Int64Array
+    """Rows whose logits held NaN or infinity."""
+
+    no_candidates: Int64Array
+    """Rows whose constraints excluded every token."""
+
+
+def sample(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Samples:
+    """Picks the tokens. logits: float32 [n, vocab_size], overwritten."""
+    num_logprobs = table.num_logprobs[batch.slots]
+    non_finite = _non_finite_rows(logits)
+    _neutralise(logits, non_finite)
+    wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+    raw = logits[_tensor(wanted, logits)] if len(wanted) else None
+    apply_edits(logits, batch.edited)
+    no_candidates = _rows_without_candidates(logits, batch.edited)
+    _neutralise(logits, no_candidates)
+    tokens = _choose(logits, batch, table)
+    tokens[non_finite] = NO_TOKEN
+    tokens[no_candidates] = NO_TOKEN
+    logprobs = {} if raw is None else _logprobs(raw, wanted, tokens, num_logprobs)
+    return Samples(
+        tokens=tokens, logprobs=logprobs, non_finite=non_finite, no_candidates=no_candidates
+    )
+
+
+def _choose(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Int64Array:
+    """One token per row, each kind of row by its own way."""
+    is_random = table.temperature[batch.slots] > 0
+    if not is_random.any():
+        return _argmax(logits)
+    is_filtered = table.is_filtered[batch.slots]
+    tokens = np.empty(len(logits), np.int64)
+    for kind, choose in (
+        (~is_random, _choose_greedily),
+        (is_random & ~is_filtered, _choose_unfiltered),
+        (is_random & is_filtered, _choose_filtered),
+    ):
+        rows = np.flatnonzero(kind)
+        if len(rows):
+            part = logits if len(rows) == len(logits) else logits[_tensor(rows, logits)]
+            tokens[rows] = choose(part, batch.slots[rows], batch.positions[rows], table)
+    return tokens
+
+
+def _choose_greedily(
+    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+) -> Int64Array:
+    return _argmax(logits)
+
+
+def _choose_unfiltered(
+    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+) -> Int64Array:
+    uniforms = uniform(table.seed[slots], table.choice_index[slots], positions)
+    logits = logits / _tensor(table.temperature[slots], logits).unsqueeze(1)
+    return draw_unfiltered(logits, _tensor(uniforms, logits)).cpu().numpy()
+
+
+def _choose_filtered(
+    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+) -> Int64Array:
+    uniforms = uniform(table.seed[slots], table.choice_index[slots], positions)
+    filters = Filters(
+        top_k=_tensor(table.top_k[slots], logits),
+        top_p=_tensor(table.top_p[slots], logits),
+        min_p=_tensor(table.min_p[slots], logits),
+    )
+    logits = logits / _tensor(table.temperature[slots], logits).unsqueeze(1)
+    return draw(logits, filters, _tensor(uniforms, logits)).cpu().numpy()
+
+
+def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
+    """The values on the device of another tensor."""
+    return torch.from_numpy(values).to(like.device)
+
+
+def _argmax(logits: Tensor) -> Int64Array:
+    """Column of each row's largest logit, the lowest among equals."""
+    if logits.is_cpu:
+        # numpy's is vectorised, torch's is not.
+        return logits.numpy().argmax(axis=-1)
+    return logits.argmax(dim=-1).cpu().numpy()
+
+
+def _non_finite_rows(logits: Tensor) -> Int64Array:
+    """Rows that hold NaN or infinity.
+
+    Such an entry makes the row's sum NaN or infinite. A sum of finite float32 entries could
+    overflow too, so the few rows found are looked at again.
+    """
+    suspects = (~logits.sum(dim=-1).isfinite()).nonzero().squeeze(1)
+    if len(suspects):
+        suspects = suspects[~logits[suspects].isfinite().all(dim=-1)]
+    return suspects.cpu().numpy()
+
+
+def _rows_without_candidates(logits: Tensor, edited: list[EditedRow]) -> Int64Array:
+    """Edited rows in which no token is left."""
+    if not edited:
+        return np.empty(0, np.int64)
+    rows = np.array([row.row for row in edited])
+    maxima = logits[_tensor(rows, logits)].amax(dim=-1)
+    return rows[(maxima == -torch.inf).cpu().numpy()]
+
+
+def _neutralise(logits: Tensor, rows: Int64Array) -> None:
+    """Give failed rows harmless logits, so that the batch can go on."""
+    if len(rows):
+        logits[_tensor(rows, logits)] = 0.0
+
+
+def _logprobs(
+    raw: Tensor, rows: Int64Array, tokens: Int64Array, num_logprobs: Int32Array
+) -> dict[int, TokenLogprobs]:
+    chosen = _tensor(tokens[rows].clip(min=0), raw)
+    result = logprob_table(raw, chosen, int(num_logprobs[rows].max()))
+    return {
+        row: result.row(index, int(num_logprobs[row]))
+        for index, row in enumerate(rows.tolist())
+        if tokens[row] != NO_TOKEN
+    }

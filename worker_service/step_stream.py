@@ -1,0 +1,103 @@
+"""One `ExecuteSteps` stream: plans go in in order, results come out in the same order.
+
+The event loop submits plans and awaits results; the model thread takes a plan, executes it, and
+puts its result back. Plans queue up, so that the next one begins the moment the last is done.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from worker_service.errors import OutOfOrder, StepFailed, WorkerError
+from worker_service.model_runner import ModelRunner
+from worker_service.model_thread import ModelThread
+from worker_service.plan import StepPlan, StepResult
+from worker_service.step_summary import StepSummary
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_PLANS = 16
+"""Plans taken off the wire before their turn; more wait in the transport's own window."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last thing out of a stream."""
+
+    error: WorkerError | None
+
+
+class StepStream:
+    """The plans and results of one epoch.
+
+    Created, submitted to and closed on the event loop. `is_closed` only ever turns true, so that
+    the model thread may read it at any time: it then skips what is left of the stream's plans.
+    """
+
+    def __init__(self, epoch: int, runner: ModelRunner, thread: ModelThread) -> None:
+        self.epoch = epoch
+        self.is_closed = False
+        self.num_steps = 0
+        """Steps executed."""
+        self._runner = runner
+        self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._next_step_id = 1
+        self._summary = StepSummary(epoch)
+        self._places = asyncio.Semaphore(MAX_PENDING_PLANS)
+        self._outbox: asyncio.Queue[StepResult | _End] = asyncio.Queue()
+
+    async def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Raises OutOfOrder for one that is not next."""
+        if plan.epoch != self.epoch:
+            raise OutOfOrder(f"the stream's epoch is {self.epoch}, the plan's is {plan.epoch}")
+        if plan.step_id != self._next_step_id:
+            raise OutOfOrder(f"step {self._next_step_id} is next, got step {plan.step_id}")
+        self._next_step_id += 1
+        await self._places.acquire()
+        self._thread.post(lambda: self._execute(plan))
+
+    def finish(self, error: WorkerError | None = None) -> None:
+        """End the stream after the results of all plans submitted before."""
+        self._thread.post(lambda: self._end(error))
+
+    def close(self, error: WorkerError | None = None) -> None:
+        """End the stream now; plans not begun are dropped, all sequences forgotten."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._thread.post(self._runner.reset)
+        self._outbox.put_nowait(_End(error))
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """The results in order. Raises the error that ended the stream."""
+        while not isinstance(item := await self._outbox.get(), _End):
+            self._places.release()
+            yield item
+        if item.error is not None:
+            raise item.error
+
+    def _execute(self, plan: StepPlan) -> None:
+        if self.is_closed:
+            return
+        try:
+            result = self._runner.execute(plan)
+        except WorkerError as error:
+            self._end(error)
+        except Exception as error:
+            logger.exception("step failed epoch=%d step_id=%d", plan.epoch, plan.step_id)
+            self._end(StepFailed(f"step {plan.step_id} failed: {type(error).__name__}"))
+        else:
+            self.num_steps += 1
+            self._put(result)
+            self._summary.add(plan, result)
+
+    def _end(self, error: WorkerError | None) -> None:
+        """On the model thread: nothing more is executed."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._runner.reset()
+            self._put(_End(error))
+
+    def _put(self, item: StepResult | _End) -> None:
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
