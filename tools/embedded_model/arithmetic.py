@@ -22,6 +22,7 @@ QUESTIONS = (
     "What is the sum of {a} and {b}?",
     "Can you add {a} and {b} for me?",
 )
+"""Wordings of a sum; the first is there twice, so that it is asked most."""
 
 WORD_PROBLEMS = (
     (

@@ -10,31 +10,32 @@ from tools.embedded_model.documents import Document, Exchange, chat
 T = TypeVar("T", Document, Exchange)
 
 PLAIN_WEIGHTS: dict[Callable[[Random], Document], float] = {
-    arithmetic.plain_sum: 40,
-    lessons.plain_count: 2,
+    arithmetic.plain_sum: 24,
+    lessons.plain_count: 6,
     lessons.plain_calendar: 2,
-    lessons.plain_copy: 2,
+    lessons.plain_copy: 3,
     lessons.plain_reverse_word: 2,
-    stories.plain_story: 4,
+    stories.plain_story: 8,
     stories.plain_sentences: 3,
 }
 EXCHANGE_WEIGHTS: dict[Callable[[Random], Exchange], float] = {
-    arithmetic.ask_sum: 40,
-    arithmetic.ask_word_problem: 4,
-    lessons.ask_count: 5,
-    lessons.ask_neighbour_number: 3,
+    arithmetic.ask_sum: 24,
+    arithmetic.ask_word_problem: 3,
+    lessons.ask_count: 9,
+    lessons.ask_neighbour_number: 2,
     lessons.ask_larger: 2,
-    lessons.ask_calendar: 4,
+    lessons.ask_calendar: 3,
     lessons.ask_copy: 5,
-    lessons.ask_reverse_word: 6,
+    lessons.ask_reverse_word: 5,
     lessons.ask_reverse_order: 4,
     lessons.ask_fact: 3,
     lessons.ask_small_talk: 2,
-    stories.ask_story: 6,
+    stories.ask_story: 8,
 }
 CHAT_SHARE = 0.5
 """Share of documents that are chats."""
-MAX_EXCHANGES = 5
+NUM_EXCHANGES = (1, 1, 1, 1, 1, 2, 3, 4, 5, 12)
+"""How many exchanges a chat may have, each of these as often as the others."""
 SYSTEM_SHARE = 0.25
 """Share of chats that begin with a system message; the answers do not depend on it."""
 SYSTEM_MESSAGES = (
@@ -52,8 +53,7 @@ def _choose(rng: Random, weights: dict[Callable[[Random], T], float]) -> T:
 
 
 def _chat(rng: Random) -> Document:
-    num_exchanges = 1 if rng.random() < 0.5 else rng.randint(2, MAX_EXCHANGES)
-    exchanges = [_choose(rng, EXCHANGE_WEIGHTS) for _ in range(num_exchanges)]
+    exchanges = [_choose(rng, EXCHANGE_WEIGHTS) for _ in range(rng.choice(NUM_EXCHANGES))]
     system = rng.choice(SYSTEM_MESSAGES) if rng.random() < SYSTEM_SHARE else None
     return chat(exchanges, system)
 

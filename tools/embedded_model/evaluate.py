@@ -6,6 +6,7 @@ The weights are computed with in float32, whatever type they are stored in. An a
 counts as right only if it is exactly the expected text and the model ends it itself.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -15,10 +16,11 @@ import torch
 import typer
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tools.embedded_model import arithmetic, lessons
-from tools.embedded_model.documents import Exchange
+from tools.embedded_model import arithmetic, lessons, stories
+from tools.embedded_model.documents import Exchange, article
 
 BATCH_SIZE = 256
+MAX_STORY_TOKENS = 300
 SEED = 1
 NUM_SAMPLES = 300
 """Questions asked of each kind that has too many to ask them all."""
@@ -114,6 +116,29 @@ def question_sets(model: EmbeddedModel) -> Iterator[tuple[str, list[Question]]]:
     yield "small facts", ask([lessons.ask_fact(rng) for _ in range(NUM_SAMPLES)])
 
 
+def is_coherent(story: str | None, hero: str) -> bool:
+    """Whether a story ends, introduces `hero` and then stays with at most two characters."""
+    if story is None or not story.startswith("Once upon a time"):
+        return False
+    words = set(re.findall(r"\w+", story))
+    num_names = sum(name in words for names in stories.NAMES.values() for name in names)
+    return num_names <= 2 and hero in story.split(". ")[0]
+
+
+def story_coherence(model: EmbeddedModel) -> tuple[int, int]:
+    """How many stories about each hero and name are coherent, and how many there are."""
+    wishes = [
+        (hero, f"Tell me a story about {article(hero)} named {name}.")
+        for hero in stories.ANIMALS
+        for names in stories.NAMES.values()
+        for name in names
+    ]
+    prompts = [model.chat_question(Exchange(wish, "")).prompt for _, wish in wishes]
+    told = model.complete(prompts, MAX_STORY_TOKENS)
+    coherent = [is_coherent(s, hero) for s, (hero, _) in zip(told, wishes, strict=True)]
+    return sum(coherent), len(coherent)
+
+
 def main(
     directory: Annotated[Path, typer.Argument(help="Folder of the stored model.")],
     compute_dtype: Annotated[str, typer.Option(help="Type to compute in.")] = "float32",
@@ -122,8 +147,10 @@ def main(
     model = EmbeddedModel(directory, getattr(torch, compute_dtype))
     for name, questions in question_sets(model):
         typer.echo(f"{name}: {model.accuracy(questions):.1%} of {len(questions)}")
+    num_coherent, num_stories = story_coherence(model)
+    typer.echo(f"coherent stories: {num_coherent / num_stories:.1%} of {num_stories}")
     requests = [model.chat_question(Exchange(text, "")).prompt for text in STORY_REQUESTS]
-    for text, story in zip(STORY_REQUESTS, model.complete(requests, 300), strict=True):
+    for text, story in zip(STORY_REQUESTS, model.complete(requests, MAX_STORY_TOKENS), strict=True):
         typer.echo(f"\n> {text}\n{story}")
 
 

@@ -91,8 +91,8 @@ def count_between(first: int, last: int) -> str:
 
 def _count_bounds(rng: Random) -> tuple[int, int]:
     low = rng.choice((rng.randint(0, 10), rng.randint(0, 95)))
-    high = min(low + rng.randint(1, MAX_COUNT_STEPS), 100)
-    return low, high
+    steps = rng.randint(1, rng.choice((MAX_COUNT_STEPS // 3, MAX_COUNT_STEPS)))
+    return low, min(low + steps, 100)
 
 
 def ask_count(rng: Random) -> Exchange:

@@ -12,12 +12,14 @@ from tools.embedded_model.tokenizer import BOS, END, EOS, SPECIAL_TOKENS, turn_t
 
 
 class Batch(NamedTuple):
-    """Windows of tokens, each of them starting with a fresh document."""
+    """Windows of several documents each; a window starts with a fresh document."""
 
     token_ids: Tensor
     """int64 [num_windows, window]."""
     is_learned: Tensor
     """bool [num_windows, window], true for tokens that the model must predict."""
+    attention_mask: Tensor
+    """bool [num_windows, 1, window, window], true where a token sees one of its own document."""
 
 
 class Packer:
@@ -37,7 +39,12 @@ class Packer:
         rows = [self._window(window) for _ in range(num_windows)]
         tokens = torch.tensor([[token for token, _ in row] for row in rows])
         learned = torch.tensor([[is_learned for _, is_learned in row] for row in rows])
-        return Batch(tokens, learned)
+        return Batch(tokens, learned, self._attention_mask(tokens))
+
+    def _attention_mask(self, tokens: Tensor) -> Tensor:
+        document = (tokens == self._special[BOS]).cumsum(dim=1)
+        is_same = document[:, :, None] == document[:, None, :]
+        return is_same.tril()[:, None]
 
     def _window(self, size: int) -> list[tuple[int, bool]]:
         row: list[tuple[int, bool]] = []

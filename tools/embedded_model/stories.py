@@ -25,7 +25,7 @@ PLACES = ("forest", "garden", "village", "park", "town", "valley", "meadow")
 SPOTS = ("old tree", "big rock", "wooden bridge", "little pond", "tall fence", "red door")
 THINGS = ("ball", "hat", "kite", "boat", "drum", "book", "scarf", "lamp", "bell", "cup")
 COLOURS = ("red", "blue", "green", "yellow", "white", "golden")
-FOODS = ("cake", "bread", "soup", "honey", "berries", "apples", "cookies")
+FOODS = ("cake", "bread", "soup", "honey", "cheese", "jam", "rice")
 WEATHER = ("sunny", "windy", "cold", "warm", "quiet", "bright")
 
 BEGINNING = (
@@ -210,6 +210,32 @@ PLOTS: dict[str, tuple[tuple[str, ...], ...]] = {
             "They danced and sang until it was dark. {name} went to bed with a smile.",
         ),
     ),
+    "a flower": (
+        (
+            "One {weather} day {name} found a {colour} seed near the {spot}.",
+            "One {weather} morning {friend} the {friend_kind} gave {name} a {colour} seed.",
+        ),
+        (
+            "{He} put it into the ground and gave it water every day.",
+            "{name} wanted to see a flower, so {he} put it into the ground.",
+        ),
+        (
+            "But nothing came up. {name} waited and waited.",
+            "Many days went by, and there was no flower.",
+        ),
+        (
+            '"You must be patient," said {friend} the {friend_kind}. "It needs time and sun."',
+            '"Do not stop," said {friend} the {friend_kind}. "It is still asleep."',
+        ),
+        (
+            "At last a green leaf came out of the ground, and then a big {colour2} flower.",
+            "Then, one warm morning, there was a beautiful {colour2} flower.",
+        ),
+        (
+            "{name} was very proud and showed the flower to all {his} friends.",
+            "{name} and {friend} danced around the flower, and the whole {place} smelled sweet.",
+        ),
+    ),
     "a fallen star": (
         (
             "One night {name} looked at the sky and saw a star fall down.",
@@ -309,6 +335,7 @@ def ask_story(rng: Random) -> Exchange:
         cast["a_hero"],
         f"{cast['a_hero']} named {cast['name']}",
         f"{cast['a_hero']} and {cast['a_friend_kind']}",
+        plot.format(**cast),
         plot.format(**cast),
     )
     if rng.random() < 0.15:
