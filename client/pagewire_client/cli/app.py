@@ -11,6 +11,7 @@ from pagewire_client.cli import roles, terminal
 from pagewire_client.cli.chat import chat
 from pagewire_client.cli.demo import demo
 from pagewire_client.cli.generate import generate
+from pagewire_client.cli.health import health
 from pagewire_client.cli.serve import serve
 from pagewire_client.cli.status import status
 from pagewire_client.errors import PagewireError, Unavailable
@@ -44,7 +45,7 @@ def pagewire(
     """Serve large language models, and talk with them."""
 
 
-for command in (serve, generate, chat, status, demo):
+for command in (serve, generate, chat, status, health, demo):
     app.command()(command)
 for role in (roles.frontend, roles.scheduler, roles.worker):
     app.command(
