@@ -62,6 +62,11 @@ class CoreDriver:
         self.core.cancel(frontend_id, handle, self.clock())
         self._changed()
 
+    def abort(self, request_id: str) -> None:
+        """End a request of whichever frontend; raises UnknownRequest if there is none."""
+        self.core.abort(request_id, self.clock())
+        self._changed()
+
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int) -> None:
         """End a choice that has its stop string."""
         self.core.stop_choice(frontend_id, handle, num_tokens, self.clock())

@@ -55,7 +55,9 @@ class CoreService:
             grace_period_s=config.grace_period_s,
         )
         self.status = StatusBoard(self.driver, self.registry, self.attachments)
-        servicer = SchedulerServicer(self.attachments, self.registry, self.assets, self.status)
+        servicer = SchedulerServicer(
+            self.driver, self.attachments, self.registry, self.assets, self.status
+        )
         add_SchedulerServiceServicer_to_server(servicer, self.runner.server)
         self._workers_changed = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []

@@ -10,6 +10,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
 
 from scheduler_service.core_service import attachments, registry
 from scheduler_service.core_service.assets import AssetCache, chunks_of
+from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.status_codes import errors_as_statuses
@@ -26,11 +27,13 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def __init__(
         self,
+        driver: CoreDriver,
         frontends: attachments.Attachments,
         workers: registry.WorkerRegistry,
         assets: AssetCache,
         status: StatusBoard,
     ) -> None:
+        self._driver = driver
         self._frontends = frontends
         self._workers = workers
         self._assets = assets
@@ -56,6 +59,13 @@ class SchedulerServicer(SchedulerServiceServicer):
         async with errors_as_statuses(context):
             for chunk in chunks_of(await self._assets.get(request.model)):
                 yield pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk)
+
+    async def Abort(
+        self, request: pb.SchedulerServiceAbortRequest, context: Context
+    ) -> pb.SchedulerServiceAbortResponse:
+        async with errors_as_statuses(context):
+            self._driver.abort(request.request_id)
+            return pb.SchedulerServiceAbortResponse()
 
     async def GetStatus(
         self, request: pb.SchedulerServiceGetStatusRequest, context: Context

@@ -20,7 +20,6 @@ from scheduler_service.errors import (
     QueueFull,
     RequestAborted,
     Unavailable,
-    UnknownRequest,
 )
 from scheduler_service.frontend import validation
 from scheduler_service.frontend.core_link import CoreLink
@@ -110,15 +109,12 @@ class OpenRequests:
         if not self._open:
             self._none_open.set()
 
-    def abort(self, request_id: str) -> None:
-        """End a request for somebody else; raises UnknownRequest if there is none."""
+    def abort(self, request_id: str) -> bool:
+        """End a request for somebody else; whether there is one here."""
         opened = self._open.get(request_id)
-        if opened is None:
-            raise UnknownRequest(
-                f"no request with id {request_id!r} is live on this frontend",
-                details={"request_id": request_id},
-            )
-        self._fail(opened, RequestAborted("the request was aborted"))
+        if opened is not None:
+            self._fail(opened, RequestAborted("the request was aborted"))
+        return opened is not None
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, give open requests `grace_s` seconds, then end them."""

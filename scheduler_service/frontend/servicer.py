@@ -12,7 +12,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 
-from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
 from scheduler_service.frontend import validation
 from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
@@ -23,8 +23,8 @@ from scheduler_service.status_codes import abort
 
 logger = logging.getLogger(__name__)
 
-STATUS_TIMEOUT_S = 5.0
-"""How long the core may take for a snapshot."""
+CORE_TIMEOUT_S = 5.0
+"""How long the core may take for a snapshot or an abort."""
 
 Context = Any
 """grpc's stubs know a context for servers with threads and another for asyncio; this is the latter.
@@ -93,8 +93,9 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     async def Abort(
         self, request: inference_pb.AbortRequest, context: Context
     ) -> inference_pb.AbortResponse:
-        """End a request of this frontend."""
-        self._requests.abort(request.request_id)
+        """End a request, of this frontend or of another."""
+        if not self._requests.abort(request.request_id):
+            await self._abort_elsewhere(request.request_id)
         return inference_pb.AbortResponse()
 
     @_with_statuses
@@ -133,10 +134,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         """The core's snapshot."""
         try:
             response = await self._core.GetStatus(
-                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=STATUS_TIMEOUT_S
+                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=CORE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise _no_status(error) from error
+            raise _core_is_away(error) from error
         return inference_pb.GetStatusResponse(status=response.status)
 
     @_with_statuses
@@ -153,10 +154,21 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             while (response := await call.read()) is not grpc.aio.EOF:
                 await context.write(inference_pb.WatchStatusResponse(status=response.status))
         except grpc.aio.AioRpcError as error:
-            raise _no_status(error) from error
+            raise _core_is_away(error) from error
         finally:
             call.cancel()
         raise Unavailable("the scheduler core has gone", reason="CORE_AWAY")
+
+    async def _abort_elsewhere(self, request_id: str) -> None:
+        abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id)
+        try:
+            await self._core.Abort(abort, timeout=CORE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise _core_is_away(error) from error
+            raise UnknownRequest(
+                f"no request with id {request_id!r} is live", details={"request_id": request_id}
+            ) from error
 
     def _model(self, request: Any) -> ServedModel:
         """The model a request names; unlike a generation it does not wait for one."""
@@ -215,5 +227,5 @@ def _deadline(context: Context) -> float | None:
     return None if remaining is None else time.monotonic() + remaining
 
 
-def _no_status(error: grpc.aio.AioRpcError) -> Unavailable:
-    return Unavailable(f"no status of the scheduler core: {error.details()}", reason="CORE_AWAY")
+def _core_is_away(error: grpc.aio.AioRpcError) -> Unavailable:
+    return Unavailable(f"the scheduler core does not answer: {error.details()}", reason="CORE_AWAY")

@@ -166,6 +166,7 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
         self.models = [model_info()] if models is None else list(models)
         self.files = files or {}
         self.attachments: list[FakeAttachment] = []
+        self.elsewhere: set[str] = set()
         self.num_fetches = 0
         self.address = ""
         self._num_taken = 0
@@ -239,6 +240,13 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
             for piece in (data[:half], data[half:]):
                 chunk = model_pb2.ModelAssetChunk(file_name=name, data=piece)
                 await context.write(pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk))
+
+    async def Abort(self, request: Any, context: Any) -> pb.SchedulerServiceAbortResponse:
+        """Requests of other frontends are those in `elsewhere`."""
+        if request.request_id not in self.elsewhere:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
+        self.elsewhere.remove(request.request_id)
+        return pb.SchedulerServiceAbortResponse()
 
     async def GetStatus(self, request: Any, context: Any) -> pb.SchedulerServiceGetStatusResponse:
         return pb.SchedulerServiceGetStatusResponse(

@@ -842,6 +842,45 @@ class SchedulerServiceGetModelAssetsResponse(_message.Message):
 Global___SchedulerServiceGetModelAssetsResponse: _TypeAlias = SchedulerServiceGetModelAssetsResponse  # noqa: Y015
 
 @_typing.final
+class SchedulerServiceAbortRequest(_message.Message):
+    """Names a request to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in Submit."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceAbortRequest: _TypeAlias = SchedulerServiceAbortRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceAbortResponse(_message.Message):
+    """The request was told to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceAbortResponse: _TypeAlias = SchedulerServiceAbortResponse  # noqa: Y015
+
+@_typing.final
 class SchedulerServiceGetStatusRequest(_message.Message):
     """Asks for a snapshot."""
 

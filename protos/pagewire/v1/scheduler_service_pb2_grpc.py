@@ -50,6 +50,11 @@ class SchedulerServiceStub(object):
                 request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetModelAssetsRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetModelAssetsResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/pagewire.v1.SchedulerService/Abort',
+                request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceAbortRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceAbortResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/pagewire.v1.SchedulerService/GetStatus',
                 request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetStatusRequest.SerializeToString,
@@ -94,6 +99,14 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+        NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """A snapshot of core and workers.
         """
@@ -132,6 +145,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetModelAssets,
                     request_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetModelAssetsRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetModelAssetsResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceAbortRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceAbortResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -231,6 +249,33 @@ class SchedulerService(object):
             '/pagewire.v1.SchedulerService/GetModelAssets',
             pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetModelAssetsRequest.SerializeToString,
             pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceGetModelAssetsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.SchedulerService/Abort',
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceAbortRequest.SerializeToString,
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceAbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

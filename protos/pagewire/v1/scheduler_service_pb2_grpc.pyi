@@ -43,6 +43,10 @@ class SchedulerServiceStub:
     """
     GetModelAssets: _grpc.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest, _scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]
     """A served model's files, as a worker holds them."""
+    Abort: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceAbortRequest, _scheduler_service_pb2.SchedulerServiceAbortResponse]
+    """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+    NOT_FOUND if there is none.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceGetStatusRequest, _scheduler_service_pb2.SchedulerServiceGetStatusResponse]
     """A snapshot of core and workers."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceWatchStatusRequest, _scheduler_service_pb2.SchedulerServiceWatchStatusResponse]
@@ -65,6 +69,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """
     GetModelAssets: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest, _scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]  # type: ignore[assignment]
     """A served model's files, as a worker holds them."""
+    Abort: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceAbortRequest, _scheduler_service_pb2.SchedulerServiceAbortResponse]  # type: ignore[assignment]
+    """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+    NOT_FOUND if there is none.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceGetStatusRequest, _scheduler_service_pb2.SchedulerServiceGetStatusResponse]  # type: ignore[assignment]
     """A snapshot of core and workers."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceWatchStatusRequest, _scheduler_service_pb2.SchedulerServiceWatchStatusResponse]  # type: ignore[assignment]
@@ -102,6 +110,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse], _abc.AsyncIterator[_scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]]:
         """A served model's files, as a worker holds them."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _scheduler_service_pb2.SchedulerServiceAbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.SchedulerServiceAbortResponse, _abc.Awaitable[_scheduler_service_pb2.SchedulerServiceAbortResponse]]:
+        """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+        NOT_FOUND if there is none.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

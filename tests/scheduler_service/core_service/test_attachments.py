@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 import grpc
+import pytest
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -164,3 +165,20 @@ async def test_two_frontends_use_the_same_handles_independently(
         await two.wait_finished(1)
         assert one.tokens[1] == counted(10, 30)
         assert two.tokens[1] == counted(500, 30)
+
+
+async def test_a_request_can_be_aborted_from_elsewhere(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub
+) -> None:
+    await fleet.start(FakeWorker())
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [10], max_tokens=400)
+        await frontend.wait_tokens(1, 3)
+        live = submission("frontend-1", 1, [10]).request_id
+        await core.Abort(pb.SchedulerServiceAbortRequest(request_id=live))
+        failed = await frontend.wait_failed(1)
+        assert failed.code == grpc.StatusCode.CANCELLED.value[0]
+        for unknown in (live, "nobody"):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await core.Abort(pb.SchedulerServiceAbortRequest(request_id=unknown))
+            assert error.value.code() is grpc.StatusCode.NOT_FOUND

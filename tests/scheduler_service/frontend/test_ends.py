@@ -86,6 +86,18 @@ async def test_an_abort_of_an_unknown_request_is_not_found(served: Served) -> No
     assert error_info(error).reason == "UNKNOWN_REQUEST"
 
 
+async def test_an_abort_reaches_a_request_of_another_frontend(served: Served) -> None:
+    served.core.elsewhere.add("theirs")
+    await served.client.Abort(pb.AbortRequest(request_id="theirs"))
+    assert not served.core.elsewhere
+
+
+async def test_an_abort_without_a_core_is_unavailable() -> None:
+    async with running_frontend("127.0.0.1:1") as frontend, client_of(frontend) as client:
+        error = await error_of(client.Abort(pb.AbortRequest(request_id="r")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_a_deadline_ends_a_request_whose_core_is_away() -> None:
     async with (
         running_frontend("127.0.0.1:1") as frontend,
