@@ -125,7 +125,11 @@ def serve(
     ] = None,
     threads: Annotated[
         int | None,
-        Option(envvar=_env("THREADS"), help="CPU threads for the model.", show_default="all cores"),
+        Option(
+            envvar=_env("THREADS"),
+            help="CPU threads for the model.",
+            show_default="by model and cores",
+        ),
     ] = None,
     trust_remote_code: Annotated[
         bool,
@@ -171,6 +175,7 @@ def serve(
                 load_format=load_format,
                 max_model_len=max_model_len,
                 attention_backend=attention_backend,
+                threads=threads,
                 trust_remote_code=trust_remote_code,
             ),
             cache=settings.CacheConfig(
@@ -181,7 +186,6 @@ def serve(
             ),
             network=network,
             served_model_name=served_model_name,
-            threads=threads,
             grace_period_s=grace_period,
             profile_dir=profile_dir,
         )

@@ -75,9 +75,6 @@ class WorkerConfig:
     served_model_name: str | None = None
     """The name clients use. None: the last part of the model's path or id."""
 
-    threads: int | None = None
-    """CPU threads for the model. None: as many as torch finds cores."""
-
     grace_period_s: float = 30.0
     """Seconds that running sequences are given to finish after SIGTERM."""
 
@@ -85,8 +82,6 @@ class WorkerConfig:
     """Directory for the profiler's traces."""
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise InvalidOption(f"threads: expected at least 1, got {self.threads}")
         if self.grace_period_s < 0:
             raise InvalidOption(
                 f"grace_period: expected 0 seconds or more, got {self.grace_period_s}"

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-import torch
 from pagewire.v1 import scheduler_service_pb2
 
 from worker_service import address
@@ -60,7 +59,7 @@ class Worker:
         logger.info("listening address=%s", self.address)
         self.listening.set()
         try:
-            await self._unless_ended(self._engine.load(self._load_model))
+            await self._unless_ended(self._engine.load(self._load))
             if not self._end.is_set():
                 await self._serve()
         finally:
@@ -115,12 +114,6 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 await self._engine.wait_idle()
-
-    def _load_model(self) -> LoadedModel:
-        """On the model thread, to which torch's number of threads applies."""
-        if self._config.threads is not None:
-            torch.set_num_threads(self._config.threads)
-        return self._load()
 
     async def _unless_ended(self, work: Coroutine[None, None, None]) -> None:
         """Await work, but no longer than until the end."""

@@ -1,5 +1,6 @@
 """Which model to load and how, and what comes of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ class ModelConfig:
     attention_backend: str | None = None
     """Name of a backend in `pagewire_kernels.backends`; None chooses by device."""
 
+    threads: int | None = None
+    """Threads of torch and of our kernels on a CPU; None takes as many as the model can keep busy,
+    at most as many as torch finds cores."""
+
     trust_remote_code: bool = False
     """Whether Python code in the checkpoint may be run."""
 
@@ -49,9 +54,13 @@ class ModelConfig:
             raise InvalidOption(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.load_format not in LOAD_FORMATS:
             expected = ", ".join(LOAD_FORMATS)
-            raise InvalidOption(f"load_format: expected one of {expected}, got {self.load_format!r}")
+            raise InvalidOption(
+                f"load_format: expected one of {expected}, got {self.load_format!r}"
+            )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise InvalidOption(f"max_model_len: expected at least 1, got {self.max_model_len}")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidOption(f"threads: expected at least 1, got {self.threads}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +72,8 @@ class LoadedModel:
     """As asked for, with `device`, `dtype`, `max_model_len` and `attention_backend` resolved."""
 
     model_dir: Path
-    hf_config: Any
-    """The `transformers` configuration."""
+    hf_config: Mapping[str, Any]
+    """The content of `config.json`."""
 
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence; may be empty."""

@@ -1,8 +1,126 @@
-"""`load_model`."""
+"""`load_model`: find, choose, build, fill, check."""
 
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pagewire_kernels.backends import AttentionBackend, select_backend
+
+from worker_service.errors import InvalidOption
 from worker_service.loader.config import LoadedModel, ModelConfig
+from worker_service.loader.fingerprint import fingerprint
+from worker_service.loader.placement import resolve_device, resolve_dtype, set_threads
+from worker_service.loader.resolve import read_config, resolve_model, special_tokens
+from worker_service.loader.trial import try_model
+from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
+from worker_service.models.interface import Model
+from worker_service.models.placement import Placement
+from worker_service.models.registry import build_native_model
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """The model `config` names, with its weights on its device."""
-    raise NotImplementedError
+    """The model `config` names, with its weights on its device, ready to run.
+
+    Raises a `WorkerError` that tells what is wrong with the option, the place or the checkpoint.
+    """
+    started = time.monotonic()
+    device = resolve_device(config.device)
+    dummy = config.load_format == "dummy"
+    model_dir = resolve_model(config.model, config.revision, weights=not dummy)
+    hf_config = read_config(model_dir)
+    dtype = resolve_dtype(config.dtype, hf_config, device)
+    backend = _backend(device, config.attention_backend)
+
+    place = Placement(dtype=dtype, device=device)
+    model = _build(config, hf_config, model_dir, place, backend)
+    if device.type == "cpu":
+        set_threads(config.threads, model.num_parameters)
+    backend.warm_up(dtype)
+    same_bits = try_model(model, device)
+    resolved = replace(
+        config,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=model.max_model_len,
+        attention_backend=backend.name,
+    )
+    eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
+    loaded = LoadedModel(
+        model=model,
+        config=resolved,
+        model_dir=model_dir,
+        hf_config=hf_config,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        fingerprint=fingerprint(model_dir, config.load_format),
+        batch_invariant=same_bits and device.type == "cpu",  # elsewhere it was chance
+    )
+    _log(loaded, time.monotonic() - started)
+    return loaded
+
+
+def _log(loaded: LoadedModel, seconds: float) -> None:
+    logger.info(
+        "model loaded architecture=%s parameters=%d dtype=%s device=%s batch_invariant=%s"
+        " seconds=%.1f",
+        loaded.model.architecture,
+        loaded.model.num_parameters,
+        loaded.config.dtype,
+        loaded.config.device,
+        loaded.batch_invariant,
+        seconds,
+    )
+
+
+def _backend(device: torch.device, name: str | None) -> AttentionBackend:
+    try:
+        return select_backend(device, name)
+    except ValueError as error:
+        raise InvalidOption(str(error)) from error
+
+
+def _build(
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    model_dir: Path,
+    place: Placement,
+    backend: AttentionBackend,
+) -> Model:
+    model = build_native_model(hf_config, config.max_model_len, place, backend)
+    if model is None:
+        return _build_through_transformers(config, hf_config, model_dir, place, backend)
+    if config.load_format == "dummy":
+        fill_dummy_weights(model.weight_slots())
+    else:
+        load_weights(model, open_checkpoint(model_dir), show_progress=config.show_progress)
+    model.finish_loading()
+    return model
+
+
+def _build_through_transformers(
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    model_dir: Path,
+    place: Placement,
+    backend: AttentionBackend,
+) -> Model:
+    if config.load_format != "dummy":
+        open_checkpoint(model_dir)  # damaged files are told of before the library reads them
+    # The library takes seconds to import, which native models do not pay for.
+    from worker_service.models.transformers_route import build_transformers_model
+
+    return build_transformers_model(
+        model_dir,
+        hf_config,
+        max_model_len=config.max_model_len,
+        place=place,
+        backend=backend,
+        dummy_weights=config.load_format == "dummy",
+        trust_remote_code=config.trust_remote_code,
+    )

@@ -1,0 +1,17 @@
+"""Attention over a paged KV cache, and the copying of its blocks.
+
+The cache is block-major, one tensor `[num_blocks, num_layers, 2, block_size, num_kv_heads,
+head_dim]`, so that a block is one contiguous piece of memory for all layers, keys and values. A
+layer sees it as two strided views `[num_blocks, block_size, num_kv_heads, head_dim]`. Where a
+sequence's tokens lie is told by its block table; what a step computes by `AttentionMetadata`.
+
+    metadata.py    the layout of one step's batch
+    reference.py   the meaning of everything here, in plain torch: the oracle of the tests, and what
+                   runs on a device that has nothing faster
+    cpu/           the same compiled for the CPU, reading the cache in place
+    backends.py    one interface over them, and the choice between them
+
+A backend's promise: a query row's result depends on that row and on its sequence's KV alone up to
+rounding, and with the `cpu` backend bitwise, whether a prefill, a chunk of it or a decode computes
+it, whatever else is in the batch and on whichever thread.
+"""

@@ -1,0 +1,66 @@
+"""Running one kernel on several threads.
+
+torch's own OpenMP threads are used where it has them: a second pool would compete with them, since
+OpenMP's threads spin for a while after each of torch's operations. `GOMP_parallel` is the entry
+point behind `#pragma omp parallel` of GNU's OpenMP runtime, which LLVM's and Intel's runtimes offer
+as well.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pagewire_kernels.cpu.compile import Kernel
+
+logger = logging.getLogger(__name__)
+
+Team = Callable[[Kernel, int, int], None]
+"""Call a kernel with an address on up to so many threads, and return when all are done."""
+
+
+def run(kernel: Kernel, task: int, num_threads: int) -> None:
+    """Run `kernel` on `num_threads` threads, the calling one included; fewer may come."""
+    if num_threads == 1:
+        kernel.call(task)
+    else:
+        _team()(kernel, task, num_threads)
+
+
+@cache
+def _team() -> Team:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        logger.info("kernel threads are our own: torch has no OpenMP runtime to share")
+        return ThreadPool(torch.get_num_threads()).run
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+
+    def run_openmp(kernel: Kernel, task: int, num_threads: int) -> None:
+        parallel(kernel.address, task, num_threads, 0)
+
+    return run_openmp
+
+
+class ThreadPool:
+    """Python threads; a kernel called through ctypes holds no interpreter lock."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, "pagewire-kernel")
+
+    def run(self, kernel: Kernel, task: int, num_threads: int) -> None:
+        """Call the kernel on the pool's threads and on this one."""
+        others = [self._pool.submit(kernel.call, task) for _ in range(num_threads - 1)]
+        kernel.call(task)
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()

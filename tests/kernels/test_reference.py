@@ -1,0 +1,130 @@
+"""The oracle itself, against torch's own attention and against index arithmetic by hand."""
+
+import torch
+from pagewire_kernels import reference
+
+from tests.support.paged_batch import PagedSequences, Shape
+
+
+def _fill(sequences: PagedSequences, parts: list[tuple[int, int, int]]) -> None:
+    reference.write_kv(
+        sequences.rows(sequences.keys, parts),
+        sequences.rows(sequences.values, parts),
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(parts).slot_mapping,
+    )
+
+
+def test_a_whole_prefill_equals_torchs_causal_attention() -> None:
+    sequences = PagedSequences(Shape(), [19, 1, 8])
+    parts = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
+    _fill(sequences, parts)
+    output = reference.paged_attention(
+        sequences.rows(sequences.queries, parts),
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(parts),
+        scale=0.2,
+    )
+    expected = [
+        torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1),
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+            is_causal=True,
+            scale=0.2,
+            enable_gqa=True,
+        ).transpose(0, 1)
+        for q, k, v in zip(sequences.queries, sequences.keys, sequences.values, strict=True)
+    ]
+    torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_hides_all_but_the_last_positions() -> None:
+    sequences = PagedSequences(Shape(), [20])
+    _fill(sequences, [(0, 0, 20)])
+    last = [(0, 19, 20)]
+    query = sequences.rows(sequences.queries, last)
+    window = reference.paged_attention(
+        query,
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(last),
+        scale=0.2,
+        sliding_window=3,
+    )
+    keys = sequences.keys[0][17:].repeat_interleave(2, dim=1)
+    values = sequences.values[0][17:].repeat_interleave(2, dim=1)
+    weights = torch.softmax((query * keys).sum(-1) * 0.2, dim=0)
+    expected = (weights[..., None] * values).sum(0, keepdim=True)
+    torch.testing.assert_close(window, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_sink_takes_its_share_of_the_weight_and_gives_nothing() -> None:
+    sequences = PagedSequences(Shape(), [1])
+    parts = [(0, 0, 1)]
+    _fill(sequences, parts)
+    query = sequences.rows(sequences.queries, parts)
+    score = (query * sequences.keys[0].repeat_interleave(2, dim=1)).sum(-1) * 0.2
+    output = reference.paged_attention(
+        query,
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(parts),
+        scale=0.2,
+        sinks=score[0],  # as heavy as the only key
+    )
+    half = sequences.values[0].repeat_interleave(2, dim=1) / 2
+    torch.testing.assert_close(output, half, atol=1e-6, rtol=1e-5)
+
+
+def test_a_cap_bounds_the_scores() -> None:
+    sequences = PagedSequences(Shape(), [12])
+    _fill(sequences, [(0, 0, 12)])
+    last = [(0, 11, 12)]
+    output = reference.paged_attention(
+        sequences.rows(sequences.queries, last) * 1e4,
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(last),
+        scale=1.0,
+        soft_cap=1e-4,  # all scores become next to equal
+    )
+    mean = sequences.values[0].mean(0, keepdim=True).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(output, mean, atol=1e-3, rtol=1e-3)
+
+
+def test_rows_with_a_negative_slot_are_not_written() -> None:
+    cache = torch.zeros(2, 4, 1, 8)
+    other = torch.zeros_like(cache)
+    rows = torch.ones(3, 1, 8)
+    reference.write_kv(rows, rows * 2, cache, other, torch.tensor([5, -1, 0]))
+    assert cache.sum() == 2 * 8
+    assert other.sum() == 4 * 8
+    assert bool((cache[1, 1] == 1).all())
+    assert bool((cache[0, 0] == 1).all())
+
+
+def test_copied_blocks_take_all_layers_with_them() -> None:
+    cache = torch.randn(5, 3, 2, 4, 2, 8)
+    before = cache.clone()
+    reference.copy_blocks(cache, torch.tensor([[0, 3], [1, 4]]))
+    assert torch.equal(cache[[3, 4]], before[[0, 1]])
+    assert torch.equal(cache[:3], before[:3])
+
+
+def test_a_copy_reads_all_sources_before_it_writes() -> None:
+    cache = torch.arange(3.0).view(3, 1)
+    reference.copy_blocks(cache, torch.tensor([[0, 1], [1, 0]]))
+    assert cache.flatten().tolist() == [1.0, 0.0, 2.0]
+
+
+def test_swapped_blocks_come_back_unchanged() -> None:
+    device, host = torch.randn(4, 2, 3), torch.zeros(6, 2, 3)
+    before = device.clone()
+    reference.swap_blocks(device, host, torch.tensor([[1, 5], [2, 0]]))
+    device.zero_()
+    reference.swap_blocks(host, device, torch.tensor([[5, 3], [0, 1]]))
+    assert torch.equal(device[3], before[1])
+    assert torch.equal(device[1], before[2])

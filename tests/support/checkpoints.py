@@ -1,0 +1,215 @@
+"""Tiny random checkpoints of many families, with a byte-level tokenizer.
+
+`checkpoint("llama")` makes one per process and family; `make_checkpoint` writes one to a place of
+your own. Weights are large enough that greedy continuations vary.
+"""
+
+import atexit
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 300
+BOS_TOKEN_ID = 256
+EOS_TOKEN_ID = 257
+MAX_POSITIONS = 256
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+}
+_MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_experts": 4}
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+# Family: (configuration class, model class, what differs from the common shape).
+_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24}),
+    "llama_tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama_bias": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "llama_linear": ("LlamaConfig", "LlamaForCausalLM", _rope("linear", factor=3.0)),
+    "llama_dynamic": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**_rope("dynamic", factor=4.0), "max_position_embeddings": 64},
+    ),
+    "llama_llama3": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama_yarn": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**_rope("yarn", factor=4.0, original_max_position_embeddings=64), "head_dim": 24},
+    ),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 11}),
+    "mistral_full": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen2_sliding": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 88, "init_std": 0.2}),
+    "opt_350m": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {"ffn_dim": 88, "init_std": 0.2, "do_layer_norm_before": False, "word_embed_proj_dim": 48},
+    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 7.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 10}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_MOE, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_MOE, "head_dim": 24}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25, "use_qk_norm": True}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "starcoder2": (
+        "Starcoder2Config",
+        "Starcoder2ForCausalLM",
+        {"sliding_window": 13},
+    ),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "head_dim": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+FAMILIES = tuple(_FAMILIES)
+NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("gemma")]
+TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("gemma") :]
+
+
+@cache
+def checkpoint(family: str) -> Path:
+    """The directory of a tiny checkpoint of `family`, made once per process."""
+    return make_checkpoint(family, _folder() / family)
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pagewire-checkpoints-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny random checkpoint of `family` to `path`, with a tokenizer; returns `path`.
+
+    `overrides` are further settings of its configuration.
+    """
+    import torch
+    import transformers
+
+    config_name, model_name, differences = _FAMILIES[family]
+    config = getattr(transformers, config_name)(**{**_SHAPE, **differences, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_name)(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer whose ids 0 to 255 are bytes, with a chat template, as files in `path`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": _CHAT_TEMPLATE,
+        "model_max_length": MAX_POSITIONS,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))

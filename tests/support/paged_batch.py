@@ -1,0 +1,74 @@
+"""Random batches over a paged cache, for tests of attention backends."""
+
+from dataclasses import dataclass
+
+import torch
+from pagewire_kernels.metadata import AttentionMetadata
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a test's heads and blocks."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 8
+    dtype: torch.dtype = torch.float32
+
+
+class PagedSequences:
+    """Some sequences whose queries, keys and values are known at every position.
+
+    Their blocks lie scattered in one layer of a block-major cache of NaN, so that reading anything
+    that was not written shows.
+    """
+
+    def __init__(self, shape: Shape, lengths: list[int], seed: int = 0) -> None:
+        self.shape = shape
+        self.lengths = lengths
+        generator = torch.Generator().manual_seed(seed)
+        s = shape
+        per_sequence = [-(-length // s.block_size) for length in lengths]
+        num_blocks = sum(per_sequence) + 2
+        order = torch.randperm(num_blocks, generator=generator).int()
+        self.tables = torch.full((len(lengths), max(per_sequence)), -1, dtype=torch.int32)
+        for row, blocks in zip(self.tables, order.split([*per_sequence, 2]), strict=False):
+            row[: len(blocks)] = blocks
+        cache = torch.full(
+            (num_blocks, 3, 2, s.block_size, s.num_kv_heads, s.head_dim), float("nan")
+        )
+        self.cache = cache.to(s.dtype)
+        self.key_cache, self.value_cache = self.cache[:, 1, 0], self.cache[:, 1, 1]
+
+        def rows(num_heads: int) -> list[Tensor]:
+            return [
+                torch.randn(length, num_heads, s.head_dim, generator=generator).to(s.dtype)
+                for length in lengths
+            ]
+
+        self.queries, self.keys, self.values = (
+            rows(n) for n in (s.num_heads, s.num_kv_heads, s.num_kv_heads)
+        )
+
+    def metadata(self, parts: list[tuple[int, int, int]]) -> AttentionMetadata:
+        """The batch of (sequence, first position, end) for each part."""
+        size = self.shape.block_size
+        slots = []
+        for sequence, start, end in parts:
+            positions = torch.arange(start, end)
+            slots.append(self.tables[sequence][positions // size].long() * size + positions % size)
+        lengths = [end - start for _, start, end in parts]
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int(),
+            context_lens=torch.tensor([end for _, _, end in parts], dtype=torch.int32),
+            block_tables=self.tables[[sequence for sequence, _, _ in parts]].contiguous(),
+            slot_mapping=torch.cat(slots),
+            max_query_len=max(lengths),
+            max_context_len=max(end for _, _, end in parts),
+        )
+
+    def rows(self, of: list[Tensor], parts: list[tuple[int, int, int]]) -> Tensor:
+        """Flattened rows of a batch's queries, keys or values."""
+        return torch.cat([of[sequence][start:end] for sequence, start, end in parts])

@@ -1,0 +1,47 @@
+"""What `transformers` itself makes of a checkpoint, in float32."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Oracle:
+    """A checkpoint's model as the library runs it, one sequence at a time."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """A greedy continuation that no end-of-sequence token ends."""
+        prompt_ids = torch.tensor([list(prompt)])
+        output = self.model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[num_tokens, vocab_size]."""
+        logits: Tensor = self.model(torch.tensor([list(token_ids)])).logits
+        return logits[0]
+
+
+@cache
+def oracle(path: Path) -> Oracle:
+    """The oracle of a checkpoint, made once per process."""
+    return Oracle(path)

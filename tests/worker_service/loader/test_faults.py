@@ -1,0 +1,206 @@
+"""What is wrong with a place, an option or a checkpoint is told by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import checkpoint, make_checkpoint
+from worker_service.errors import (
+    BadCheckpoint,
+    InvalidOption,
+    ModelNotFound,
+    UnsupportedModel,
+    WorkerError,
+)
+from worker_service.loader import ModelConfig, load_model
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+
+
+def _load(path: Path, **options: object) -> None:
+    load_model(ModelConfig(model=str(path), device="cpu", **options))  # type: ignore[arg-type]
+
+
+def _edit_weights(path: Path, edit: Callable[[Tensors], object]) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _edit_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"{tmp_path}/nothing: no such directory"):
+        _load(tmp_path / "nothing")
+
+
+def test_a_file_in_place_of_a_directory_is_named(llama: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json is a file; expected"):
+        _load(llama / "config.json")
+
+
+def test_a_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"holds no config\.json"):
+        _load(tmp_path)
+
+
+def test_a_hub_id_that_cannot_be_reached_tells_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound) as caught:
+        _load(Path("someone/some-model"))
+    assert str(caught.value).startswith("someone/some-model: no such directory, and the Hugging")
+    assert "local cache" in str(caught.value)
+
+
+def test_a_configuration_that_is_no_json_is_named(llama: Path) -> None:
+    (llama / "config.json").write_text("{")
+    with pytest.raises(BadCheckpoint, match=r"config\.json cannot be read as JSON"):
+        _load(llama)
+
+
+def test_a_configuration_without_an_architecture_is_refused(llama: Path) -> None:
+    _edit_config(llama, architectures=None)
+    with pytest.raises(BadCheckpoint, match="names no architecture"):
+        _load(llama)
+
+
+def test_a_missing_key_of_the_configuration_is_named(llama: Path) -> None:
+    _edit_config(llama, intermediate_size=None)
+    with pytest.raises(BadCheckpoint, match="LlamaForCausalLM needs the key 'intermediate_size'"):
+        _load(llama)
+
+
+@pytest.mark.parametrize("kept", [3, 50, 4000, 100_000])
+def test_a_truncated_file_is_named(llama: Path, kept: int) -> None:
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated or damaged"):
+        _load(llama)
+
+
+def test_a_file_of_garbage_is_named(llama: Path) -> None:
+    (llama / "model.safetensors").write_bytes(bytes(range(256)) * 100)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated or damaged"):
+        _load(llama)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(llama: Path) -> None:
+    _edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(
+        BadCheckpoint, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
+        _load(llama)
+
+
+def test_unexpected_tensors_are_named(llama: Path) -> None:
+    _edit_weights(llama, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
+    with pytest.raises(BadCheckpoint, match=r"unexpected tensors: model\.extra"):
+        _load(llama)
+
+
+def test_misshapen_tensors_are_named_with_both_shapes(llama: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    _edit_weights(llama, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
+    with pytest.raises(BadCheckpoint, match=rf"{name} is \[3, 4\], expected \[48, 64\]"):
+        _load(llama)
+
+
+def test_many_names_are_cut_short(llama: Path) -> None:
+    _edit_weights(
+        llama, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name]
+    )
+    with pytest.raises(BadCheckpoint, match="and 10 more"):
+        _load(llama)
+
+
+def test_pickled_weights_are_refused(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(BadCheckpoint, match=r"pickled weights only \(pytorch_model\.bin\)"):
+        _load(llama)
+
+
+def test_a_checkpoint_without_weights_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(BadCheckpoint, match=r"holds no \*\.safetensors file"):
+        _load(llama)
+
+
+def test_a_shard_that_the_index_names_must_be_there(llama: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadCheckpoint, match=r"names missing files: model-00001-of-00002"):
+        _load(llama)
+
+
+def test_the_route_through_transformers_names_faults_as_well(tmp_path: Path) -> None:
+    path = make_checkpoint("olmo2", tmp_path / "olmo2")
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:5000])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated or damaged"):
+        _load(path)
+    file.write_bytes(whole)
+    _edit_weights(path, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
+    with pytest.raises(
+        BadCheckpoint, match=r"missing tensors: model\.layers\.0\.mlp\.up_proj\.weight"
+    ):
+        _load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 100_000}, "max_model_len: the model's limit is 256, got 100000"),
+        ({"threads": 0}, "threads: expected at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len: expected at least 1, got 0"),
+        ({"dtype": "float8"}, "dtype: expected one of auto, float32, bfloat16, float16"),
+        ({"load_format": "gguf"}, "load_format: expected one of safetensors, dummy"),
+        ({"attention_backend": "warp"}, "attention backend: expected one of cpu, reference"),
+        ({"device": "tpu"}, "device: expected auto, cpu or cuda:N, got 'tpu'"),
+        ({"device": "meta"}, "device: expected auto, cpu or cuda:N, got 'meta'"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> None:
+    arguments = {"model": str(checkpoint("llama")), "device": "cpu"} | options
+    with pytest.raises(InvalidOption, match=message):
+        load_model(ModelConfig(**arguments))  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(InvalidOption, match="torch finds no GPU"):
+        load_model(ModelConfig(model=str(checkpoint("llama")), device="cuda"))
+
+
+def test_cross_attention_in_gpt2_is_refused(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
+    _edit_config(path, add_cross_attention=True)
+    with pytest.raises(UnsupportedModel, match="cross-attention"):
+        _load(path)
+
+
+def test_every_error_is_a_worker_error_with_one_line() -> None:
+    for kind in (BadCheckpoint, InvalidOption, ModelNotFound, UnsupportedModel):
+        assert issubclass(kind, WorkerError)

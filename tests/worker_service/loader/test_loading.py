@@ -1,0 +1,209 @@
+"""What comes of a checkpoint: tensors, facts, files for frontends, a fingerprint."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import (
+    BOS_TOKEN_ID,
+    EOS_TOKEN_ID,
+    MAX_POSITIONS,
+    checkpoint,
+    make_checkpoint,
+)
+from tests.support.paged_driver import PagedDriver
+from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader.assets import iter_assets
+from worker_service.loader.fingerprint import fingerprint
+from worker_service.loader.placement import resolve_dtype, set_threads
+
+TOKENS = list(range(3, 30))
+CPU = torch.device("cpu")
+
+
+def _load(path: Path, **options: object) -> LoadedModel:
+    return load_model(ModelConfig(model=str(path), device="cpu", **options))  # type: ignore[arg-type]
+
+
+def _logits(loaded: LoadedModel) -> torch.Tensor:
+    return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
+
+
+def test_what_was_left_open_is_resolved() -> None:
+    loaded = _load(checkpoint("llama"))
+    assert loaded.config.dtype == "float32"
+    assert loaded.config.device == "cpu"
+    assert loaded.config.max_model_len == MAX_POSITIONS
+    assert loaded.config.attention_backend == "cpu"
+    assert loaded.eos_token_ids == (EOS_TOKEN_ID,)
+    assert loaded.bos_token_id == BOS_TOKEN_ID
+    assert loaded.hf_config["architectures"] == ["LlamaForCausalLM"]
+    assert loaded.model_dir == checkpoint("llama")
+
+
+def test_a_shorter_length_can_be_asked_for() -> None:
+    assert _load(checkpoint("llama"), max_model_len=32).model.max_model_len == 32
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_shards_load_as_one_file_does(family: str, tmp_path: Path) -> None:
+    whole = checkpoint(family)
+    sharded = Path(shutil.copytree(whole, tmp_path / "sharded"))
+    tensors = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::3], names[1::3], names[2::3])):
+        file = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in part}, sharded / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"weight_map": weight_map}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(_logits(_load(sharded)), _logits(_load(whole)))
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
+def test_a_checkpoint_of_the_inner_model_alone_loads(
+    family: str, prefix: str, tmp_path: Path
+) -> None:
+    inner = Path(shutil.copytree(checkpoint(family), tmp_path / "inner"))
+    file = inner / "model.safetensors"
+    tensors = {k.removeprefix(prefix): v for k, v in load_file(file).items()}
+    if family == "gpt2":
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)  # a mask, as old checkpoints have it
+    save_file(tensors, file)
+    assert torch.equal(_logits(_load(inner)), _logits(_load(checkpoint(family))))
+
+
+def test_a_tied_head_may_be_in_the_checkpoint_all_the_same(tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(checkpoint("llama_tied"), tmp_path / "tied"))
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    assert torch.equal(_logits(_load(copied)), _logits(_load(checkpoint("llama_tied"))))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_dummy_weights_need_no_weight_file_and_are_the_same_each_time(
+    family: str, tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint(family) / "config.json", tmp_path)
+    first, second = (_logits(_load(tmp_path, load_format="dummy")) for _ in range(2))
+    assert bool(first.isfinite().all())
+    assert torch.equal(first, second)
+    assert first.std() > 0
+
+
+def test_the_embedded_model_is_known_by_its_name() -> None:
+    loaded = load_model(ModelConfig(model="embedded", device="cpu"))
+    assert loaded.model.architecture == "LlamaForCausalLM"
+    assert "tokenizer.json" in dict(iter_assets(loaded.model_dir))
+
+
+def test_a_bar_is_drawn_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _load(checkpoint("llama"), show_progress=False)
+    assert capsys.readouterr().err == ""
+    _load(checkpoint("llama"), show_progress=True)
+    assert "loading weights" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal
+    _load(checkpoint("llama"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "native", "expected"),
+    [
+        ("float32", False, torch.float32),
+        ("float16", False, torch.float32),
+        ("float16", True, torch.float32),
+        ("bfloat16", False, torch.float32),
+        ("bfloat16", True, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_auto_takes_a_half_type_on_cpus_that_have_it_only(
+    monkeypatch: pytest.MonkeyPatch, key: str, saved: str, native: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert resolve_dtype("auto", {key: saved}, CPU) == expected
+    assert resolve_dtype("auto", {"text_config": {key: saved}}, CPU) == expected
+    assert resolve_dtype("bfloat16", {key: saved}, CPU) == torch.bfloat16
+
+
+def test_auto_keeps_the_checkpoints_type_on_gpus() -> None:
+    assert resolve_dtype("auto", {"dtype": "float16"}, torch.device("cuda")) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_parameters", "expected"),
+    [(None, 7_000_000_000, 2), (None, 1_000_000, 1), (2, 1_000_000, 2), (1, 7_000_000_000, 1)],
+)
+def test_a_small_model_takes_one_thread_unless_more_are_asked_for(
+    asked: int | None, num_parameters: int, expected: int
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        set_threads(asked, num_parameters)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_generation_defaults_come_before_the_configuration(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 7]}))
+    loaded = _load(path)
+    assert loaded.eos_token_ids == (7, 9)
+    assert loaded.bos_token_id == BOS_TOKEN_ID
+
+
+def test_assets_are_the_files_a_frontend_needs_and_no_others() -> None:
+    path = checkpoint("llama")
+    assets = dict(iter_assets(path))
+    assert set(assets) == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert all(content == (path / name).read_bytes() for name, content in assets.items())
+
+
+def test_a_tokenizer_of_the_older_form_is_converted(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer"})
+    )
+    content = dict(iter_assets(tmp_path))["tokenizer.json"]
+    assert Tokenizer.from_str(content.decode()).encode("ab ab").ids == [3, 4, 3]
+
+
+def test_a_model_without_a_tokenizer_has_no_tokenizer_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert list(dict(iter_assets(tmp_path))) == ["config.json"]
+
+
+def test_the_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> None:
+    original = checkpoint("llama")
+    copied = Path(shutil.copytree(original, tmp_path / "copy"))
+    assert fingerprint(copied) == fingerprint(original)
+    assert fingerprint(copied, "dummy") != fingerprint(original)
+    assert fingerprint(make_checkpoint("llama", tmp_path / "other", hidden_size=32)) != fingerprint(
+        original
+    )
+    (copied / "tokenizer_config.json").write_text("{}")
+    assert fingerprint(copied) != fingerprint(original)

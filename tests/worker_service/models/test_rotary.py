@@ -1,0 +1,115 @@
+"""Rotary tables against the angles that `transformers` computes."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from worker_service.models.rotary import RotarySettings, RotaryTable, rotate_
+
+HEAD_DIM = 24
+LENGTH = 64
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, untruncated": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+        "beta_fast": 20,
+        "beta_slow": 2,
+    },
+    "yarn, mscale": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    },
+    "yarn, factor given": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.7,
+    },
+}
+
+
+def _config(name: str) -> LlamaConfig:
+    kind = name.split(",")[0]
+    return LlamaConfig(
+        hidden_size=96,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **SCALINGS[name]},
+    )
+
+
+def _table(name: str, num_positions: int) -> RotaryTable:
+    settings = RotarySettings.from_config(_config(name).to_dict(), HEAD_DIM)
+    return RotaryTable(settings, num_positions, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_angles_within_the_trained_length_are_those_of_transformers(name: str) -> None:
+    cos, sin = _table(name, LENGTH).rows(torch.arange(LENGTH))
+    rotary = LlamaRotaryEmbedding(_config(name))
+    expected_cos, expected_sin = rotary(torch.empty(0), torch.arange(LENGTH)[None])
+    half = HEAD_DIM // 2
+    torch.testing.assert_close(cos[:, 0], expected_cos[0, :, :half], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[:, 0], expected_sin[0, :, :half], atol=1e-5, rtol=0)
+
+
+def test_dynamic_angles_beyond_it_are_those_of_a_sequence_that_ends_there() -> None:
+    cos, _ = _table("dynamic", 3 * LENGTH).rows(torch.arange(3 * LENGTH))
+    for position in (LENGTH, LENGTH + 1, 2 * LENGTH, 3 * LENGTH - 1):
+        rotary = LlamaRotaryEmbedding(_config("dynamic"))
+        expected, _ = rotary(torch.empty(0), torch.tensor([[position]]))
+        torch.testing.assert_close(
+            cos[position, 0], expected[0, 0, : HEAD_DIM // 2], atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("default", LENGTH),
+        ("linear", LENGTH * 2.5),
+        ("dynamic", LENGTH * 4),
+        ("llama3", LENGTH),
+        ("yarn", LENGTH),
+        ("yarn, untruncated", 256),
+    ],
+)
+def test_a_stretched_model_serves_the_stretched_length(name: str, length: int) -> None:
+    settings = RotarySettings.from_config(_config(name).to_dict(), HEAD_DIM)
+    assert settings.max_model_len() == length
+
+
+def test_the_older_keys_of_config_json_are_understood() -> None:
+    config = {
+        "rope_theta": 1234.0,
+        "rope_scaling": {"type": "linear", "factor": 3.0},
+        "max_position_embeddings": 10,
+    }
+    settings = RotarySettings.from_config(config, 8)
+    assert (settings.theta, settings.scaling_type, settings.max_model_len()) == (1234, "linear", 30)
+
+
+def test_turning_keeps_lengths_and_the_angle_between_equal_positions() -> None:
+    heads = torch.randn(2, 3, HEAD_DIM)
+    turned = heads.clone()
+    cos, sin = _table("default", 20).rows(torch.tensor([7, 7]))
+    rotate_(turned, cos, sin)
+    assert not torch.equal(turned, heads)
+    torch.testing.assert_close(turned.norm(dim=-1), heads.norm(dim=-1))
+    torch.testing.assert_close((turned[0] * turned[1]).sum(-1), (heads[0] * heads[1]).sum(-1))

@@ -1,0 +1,168 @@
+"""What the route through `transformers` refuses, by name, and how it treats some oddities."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pagewire_kernels.metadata import AttentionMetadata
+from torch import Tensor
+
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.paged_driver import PagedDriver
+from tests.support.transformers_oracle import Oracle
+from worker_service.errors import InvalidOption, UnsupportedModel
+from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader.trial import try_model
+from worker_service.models.interface import KVCacheSpec
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT: dict[str, Any] = {
+    **SHAPE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "BloomForCausalLM": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "ALiBi"),
+    "MptForCausalLM": ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "ALiBi"),
+    "FalconForCausalLM": ("FalconConfig", {**SHAPE, "alibi": True}, "ALiBi"),
+    "GPTJForCausalLM": ("GPTJConfig", {**GPT_SHAPE, "rotary_dim": 8}, "attention interface"),
+    "MambaForCausalLM": ("MambaConfig", {"hidden_size": 64}, "state space"),
+    "JambaForCausalLM": ("JambaConfig", SHAPE, "state space"),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", SHAPE, "linear attention"),
+    "Llama4ForCausalLM": ("Llama4TextConfig", SHAPE, "chunked attention"),
+    "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
+    "BartForConditionalGeneration": ("BartConfig", {}, "encoder-decoder"),
+    "LlavaForConditionalGeneration": ("LlavaConfig", {}, "multimodal"),
+    "Gemma3nForCausalLM": (
+        "Gemma3nTextConfig",
+        {**SHAPE, "intermediate_size": [88, 88], "num_kv_shared_layers": 1},
+        "share keys and values",
+    ),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", LATENT, "keys and values differ in size"),
+    "BertLMHeadModel": (
+        "BertConfig",
+        {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
+        "not causal",
+    ),
+    "GemmaForCausalLM": (
+        "GemmaConfig",
+        {
+            **SHAPE,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+        "dynamic rotary scaling",
+    ),
+    "NoSuchForCausalLM": ("GemmaConfig", SHAPE, "no causal language model of this name"),
+}
+
+
+def _load_dummy(path: Path, **options: Any) -> LoadedModel:
+    return load_model(
+        ModelConfig(model=str(path), device="cpu", dtype="float32", load_format="dummy", **options)
+    )
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    config_class, settings, feature = REFUSED[architecture]
+    config = getattr(transformers, config_class)(**settings)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"{architecture} cannot be served: .*{feature}"):
+        _load_dummy(tmp_path)
+
+
+def test_a_model_that_the_library_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["OddLM"], "model_type": "odd"}')
+    with pytest.raises(
+        UnsupportedModel, match="OddLM cannot be served: transformers does not know"
+    ):
+        _load_dummy(tmp_path)
+
+
+def test_a_length_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("olmo2", tmp_path)
+    with pytest.raises(InvalidOption, match="the model's limit is 256, got 300"):
+        _load_dummy(tmp_path, max_model_len=300)
+
+
+@pytest.mark.parametrize(("max_model_len", "prompt_len"), [(48, 40), (200, 60)])
+def test_long_rotary_factors_are_chosen_by_the_length_served(
+    max_model_len: int, prompt_len: int, tmp_path: Path
+) -> None:
+    """Short factors within the trained length, long ones beyond: as `transformers` has it for
+    sequences of those lengths."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 48,
+    }
+    path = make_checkpoint("phi3", tmp_path, rope_parameters=rope, sliding_window=None)
+    loaded = load_model(
+        ModelConfig(model=str(path), device="cpu", dtype="float32", max_model_len=max_model_len)
+    )
+    tokens = torch.arange(prompt_len).tolist()
+    (logits,) = PagedDriver(loaded.model).run([(0, 0, tokens)])
+    torch.testing.assert_close(logits, Oracle(path).logits(tokens), atol=1e-4, rtol=0)
+
+
+class _Misplaced:
+    """A model that takes a token's place in the batch for its position."""
+
+    architecture = "MisplacedForCausalLM"
+    vocab_size = VOCAB_SIZE
+    max_model_len = 256
+    num_parameters = 0
+    kv_cache_spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        return (token_ids + 1000 * torch.arange(len(token_ids))).float()[:, None]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return torch.sin(hidden_states * torch.arange(1, VOCAB_SIZE + 1))
+
+
+def test_a_model_that_ignores_positions_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="computes a sequence in pieces otherwise"):
+        try_model(_Misplaced(), torch.device("cpu"))
+
+
+def test_the_models_own_head_scales_and_caps_the_logits() -> None:
+    loaded = load_model(ModelConfig(model=str(checkpoint("gemma2")), device="cpu", dtype="float32"))
+    hidden = torch.randn(3, 64) * 100
+    logits = loaded.model.compute_logits(hidden)
+    assert logits.abs().max() <= 7.0  # the checkpoint's final soft cap
+    assert logits.abs().max() > 6.0

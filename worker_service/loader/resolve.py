@@ -1,0 +1,108 @@
+"""Where a model's files are: a directory, the hub, or the package itself."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from worker_service.errors import BadCheckpoint, ModelNotFound
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
+"""The name of the model that is shipped with the package."""
+
+_EMBEDDED_DIR = Path(__file__).parents[1] / "embedded_model"
+_WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+_OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+
+
+def resolve_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The directory that holds `model`, downloaded first if it is a hub id.
+
+    weights: whether weight files are needed. Raises ModelNotFound, telling what was tried.
+    """
+    if model == EMBEDDED:
+        return _EMBEDDED_DIR
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ModelNotFound(f"{directory} is a directory, but holds no config.json")
+        return directory
+    if directory.exists():
+        raise ModelNotFound(f"{directory} is a file; expected a checkpoint's directory")
+    if not _may_be_hub_id(model):
+        raise ModelNotFound(f"{model}: no such directory, and not of a hub id's form owner/name")
+    return _download(model, revision, weights)
+
+
+def _may_be_hub_id(model: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return not model.startswith(("/", ".", "~"))
+
+
+def _download(model: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
+    logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
+    tried = f"{model}: no such directory, and the Hugging Face hub"
+    try:
+        path = snapshot_download(model, revision=revision, allow_patterns=patterns)
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFound(
+            f"{tried} could not be reached, nor is it in the local cache"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelNotFound(f"{tried} refused it: {_first_line(error)}") from error
+    except OSError as error:
+        raise ModelNotFound(f"{tried} could not be used: {_first_line(error)}") from error
+    return Path(path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The content of `config.json`."""
+    config = read_json(model_dir / "config.json")
+    if not isinstance(config.get("architectures"), list) or not config["architectures"]:
+        raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadCheckpoint(f"{path} holds no JSON object")
+    return content
+
+
+def special_tokens(
+    model_dir: Path, config: Mapping[str, Any]
+) -> tuple[tuple[int, ...], int | None]:
+    """(tokens that end a sequence, token that begins one); `generation_config.json` comes first."""
+    generation_file = model_dir / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    inner = config.get("text_config") or {}
+    eos, bos = None, None
+    for holder in (generation, config, inner):
+        eos = holder.get("eos_token_id") if eos is None else eos
+        bos = holder.get("bos_token_id") if bos is None else bos
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return tuple(dict.fromkeys(int(token) for token in eos_ids)), bos

@@ -1,0 +1,107 @@
+"""A first run of a loaded model, to see what it computes and not only that it does."""
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from pagewire_kernels.metadata import AttentionMetadata
+from torch import Tensor
+
+from worker_service.errors import UnsupportedModel
+from worker_service.models.interface import Model
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 16
+_LENGTH = 21
+_OTHER_LENGTH = 34
+_CHUNK = 13
+_TOLERANCE = 0.1
+"""Relative to a row's length. Rounding in half precision stays below; a model that takes its
+positions from elsewhere is far beyond."""
+
+
+@torch.inference_mode()
+def try_model(model: Model, device: torch.device) -> bool:
+    """Whether a row's logits are bitwise the same in any batch, however its tokens are computed.
+
+    Runs one sequence beside another, and again alone: in two chunks, its last token as a decode.
+    This also warms up threads and kernels. Raises UnsupportedModel if the two differ by more than
+    rounding: then the model does not take a token's place from its position, or a row sees more
+    than its own sequence.
+    """
+    length = min(_LENGTH, model.max_model_len)
+    trial = _Trial(model, device, [length, min(_OTHER_LENGTH, model.max_model_len)])
+    # The other sequence comes first, so that places in the batch are not positions.
+    together = trial.run([_Part(1, 0, trial.lengths[1]), _Part(0, 0, length)])[-length:]
+    cuts = sorted({0, min(_CHUNK, length - 1), length - 1, length})
+    pieces = [trial.run([_Part(0, *cut)]) for cut in pairwise(cuts)]
+    alone = torch.cat(pieces)
+    if not bool(together.isfinite().all()):
+        logger.warning("a trial's logits are not finite architecture=%s", model.architecture)
+        return False
+    errors = (alone - together).norm(dim=1) / together.norm(dim=1).clamp(min=1e-9)
+    if bool(errors.median() > _TOLERANCE):
+        raise UnsupportedModel(
+            f"{model.architecture} cannot be served: it computes a sequence in pieces otherwise"
+            " than as a whole"
+        )
+    return bool(torch.equal(alone, together))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    sequence: int
+    start: int
+    end: int
+
+
+class _Trial:
+    """Sequences of arbitrary tokens over a small cache."""
+
+    def __init__(self, model: Model, device: torch.device, lengths: list[int]) -> None:
+        self._model = model
+        self._device = device
+        self.lengths = lengths
+        spec = model.kv_cache_spec
+        self._blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
+        shape = (sum(self._blocks), spec.num_layers, 2, _BLOCK_SIZE)
+        self._kv_cache = torch.zeros(
+            *shape, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device
+        )
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = [
+            torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths
+        ]
+
+    def run(self, parts: list[_Part]) -> Tensor:
+        """Logits of all rows of a batch."""
+        positions = [torch.arange(part.start, part.end) for part in parts]
+        tables = [self._block_table(part.sequence) for part in parts]
+        slots = [
+            table[where // _BLOCK_SIZE] * _BLOCK_SIZE + where % _BLOCK_SIZE
+            for table, where in zip(tables, positions, strict=True)
+        ]
+        lengths = [part.end - part.start for part in parts]
+        padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
+        metadata = AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
+            context_lens=torch.tensor([p.end for p in parts]).int().to(self._device),
+            block_tables=padded.int().to(self._device),
+            slot_mapping=torch.cat(slots).to(self._device),
+            max_query_len=max(lengths),
+            max_context_len=max(part.end for part in parts),
+        )
+        tokens = torch.cat([self._tokens[p.sequence][p.start : p.end] for p in parts])
+        hidden = self._model.forward(
+            tokens.to(self._device),
+            torch.cat(positions).to(self._device),
+            self._kv_cache,
+            metadata,
+        )
+        return self._model.compute_logits(hidden)
+
+    def _block_table(self, sequence: int) -> Tensor:
+        first = sum(self._blocks[:sequence])
+        return torch.arange(first, first + self._blocks[sequence])

@@ -1,0 +1,172 @@
+"""Reading weights from safetensors, and from nothing else: a pickle may run any code."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from safetensors import SafetensorError, safe_open
+
+from worker_service.errors import BadCheckpoint
+from worker_service.loader.resolve import read_json
+from worker_service.models.native import NativeModel, WeightSlot
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MAX_NAMES = 8
+"""Tensors named in an error message at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The weight files of a model."""
+
+    files: tuple[Path, ...]
+    file_of: Mapping[str, Path]
+    """By tensor name."""
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Find the weight files and read their headers; every file is checked to be whole."""
+    files = _weight_files(model_dir)
+    file_of: dict[str, Path] = {}
+    for file in files:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                if name in file_of:
+                    raise BadCheckpoint(f"{name} is in {file_of[name].name} and in {file.name}")
+                file_of[name] = file
+    return Checkpoint(tuple(files), file_of)
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    if (model_dir / _INDEX).is_file():
+        weight_map = read_json(model_dir / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise BadCheckpoint(f"{model_dir / _INDEX} holds no weight_map")
+        files = sorted({model_dir / str(name) for name in weight_map.values()})
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise BadCheckpoint(f"{model_dir / _INDEX} names missing files: {_listed(missing)}")
+        return files
+    if (model_dir / _SINGLE).is_file():
+        return [model_dir / _SINGLE]
+    files = sorted(model_dir.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = [file.name for pattern in _PICKLES for file in model_dir.glob(pattern)]
+    if pickles:
+        raise BadCheckpoint(
+            f"{model_dir} holds pickled weights only ({_listed(sorted(pickles))}); they are"
+            " refused because loading them may run any code: convert them to safetensors"
+        )
+    raise BadCheckpoint(f"{model_dir} holds no *.safetensors file")
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[safe_open]:
+    """A memory-mapped file; what safetensors says of a damaged one gets the file's name."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
+
+
+def load_weights(model: NativeModel, checkpoint: Checkpoint, *, show_progress: bool | None) -> None:
+    """Fill the model's slots from the checkpoint. Missing, unexpected and misshapen tensors are
+    all named in one error before anything is read."""
+    slots = {slot.name: slot for slot in model.weight_slots()}
+    sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+    _check_names(model, slots, sources)
+    by_file: dict[Path, list[tuple[str, WeightSlot]]] = {file: [] for file in checkpoint.files}
+    for name, slot in slots.items():
+        by_file[checkpoint.file_of[sources[name]]].append((sources[name], slot))
+    _check_shapes(by_file)
+
+    num_bytes = sum(slot.target.nbytes for slot in slots.values())
+    with _progress_bar(num_bytes, show_progress) as advance:
+        for file, wanted in by_file.items():
+            with _open(file) as tensors:
+                for name, slot in wanted:
+                    slot.target.copy_(tensors.get_tensor(name))
+                    advance(slot.target.nbytes)
+
+
+def _check_names(
+    model: NativeModel, slots: Mapping[str, WeightSlot], sources: Mapping[str, str]
+) -> None:
+    missing = [name for name in slots if name not in sources]
+    unknown = [name for name in sources if name not in slots]
+    unexpected = [name for name in unknown if not model.optional_names.fullmatch(name)]
+    faults = []
+    if missing:
+        faults.append(f"missing tensors: {_listed(missing)}")
+    if unexpected:
+        faults.append(f"unexpected tensors: {_listed(unexpected)}")
+    if faults:
+        raise BadCheckpoint(f"weights do not fit {model.architecture}: {'; '.join(faults)}")
+
+
+def _check_shapes(by_file: Mapping[Path, list[tuple[str, WeightSlot]]]) -> None:
+    wrong = []
+    for file, wanted in by_file.items():
+        with _open(file) as tensors:
+            for name, slot in wanted:
+                found, expected = tensors.get_slice(name).get_shape(), list(slot.target.shape)
+                if found != expected:
+                    wrong.append(f"{name} is {found}, expected {expected}")
+    if wrong:
+        raise BadCheckpoint(f"weights do not fit config.json: {_listed(wrong)}")
+
+
+def fill_dummy_weights(slots: Iterator[WeightSlot], seed: int = 0) -> None:
+    """Small random numbers, the same for the same seed: weights for benchmarks.
+
+    Vectors, such as norms and biases, are 1 where a norm needs them to be and 0 elsewhere.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for slot in slots:
+        if slot.target.dim() == 1:
+            slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
+        else:
+            values = torch.empty(slot.target.shape).uniform_(-0.05, 0.05, generator=generator)
+            slot.target.copy_(values)
+
+
+class _Advance:
+    """Moves a progress bar on by so many bytes; without a bar it does nothing."""
+
+    def __init__(self, progress: Progress | None, num_bytes: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("loading weights", total=num_bytes) if progress else None
+
+    def __call__(self, num_bytes: int) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task, num_bytes)
+
+
+@contextmanager
+def _progress_bar(num_bytes: int, show: bool | None) -> Iterator[_Advance]:
+    if not (sys.stderr.isatty() if show is None else show):
+        yield _Advance(None, num_bytes)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield _Advance(progress, num_bytes)
+
+
+def _listed(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,278 @@
+"""Llama and its close kin: Mistral, Qwen2, Qwen3. Pre-norm, rotary, gated MLP, grouped queries."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.metadata import AttentionMetadata
+from torch import Tensor, nn
+
+from worker_service.models.interface import KVCacheSpec
+from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
+from worker_service.models.linear import Linear, TiedLinear
+from worker_service.models.native import (
+    NativeModel,
+    WeightSlot,
+    linear_slots,
+    norm_slots,
+    stacked_slots,
+)
+from worker_service.models.placement import Placement
+from worker_service.models.rotary import RotarySettings, RotaryTable, rotate_
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaSettings:
+    """Shape of a Llama-like model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    rotary: RotarySettings
+    sliding_windows: tuple[int | None, ...]
+    """Of each layer."""
+
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalised per head (Qwen3)."""
+
+    tie_word_embeddings: bool
+
+
+class LlamaAttention(nn.Module):
+    """Self-attention; queries, keys and values come from one product."""
+
+    def __init__(
+        self, settings: LlamaSettings, layer: int, place: Placement, backend: AttentionBackend
+    ) -> None:
+        super().__init__()
+        s = settings
+        self._num_heads, self._num_kv_heads = s.num_heads, s.num_kv_heads
+        self._head_dim = s.head_dim
+        num_stacked = s.num_heads + 2 * s.num_kv_heads
+        self.qkv = Linear(
+            s.hidden_size, num_stacked * s.head_dim, bias=s.qkv_bias, **place.as_kwargs()
+        )
+        self.output = Linear(
+            s.num_heads * s.head_dim, s.hidden_size, bias=s.output_bias, **place.as_kwargs()
+        )
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        if s.qk_norm:
+            self.query_norm = RMSNorm(s.head_dim, s.norm_eps, place.dtype, place.device)
+            self.key_norm = RMSNorm(s.head_dim, s.norm_eps, place.dtype, place.device)
+        self._attend = PagedAttention(
+            backend, layer, scale=s.head_dim**-0.5, sliding_window=s.sliding_windows[layer]
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        heads = self.qkv(x).unflatten(1, (-1, self._head_dim))
+        query, key, value = heads.split(
+            [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query.copy_(self.query_norm(query))
+            key.copy_(self.key_norm(key))
+        rotate_(heads[:, : self._num_heads + self._num_kv_heads], cos, sin)
+        return self.output(self._attend(query, key, value, kv_cache, metadata))
+
+    def slots(self, name: str) -> Iterator[WeightSlot]:
+        query, key_value = (n * self._head_dim for n in (self._num_heads, self._num_kv_heads))
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        yield from stacked_slots(names, self.qkv, [query, key_value, key_value])
+        yield from linear_slots(f"{name}.o_proj", self.output)
+        if self.query_norm is not None and self.key_norm is not None:
+            yield from norm_slots(f"{name}.q_norm", self.query_norm)
+            yield from norm_slots(f"{name}.k_norm", self.key_norm)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)); gate and up come from one product."""
+
+    def __init__(self, settings: LlamaSettings, place: Placement) -> None:
+        super().__init__()
+        s = settings
+        self.gate_up = Linear(
+            s.hidden_size, 2 * s.intermediate_size, bias=s.mlp_bias, **place.as_kwargs()
+        )
+        self.down = Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias, **place.as_kwargs())
+        self._activation = ACTIVATIONS[s.activation]
+        self._size = s.intermediate_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self._activation(gate).mul_(up))
+
+    def slots(self, name: str) -> Iterator[WeightSlot]:
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        yield from stacked_slots(names, self.gate_up, [self._size, self._size])
+        yield from linear_slots(f"{name}.down_proj", self.down)
+
+
+class LlamaLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(
+        self, settings: LlamaSettings, layer: int, place: Placement, backend: AttentionBackend
+    ) -> None:
+        super().__init__()
+        s = settings
+        self.attention_norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+        self.attention = LlamaAttention(s, layer, place, backend)
+        self.mlp_norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+        self.mlp = GatedMLP(s, place)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, kv_cache, metadata)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def slots(self, name: str) -> Iterator[WeightSlot]:
+        yield from norm_slots(f"{name}.input_layernorm", self.attention_norm)
+        yield from self.attention.slots(f"{name}.self_attn")
+        yield from norm_slots(f"{name}.post_attention_layernorm", self.mlp_norm)
+        yield from self.mlp.slots(f"{name}.mlp")
+
+
+class LlamaModel(NativeModel):
+    """The whole model."""
+
+    optional_names: ClassVar[re.Pattern[str]] = re.compile(
+        r"lm_head\.weight|.*rotary_emb\.inv_freq"
+    )
+
+    def __init__(
+        self,
+        settings: LlamaSettings,
+        max_model_len: int,
+        place: Placement,
+        backend: AttentionBackend,
+    ) -> None:
+        super().__init__()
+        s = self._settings = settings
+        self.architecture = s.architecture
+        self.vocab_size = s.vocab_size
+        self.max_model_len = max_model_len
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=s.num_layers,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            dtype=place.dtype,
+        )
+        self.embedding = torch.empty(s.vocab_size, s.hidden_size, **place.as_kwargs())
+        self.rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
+        self.layers = nn.ModuleList(
+            LlamaLayer(s, layer, place, backend) for layer in range(s.num_layers)
+        )
+        self.norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+        self.lm_head = (
+            TiedLinear(self.embedding)
+            if s.tie_word_embeddings
+            else Linear(s.hidden_size, s.vocab_size, bias=False, **place.as_kwargs())
+        )
+
+    def run_layers(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        x = nn.functional.embedding(token_ids, self.embedding)
+        cos, sin = self.rotary.rows(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, kv_cache, metadata)
+        return self.norm(x)
+
+    def head(self) -> nn.Module:
+        return self.lm_head
+
+    def canonical_name(self, name: str) -> str:
+        return name
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield WeightSlot("model.embed_tokens.weight", self.embedding)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer)
+            yield from layer.slots(f"model.layers.{i}")
+        yield from norm_slots("model.norm", self.norm)
+        if not self._settings.tie_word_embeddings:
+            yield from linear_slots("lm_head", self.lm_head)
+
+
+def llama_settings(config: Mapping[str, Any]) -> LlamaSettings:
+    """Settings from `config.json`; absent keys mean what `transformers` takes them to mean."""
+    architecture = config["architectures"][0]
+    num_heads = config["num_attention_heads"]
+    hidden_size = config["hidden_size"]
+    qwen3, qwen2 = architecture == "Qwen3ForCausalLM", architecture == "Qwen2ForCausalLM"
+    default_head_dim = 128 if qwen3 else hidden_size // num_heads
+    head_dim = (None if qwen2 else config.get("head_dim")) or default_head_dim
+    llama_or_qwen3 = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    attention_bias = bool(config.get("attention_bias", False)) and llama_or_qwen3
+    return LlamaSettings(
+        architecture=architecture,
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden_size,
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads")
+        or _default_kv_heads(architecture, num_heads),
+        head_dim=head_dim,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        activation=config.get("hidden_act", "silu"),
+        rotary=RotarySettings.from_config(config, head_dim),
+        sliding_windows=tuple(_sliding_windows(config, architecture)),
+        qkv_bias=qwen2 or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        qk_norm=qwen3,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _default_kv_heads(architecture: str, num_heads: int) -> int:
+    return 8 if architecture == "MistralForCausalLM" else num_heads
+
+
+def _sliding_windows(config: Mapping[str, Any], architecture: str) -> Iterator[int | None]:
+    """Each layer's window: Mistral has one for all, Qwen for the layers it names, Llama none."""
+    num_layers = config["num_hidden_layers"]
+    if architecture == "MistralForCausalLM":
+        yield from [config.get("sliding_window", 4096)] * num_layers
+    elif architecture == "LlamaForCausalLM" or not config.get("use_sliding_window", False):
+        yield from [None] * num_layers
+    else:
+        window = config.get("sliding_window", 4096)
+        first = config.get("max_window_layers", 28)
+        kinds = config.get("layer_types") or ["full_attention"] * first + [
+            "sliding_attention"
+        ] * max(0, num_layers - first)
+        for kind in kinds[:num_layers]:
+            yield window if kind == "sliding_attention" else None

@@ -1,0 +1,181 @@
+"""Rotary position embedding (Su et al. 2021) and the ways to stretch it.
+
+Angles come from a table over positions, made once: a position's row is then the same bits in every
+batch. Frequencies are a function of the position alone, never of the batch or of the sequence's
+present length, because cached keys cannot be turned again.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotarySettings:
+    """The rotary embedding of a model, from its `config.json`."""
+
+    rotary_dim: int
+    """Elements of a head that are turned."""
+
+    theta: float
+    scaling_type: str
+    max_position_embeddings: int
+    """Positions the model was trained on, before any stretching that `scaling_type` adds."""
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """What else the scaling type needs, under the names `transformers` gives them."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], rotary_dim: int) -> "RotarySettings":
+        """Read `rope_parameters`, or the older pair `rope_scaling` and `rope_theta`."""
+        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        return cls(
+            rotary_dim=rotary_dim,
+            theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            scaling_type=parameters.get("rope_type") or parameters.get("type") or "default",
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            parameters=parameters,
+        )
+
+    def original_length(self) -> int:
+        """Positions the model saw before it was stretched."""
+        return int(
+            self.parameters.get("original_max_position_embeddings") or self.max_position_embeddings
+        )
+
+    def max_model_len(self) -> int:
+        """Positions for which the embedding is made."""
+        if self.scaling_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * float(self.parameters["factor"]))
+        if self.scaling_type == "yarn":
+            stretched = int(self.original_length() * float(self.parameters["factor"]))
+            return max(self.max_position_embeddings, stretched)
+        return self.max_position_embeddings
+
+
+class RotaryTable:
+    """Cosines and sines of all positions up to a length, [num_positions, rotary_dim // 2]."""
+
+    def __init__(
+        self,
+        settings: RotarySettings,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        angles = _angles(settings, num_positions)
+        factor = _attention_factor(settings)
+        self._cos = (angles.cos() * factor).to(device, dtype)
+        self._sin = (angles.sin() * factor).to(device, dtype)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `positions`, int64 [num_tokens]: each [num_tokens, 1, n]."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn heads in place, the first half of a head against the second.
+
+    heads: [num_tokens, num_heads, head_dim], any strides; cos, sin: [num_tokens, 1, head_dim // 2].
+    """
+    first, second = heads.chunk(2, dim=-1)
+    turned = first * cos - second * sin
+    second.copy_(second * cos + first * sin)
+    first.copy_(turned)
+
+
+def _angles(settings: RotarySettings, num_positions: int) -> Tensor:
+    """float32 [num_positions, rotary_dim // 2]."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    if settings.scaling_type == "dynamic":
+        return positions[:, None] * _dynamic_frequencies(settings, num_positions)
+    frequencies = _plain_frequencies(settings.theta, settings.rotary_dim)
+    if settings.scaling_type == "linear":
+        frequencies = frequencies / float(settings.parameters["factor"])
+    elif settings.scaling_type == "llama3":
+        frequencies = _llama3_frequencies(settings, frequencies)
+    elif settings.scaling_type == "yarn":
+        frequencies = _yarn_frequencies(settings)
+    return positions[:, None] * frequencies
+
+
+def _powers(rotary_dim: int) -> Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+
+
+def _plain_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    return 1.0 / (theta ** _powers(rotary_dim))
+
+
+def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
+    """One row of frequencies per position: those of a sequence that ends there.
+
+    Dynamic NTK raises the base with the sequence's length. `transformers` takes the length at each
+    forward pass, so a token is turned by the length at which it was decoded, or by that of the
+    prompt it came in. The former is a function of the position and is what stands here; the latter
+    would make the KV of a recomputed sequence differ from what it was. The two agree, token for
+    token, on prompts within the trained length.
+    """
+    trained, factor = settings.max_position_embeddings, float(settings.parameters["factor"])
+    dim = settings.rotary_dim
+    lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp(min=trained)
+    bases = settings.theta * (factor * lengths / trained - (factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / (bases.float()[:, None] ** _powers(dim))
+
+
+def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long waves are stretched, short ones kept, those between blended."""
+    factor = float(settings.parameters["factor"])
+    low = float(settings.parameters["low_freq_factor"])
+    high = float(settings.parameters["high_freq_factor"])
+    length = settings.original_length()
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    stretched = torch.where(wavelengths > length / low, frequencies / factor, blended)
+    return torch.where(wavelengths < length / high, frequencies, stretched)
+
+
+def _yarn_frequencies(settings: RotarySettings) -> Tensor:
+    """Peng et al. 2023: extrapolate what turns often within the trained length, interpolate what
+    turns less than once, blend between."""
+    parameters, dim = settings.parameters, settings.rotary_dim
+    extrapolated = _plain_frequencies(settings.theta, dim)
+    interpolated = extrapolated / float(parameters["factor"])
+
+    def dim_of(rotations: float) -> float:
+        turns = settings.original_length() / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(settings.theta))
+
+    low = dim_of(float(parameters.get("beta_fast") or 32))
+    high = dim_of(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return interpolated * ramp + extrapolated * (1 - ramp)
+
+
+def _attention_factor(settings: RotarySettings) -> float:
+    """YaRN's correction of the scores' temperature, put on queries and keys alike; else 1."""
+    if settings.scaling_type != "yarn":
+        return 1.0
+    parameters = settings.parameters
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = float(parameters["factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return scale(float(parameters["mscale"])) / scale(float(parameters["mscale_all_dim"]))
+    return scale(1.0)

@@ -1,0 +1,133 @@
+"""The attention function that `transformers` calls, and what it needs to know of a step."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.metadata import AttentionMetadata
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "pagewire"
+"""What a model's configuration calls our function."""
+
+_STATE = "pagewire_state"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """One layer's call, as a trial run recorded it."""
+
+    layer: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None
+    is_causal: bool
+    unknown_arguments: tuple[str, ...]
+    """Arguments with a value whose meaning we do not know."""
+
+
+@dataclass(slots=True)
+class RouteState:
+    """What the attention function of one model works with; set anew at each step."""
+
+    backend: AttentionBackend
+    kv_cache: Tensor | None = None
+    metadata: AttentionMetadata | None = None
+    calls: list[AttentionCall] = field(default_factory=list)
+    """Filled while there is no cache: a trial run."""
+
+
+def attach(model: nn.Module, state: RouteState) -> None:
+    """Make `state` known to all parts of `model`, and our function known to `transformers`."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, no_mask)
+    for module in model.modules():
+        setattr(module, _STATE, state)
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a mask: which positions a row sees, the kernel knows itself."""
+
+
+# Arguments that do not change what attention computes here: positions are in keys and queries
+# already, and the rest is of use to other implementations.
+_IDLE_ARGUMENTS = frozenset(
+    {
+        "cache_position",
+        "cache_positions",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Store keys and values, and attend over the cache.
+
+    query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens,
+    head_dim]. Returns [1, num_tokens, num_heads, head_dim] and no weights.
+    """
+    state: RouteState = getattr(module, _STATE)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if state.kv_cache is None or state.metadata is None:
+        unknown = [
+            name
+            for name, given in [("attention_mask", attention_mask), *others.items()]
+            if name not in _IDLE_ARGUMENTS and given is not None and given is not False
+        ]
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        state.calls.append(
+            AttentionCall(
+                layer=layer,
+                num_kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                dtype=key.dtype,
+                sliding_window=sliding_window,
+                is_causal=bool(causal),
+                unknown_arguments=tuple(sorted(unknown)),
+            )
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    key_cache, value_cache = state.kv_cache[:, layer, 0], state.kv_cache[:, layer, 1]
+    state.backend.write_kv(
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        key_cache,
+        value_cache,
+        state.metadata.slot_mapping,
+    )
+    output = state.backend.paged_attention(
+        query[0].transpose(0, 1),
+        key_cache,
+        value_cache,
+        state.metadata,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        soft_cap=softcap,
+        sinks=s_aux,
+    )
+    return output.unsqueeze(0), None

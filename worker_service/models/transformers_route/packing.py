@@ -1,0 +1,99 @@
+"""Linear layers and experts of a `transformers` model in the CPU's own layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker_service.models.linear import PackedWeight, can_pack
+
+
+def pack_model(model: nn.Module) -> None:
+    """Replace linear layers and experts by packed ones, where this machine has them.
+
+    Only modules of exactly torch's `Linear` are replaced: a subclass may compute something else.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            replacement = _packed(child)
+            if replacement is not None:
+                setattr(module, name, replacement)
+
+
+def _packed(module: nn.Module) -> nn.Module | None:
+    if type(module) is nn.Linear and can_pack(module.weight.dtype, module.weight.device):
+        return PackedLinear(module)
+    if _is_experts(module):
+        weight = module.down_proj
+        assert isinstance(weight, Tensor)
+        if can_pack(weight.dtype, weight.device):
+            return PackedExperts(module)
+    return None
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it follows `transformers`' convention for experts, in the form we know."""
+    gated = getattr(module, "has_gate", False) and not getattr(
+        module, "has_post_expert_norm", False
+    )
+    return bool(gated) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` whose weight is in oneDNN's layout.
+
+    Its `weight` has shape and dtype, for code that looks at them, but no content.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = PackedWeight(linear.weight.detach())
+        self.weight = nn.Parameter(
+            torch.empty_like(linear.weight, device="meta"), requires_grad=False
+        )
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        return self._packed.apply(rows, self.bias).view(*x.shape[:-1], self.out_features)
+
+
+class PackedExperts(nn.Module):
+    """A mixture's experts, each with its own packed weights.
+
+    A token's result is the sum over its experts in order of their numbers, so it does not depend on
+    which other tokens chose them.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self._apply_gate = experts._apply_gate  # keeps the module, and what its gate needs, alive
+        transposed = experts.is_transposed
+        self._gate_up = _pack_each(experts.gate_up_proj, transposed)
+        self._down = _pack_each(experts.down_proj, transposed)
+        has_bias = experts.has_bias
+        self._gate_up_bias = experts.gate_up_proj_bias.detach() if has_bias else None
+        self._down_bias = experts.down_proj_bias.detach() if has_bias else None
+        experts.gate_up_proj = experts.down_proj = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: [num_tokens, hidden_size]; the others: [num_tokens, top_k]."""
+        output = torch.zeros_like(hidden_states)
+        for expert in torch.unique(top_k_index).tolist():
+            if expert >= len(self._down):  # how some routers mark an unused place
+                continue
+            token, place = torch.where(top_k_index == expert)
+            up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
+            down_bias = self._down_bias[expert] if self._down_bias is not None else None
+            inner = self._apply_gate(self._gate_up[expert].apply(hidden_states[token], up_bias))
+            result = self._down[expert].apply(inner, down_bias)
+            weighted = result * top_k_weights[token, place, None]
+            output.index_add_(0, token, weighted.to(output.dtype))
+        return output
+
+
+def _pack_each(weights: Tensor, transposed: bool) -> list[PackedWeight]:
+    """weights: [num_experts, out_features, in_features], or the last two swapped."""
+    weights = weights.detach()
+    return [PackedWeight(weight.t() if transposed else weight) for weight in weights]
