@@ -24,12 +24,14 @@ How it is made, from the outside in:
     placement.py      which worker group takes a request
     scheduler.py      Scheduler, one per worker group: schedule() and update()
     policy.py         who is admitted first and preempted last
-    waiting_queue.py  who waits, in that order
+    waiting_queue.py  who waits, in that order; heap.py keeps it
+    running_set.py    who is in the batch, in that order
     block_manager.py  who has which blocks; block_pool.py counts references
     batch.py          a plan in the making
     pipeline.py       plans without results yet
     delivery.py       from results to outboxes
     sequence.py       one choice; one request's choices
+    frontends.py      who gets which news
     request_clock.py  where a request's time goes
     plan.py, request.py, outbox.py, config.py, snapshot.py   what goes in and out
 
@@ -37,7 +39,7 @@ Promises to workers, beyond those of plan.proto:
 
 - An id is in `forget_seq_ids` only if an earlier plan made the sequence known, and once.
 - A block may be given to another sequence in the plan after the one in which its last owner was
-  told to run: plans are executed in order, so a row that is run in vain (its sequence ended while
+  scheduled: plans are executed in order, so a row that is run in vain (its sequence ended while
   the step was in flight) writes before the new owner does.
 - No plan asks a sequence for more tokens than its request or the model allows, whatever is still
   in flight.

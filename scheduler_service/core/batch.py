@@ -13,8 +13,6 @@ class Batch:
         self.now_us = now_us
         self.budget = token_budget
         """Tokens that may still be added."""
-        self.has_preempted = False
-        """Whether memory ran out while the batch was made."""
         self.seq_ids: list[int] = []
         self.rows: list[Sequence] = []
         self._new_sequences: list[NewSequence] = []

@@ -1,6 +1,7 @@
 """The scheduler core: every request from its submission to its end."""
 
 import logging
+from collections.abc import Iterable
 
 from scheduler_service.core import delivery
 from scheduler_service.core.admission import check_queue, check_request, why_not
@@ -164,12 +165,13 @@ class SchedulerCore:
         scheduler = self._schedulers[group_id]
         if scheduler.is_full:
             return None
-        now_us = to_us(now)
         model = self._models[scheduler.capacity.model]
-        model.place(self._placement, now_us)
-        plan = scheduler.schedule(now_us)
-        for other in model.schedulers:
-            self._close_ended(other, now)
+        plan = None
+        has_ended = True
+        while plan is None and has_ended:  # what has ended may be all that others waited for
+            model.place(self._placement, to_us(now))
+            plan = scheduler.schedule(to_us(now))
+            has_ended = self._close_ended(model.schedulers, now)
         return plan
 
     def add_plan_time(self, group_id: str, seconds: float) -> None:
@@ -186,7 +188,7 @@ class SchedulerCore:
         """
         scheduler = self._schedulers[group_id]
         scheduler.update(result, to_us(now))
-        self._close_ended(scheduler, now)
+        self._close_ended([scheduler], now)
 
     # News.
 
@@ -296,17 +298,19 @@ class SchedulerCore:
         scheduler = self._scheduler_of(seq.group)
         if scheduler is not None:
             scheduler.end_sequence(seq, status, to_us(now))
-            self._close_ended(scheduler, now)
+            self._close_ended([scheduler], now)
             return
         seq.group.end(seq, status)
         if seq.group.num_unfinished == 0:
             self._models[seq.group.request.model].discard(seq.group)
             self._close(seq.group, now)
 
-    def _close_ended(self, scheduler: Scheduler, now: float) -> None:
-        for group in scheduler.ended:
+    def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
+        """Close the groups that have ended in schedulers; whether there are any."""
+        ended = [group for scheduler in schedulers for group in scheduler.take_ended()]
+        for group in ended:
             self._close(group, now)
-        scheduler.ended.clear()
+        return bool(ended)
 
     def _close(self, group: SequenceGroup, now: float) -> None:
         """Say how a group ended, and forget it."""

@@ -41,8 +41,6 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.groups: dict[SequenceGroup, None] = {}
         """All groups placed here, in the order in which they came."""
-        self.ended: list[SequenceGroup] = []
-        """Groups whose sequences have all ended, for the core to take."""
         self.clock = StepClock(now_us)
         self.is_draining = False
         self.num_steps = 0
@@ -51,6 +49,7 @@ class Scheduler:
         self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
         self._outgrown: list[SequenceGroup] = []
+        self._ended: list[SequenceGroup] = []
 
     # Placement: what the core asks and tells.
 
@@ -128,18 +127,27 @@ class Scheduler:
             num_steps=self.num_steps,
         )
 
+    def take_ended(self) -> list[SequenceGroup]:
+        """Groups whose sequences have all ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
     # One step.
 
     def schedule(self, now_us: int) -> StepPlan | None:
-        """The next step's plan; None if there is nothing to do, or too much is in flight."""
+        """The next step's plan; None if there is nothing to do, or too much is in flight.
+
+        Groups may end in it; what they held serves the next call.
+        """
         if self._pipeline.is_full:
             return None
-        plan = self._plan_step(now_us)
-        while self._outgrown:
-            self._fail_outgrown(now_us)
-            # What they held may be all that others waited for.
-            plan = plan or self._plan_step(now_us)
-        return plan
+        self._running.drop_ended()
+        batch = Batch(now_us, self._config.max_num_batched_tokens)
+        self._schedule_decodes(batch)
+        self._schedule_prefills(batch)
+        self._admit(batch)
+        self._fail_outgrown(now_us)
+        return self._emit(batch)
 
     def update(self, result: StepResult, now_us: int) -> None:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
@@ -161,21 +169,13 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants that hold between calls."""
         self.blocks.check()
-        assert not self.ended
+        assert not self._ended
         self._running.check(self.groups)
         assert self._running.num_places <= self._config.max_num_seqs
         for group in self.groups:
             assert (group in self.waiting) == bool(group.waiting()), "queued if it waits"
 
-    def _plan_step(self, now_us: int) -> StepPlan | None:
-        self._running.drop_ended()
-        batch = Batch(now_us, self._config.max_num_batched_tokens)
-        self._schedule_decodes(batch)
-        self._schedule_prefills(batch)
-        self._admit(batch)
-        return self._emit(batch)
-
-    # The phases of a step.
+    # The phases of schedule().
 
     def _schedule_decodes(self, batch: Batch) -> None:
         """One token for everything that decodes.
@@ -202,8 +202,8 @@ class Scheduler:
             self._prefill(seq, batch)
 
     def _admit(self, batch: Batch) -> None:
-        """Waiting groups, as far as places, blocks and tokens go; none where memory ran out."""
-        while batch.budget > 0 and not batch.has_preempted:
+        """Waiting groups, as far as places, blocks and tokens go."""
+        while batch.budget > 0:
             group = self.waiting.head()
             if group is None or not self._admit_group(group, batch):
                 return
@@ -274,7 +274,6 @@ class Scheduler:
     def _preempt_last(self, batch: Batch) -> Sequence:
         """Take the blocks of the running sequence that is last in order; it is recomputed later."""
         victim = self._running.pop_last()
-        batch.has_preempted = True
         self._totals.num_preemptions += 1
         logger.warning(
             "preempted for want of blocks request_id=%s seq_id=%d num_tokens=%d",
@@ -383,7 +382,7 @@ class Scheduler:
             self.waiting.discard(group)
         if group.num_unfinished == 0:
             del self.groups[group]
-            self.ended.append(group)
+            self._ended.append(group)
 
     def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
         """End all that is left of a group."""

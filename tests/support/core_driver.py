@@ -7,7 +7,7 @@ choices get the tokens of an undisturbed run, and that timings add up.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_service.core import (
     GeneratedTokens,
@@ -108,6 +108,7 @@ class CoreDriver:
             block_size=capacity.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=capacity.max_model_len,
         )
         self.links[capacity.group_id] = WorkerLink(capacity, worker)
         self.max_model_len = capacity.max_model_len
@@ -168,7 +169,7 @@ class CoreDriver:
         """Submit a request. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
         self.next_handle += n
-        sampling = sampling or Sampling(seed=handle)
+        sampling = replace(sampling or Sampling(seed=handle), max_tokens=max_tokens)
         request = Request(
             frontend_id=frontend_id,
             handle=handle,
@@ -257,8 +258,22 @@ class CoreDriver:
             delivered = [self.deliver(group_id) for group_id in self.links]
             self.collect()
             if not any(delivered) and not any(planned):
+                self._check_rest()
                 return
         raise AssertionError("the core does not come to rest")
+
+    def _check_rest(self) -> None:
+        """Nothing is running, and what waits fits no group that takes anything."""
+        status = self.core.snapshot()
+        assert status.num_running == 0
+        open_groups = {group.group_id for group in status.groups if not group.draining}
+        for record in self.records.values():
+            for group_id in open_groups if record.is_live else ():
+                capacity = self.links[group_id].capacity
+                prompt = len(record.request.prompt_token_ids)
+                longest = prompt + max(len(choice.tokens) for choice in record.choices)
+                fits = prompt < capacity.max_model_len and longest <= capacity.num_cache_tokens
+                assert not fits or capacity.model != record.request.model, "it waits for nothing"
 
     # What frontends see.
 
@@ -277,6 +292,7 @@ class CoreDriver:
             record = self.records[frontend_id, handle]
             assert update.start == record.num_prompt_logprobs + 1, "prompt logprobs have a gap"
             count = len(update.ranks) // 4
+            assert count > 0, "news without news"
             tokens = [
                 int.from_bytes(update.token_ids[4 * i : 4 * i + 4], "little") for i in range(count)
             ]

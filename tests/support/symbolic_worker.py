@@ -40,6 +40,8 @@ class Sampling:
 
     seed: int
     vocab_size: int = 32
+    max_tokens: int = 2**31
+    """Output tokens that the worker must not be asked to exceed; real parameters lack it."""
     fails_at: int | None = None
     """Output position at which the logits are not finite."""
     logprobs: bool = False
@@ -124,6 +126,7 @@ class SymbolicWorker:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int = 2**31
     sequences: dict[int, WorkerSequence] = field(default_factory=dict)
     cache: dict[Slot, History] = field(default_factory=dict)
     num_steps: int = 0
@@ -300,6 +303,8 @@ class SymbolicWorker:
             if not sample:
                 continue
             position = len(seq.tokens) - seq.num_prompt_tokens
+            require(position < seq.sampling.max_tokens, f"{seq.seq_id} exceeds max_tokens")
+            require(len(seq.tokens) < self.max_model_len, f"{seq.seq_id} exceeds the model")
             if position == seq.sampling.fails_at:
                 result.token_ids.append(-1)
                 result.errors[row] = RowError(reason="NON_FINITE_LOGITS", message="not finite")

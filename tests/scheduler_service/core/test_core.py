@@ -10,10 +10,12 @@ from scheduler_service.core import (
     Request,
     ResultMismatch,
     RowError,
+    RowPromptLogprobs,
     SchedulerConfig,
     SchedulerCore,
     StepResult,
 )
+from scheduler_service.core.delivery import deliver_prompt_logprobs
 from scheduler_service.core.registry import Registry
 from scheduler_service.errors import (
     DuplicateRequest,
@@ -238,13 +240,38 @@ def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -
     driver = CoreDriver(dataclasses.replace(CONFIG, watermark=0.0))
     driver.add_group(make_capacity(num_gpu_blocks=5))
     sampling = Sampling(seed=1, logprobs=True, prompt_logprobs=True)
+    introduced = []
+    driver.on_plan = lambda group_id, plan: introduced.extend(plan.new_sequences)
     driver.submit(prompt=[1] * 7, max_tokens=9, sampling=sampling)
     second = driver.submit(prompt=[2] * 8, max_tokens=4, sampling=sampling)
     driver.run_until_idle()
-    assert driver.core.snapshot().num_preemptions > 0
+    assert [(new.seq_id, new.prompt_logprobs_start) for new in introduced] == [
+        (1, 0),
+        (2, 0),
+        (2, 8),
+    ]
     assert second.num_prompt_logprobs == 7
     assert second.choices[0].num_logprobs == 4
     driver.check_empty()
+
+
+def test_prompt_logprobs_that_overlap_are_cut_to_what_is_new() -> None:
+    core = SchedulerCore(CONFIG)
+    core.submit(make_request(), 0.0)
+    group = core._registry.groups()[0]
+
+    def update(start: int, count: int) -> RowPromptLogprobs:
+        positions = range(start, start + count)
+        matrix = b"".join(bytes([p, 0, 0, 0, 100 + p, 0, 0, 0]) for p in positions)
+        ranks = b"".join(bytes([p, 0, 0, 0]) for p in positions)
+        return RowPromptLogprobs(
+            start=start, width=2, token_ids=matrix, logprobs=matrix, ranks=ranks
+        )
+
+    for part in (update(1, 2), update(1, 1), update(2, 3), update(1, 4)):
+        deliver_prompt_logprobs(group, part)
+    told = core.take_outboxes()["f0"].prompt_logprobs
+    assert told == [(1, update(1, 2)), (1, update(3, 2))]
 
 
 def test_a_row_that_fails_ends_its_request_and_no_other() -> None:
@@ -322,6 +349,20 @@ def test_a_group_is_drained_when_what_it_has_begun_is_done() -> None:
     assert driver.core.is_drained("g0")
     driver.lose_group("g0")
     assert driver.core.is_drained("g0")
+
+
+def test_a_request_with_rows_in_flight_was_on_the_worker_though_it_is_preempted() -> None:
+    config = dataclasses.replace(CONFIG, watermark=0.0, pipeline_depth=3, max_worker_losses=1)
+    driver = CoreDriver(config)
+    driver.add_group(make_capacity(num_gpu_blocks=5))
+    records = [driver.submit(prompt=[1] * count, max_tokens=9) for count in (7, 8, 1)]
+    for _ in range(3):
+        driver.schedule("g0")
+    assert driver.core.snapshot().num_preemptions == 1
+    driver.lose_group("g0")
+    driver.collect()
+    errors = [record.error.reason if record.error else None for record in records]
+    assert errors == ["WORKERS_LOST", "WORKERS_LOST", None]
 
 
 # Deadlines, timings, bounds.
