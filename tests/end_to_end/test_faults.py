@@ -13,8 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from safetensors.torch import save_file
 
 from tests.end_to_end.conftest import EMBEDDED
 from tests.support.cluster import SERVING, Cluster, Service, health
@@ -42,7 +44,7 @@ def refused(stub: InferenceServiceStub, request: pb.GenerateRequest) -> grpc.Rpc
     [
         (pb.GenerateRequest(), "prompt"),
         (request_for(""), "text"),
-        (request_for([]), "token_ids"),
+        (request_for([]), "token_ids.ids"),
         (request_for([1, 10**6]), "token_ids.ids[1]"),
         (request_for("x", temperature=float("nan")), "sampling_params.temperature"),
         (request_for("x", temperature=-1.0), "sampling_params.temperature"),
@@ -86,7 +88,7 @@ def test_a_prompt_longer_than_memory_is_refused_and_shorter_ones_go_on(
         with inference_stub(small.frontend_address()) as small_stub:
             error = refused(small_stub, request_for([5] * 100, max_tokens=4))
             assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-            assert reason(error) == "PROMPT_TOO_LONG"
+            assert reason(error) == "PROMPT_LARGER_THAN_CACHE"
 
 
 def num_free_blocks(stub: InferenceServiceStub) -> tuple[int, int]:
@@ -215,6 +217,7 @@ def test_an_unsupported_model_is_refused_by_name(
     (folder / "config.json").write_text(
         json.dumps({"model_type": model_type, "architectures": [architecture]})
     )
+    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
     code, log = exit_message(tmp_path, "worker_service", "--model", str(folder))
     assert code != 0
     assert architecture in log

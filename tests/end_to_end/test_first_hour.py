@@ -29,9 +29,10 @@ def run(
 
 
 def test_the_demo_streams_an_answer() -> None:
-    demo = run(sys.executable, "-m", "pagewire_client", "demo")
+    demo = run(sys.executable, "-m", "pagewire_client.cli", "demo")
     assert demo.returncode == 0, demo.stderr
-    assert "first token" in demo.stdout
+    assert "27 + 45 = 72" in demo.stdout
+    assert "first token" in demo.stderr
 
 
 def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
@@ -111,7 +112,7 @@ class Composed:
             flag = "--" + variable.removeprefix("PAGEWIRE_").lower().replace("_", "-")
             command += [flag, default[1] if default else value]
         log = self.folder / f"{name}.log"
-        self.services.append(Service(name, ["pagewire_client", *command], log))
+        self.services.append(Service(name, ["pagewire_client.cli", *command], log))
 
     def on_loopback(self, word: str) -> str:
         word = re.sub(r"^(scheduler|0\.0\.0\.0):", "127.0.0.1:", word)
@@ -121,7 +122,7 @@ class Composed:
         test = self.compose["services"][name]["healthcheck"]["test"]
         assert test[:2] == ["CMD", "pagewire"]
         words = [self.on_loopback(word) for word in test[2:]]
-        return run(sys.executable, "-m", "pagewire_client", *words)
+        return run(sys.executable, "-m", "pagewire_client.cli", *words)
 
 
 def free_port() -> int:

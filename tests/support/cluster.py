@@ -41,14 +41,14 @@ class Service:
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name = name
         self.log_path = log
-        self._log = log.open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            cwd=log.parent,
-        )
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                cwd=log.parent,
+            )
 
     @property
     def log(self) -> str:
@@ -59,7 +59,6 @@ class Service:
         with suppress(ProcessLookupError):
             self.process.send_signal(how)
         self.process.wait(timeout=40)
-        self._log.close()
 
     def wait(self, timeout_s: float = 60) -> int:
         """The exit code of a process that ends by itself."""
@@ -160,7 +159,6 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 service.process.kill()
                 service.process.wait()
-            service._log.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,125 @@
+"""Scheduler core and model runner in one process, joined by their own wire modules.
+
+What crosses between them is bytes, as over gRPC, and plans are pipelined as deep as configured;
+only the network and the processes are missing. So a test can run many models in little time.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from pagewire.v1 import plan_pb2, sampling_pb2
+
+from scheduler_service import wire as scheduler_wire
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core.request import Request
+from worker_service import wire as worker_wire
+from worker_service.cache_engine import CacheEngine
+from worker_service.loader import ModelConfig, load_model
+from worker_service.model_runner import ModelRunner
+
+GROUP = "group"
+FRONTEND = "frontend"
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
+
+
+@dataclass
+class Output:
+    """One choice's tokens, and the log probability of each if it was asked for."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class InProcessEngine:
+    """A model served to this process alone."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_gpu_blocks: int = 512,
+        block_size: int = 4,
+        dtype: str = "float32",
+        config: SchedulerConfig | None = None,
+    ) -> None:
+        self.loaded = load_model(ModelConfig(model=str(model), device="cpu", dtype=dtype))
+        self.block_size = block_size
+        self.reset(num_gpu_blocks=num_gpu_blocks, config=config or SchedulerConfig())
+
+    def reset(self, *, num_gpu_blocks: int, config: SchedulerConfig) -> None:
+        """Begin again with the same weights, another cache and another scheduler."""
+        model = self.loaded.model
+        cache = CacheEngine(
+            model.kv_cache_spec,
+            block_size=self.block_size,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=0,
+            device=torch.device("cpu"),
+        )
+        self.runner = ModelRunner(model, cache, self.block_size)
+        self.core = SchedulerCore(config)
+        self.core.add_group(
+            GroupCapacity(
+                group_id=GROUP,
+                model="model",
+                num_gpu_blocks=num_gpu_blocks,
+                num_cpu_blocks=0,
+                block_size=self.block_size,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+            ),
+            now=0.0,
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: object
+    ) -> list[Output]:
+        """Run all prompts together to `max_tokens` tokens each, whatever they generate."""
+        params = sampling_pb2.SamplerParams(**(GREEDY | sampling))  # type: ignore[arg-type]
+        for number, prompt in enumerate(prompts):
+            request = Request(
+                frontend_id=FRONTEND,
+                handle=number + 1,
+                request_id=str(number),
+                model="model",
+                prompt_token_ids=list(prompt),
+                max_tokens=max_tokens,
+                sampling=params,
+                wants_logprobs=params.HasField("logprobs"),
+            )
+            self.core.submit(request, now=0.0)
+        outputs = [Output() for _ in prompts]
+        self._run(outputs)
+        return outputs
+
+    def _run(self, outputs: list[Output]) -> None:
+        """Plan as far ahead as the pipeline allows, execute in order, until nothing is left."""
+        plans: deque[bytes] = deque()
+        while True:
+            while (plan := self.core.schedule(GROUP, now=0.0)) is not None:
+                plans.append(scheduler_wire.encode_plan(plan, epoch=1).SerializeToString())
+            if not plans:
+                return
+            self.core.update(GROUP, self._execute(plans.popleft()), now=0.0)
+            self._deliver(outputs)
+
+    def _execute(self, data: bytes) -> scheduler_wire.StepResult:
+        message = plan_pb2.StepPlan.FromString(data)
+        result = self.runner.execute(worker_wire.decode_plan(message, received_us=0))
+        answer = worker_wire.encode_result(result).SerializeToString()
+        return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for outbox in self.core.take_outboxes().values():
+            for _, error in outbox.requests_failed:
+                raise error
+            for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
+                outputs[handle - 1].token_ids.append(token)
+            for handle, entry in outbox.logprobs:
+                value = float(np.frombuffer(entry.logprobs, "<f4")[0])
+                outputs[handle - 1].logprobs.append(value)
