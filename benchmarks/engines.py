@@ -6,10 +6,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
-from pagewire_client import LLM, SamplingParams
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.workloads import Job
+from pagewire_client import LLM, SamplingParams
 
 LLAMA_160M: dict[str, Any] = {
     "vocab_size": 32_000,

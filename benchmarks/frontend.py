@@ -13,8 +13,8 @@ import time
 from multiprocessing.connection import Connection
 
 import grpc
-from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 
+from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.columns import to_column
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import generate_request, running_frontend

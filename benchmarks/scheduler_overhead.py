@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
 from pagewire.v1.sampling_pb2 import SamplerParams
-
 from scheduler_service import wire
 from scheduler_service.core import (
     GroupCapacity,

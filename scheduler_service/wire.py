@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, scheduler_service_pb2
-
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.core.outbox import Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.plan import (

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.errors import InvalidPlan
 from worker_service.plan import BoolArray, Int32Array, StepPlan
 from worker_service.sequence_state import SequenceTable

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from pagewire.v1 import scheduler_service_pb2
-
 from worker_service import address
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine

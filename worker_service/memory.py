@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.cache_engine import CacheEngine
 from worker_service.config import CacheConfig
 from worker_service.errors import OutOfMemory

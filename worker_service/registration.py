@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
+
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
-
 from worker_service.grpc_options import CHANNEL_OPTIONS
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 
+from pagewire.v1 import worker_service_pb2, worker_service_pb2_grpc
 from worker_service.address import Address, TcpAddress, check_free
 from worker_service.errors import CannotListen
 from worker_service.grpc_options import SERVER_OPTIONS

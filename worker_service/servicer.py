@@ -8,10 +8,10 @@ from functools import wraps
 from typing import Any
 
 import grpc
+
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
-
 from worker_service import wire
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine

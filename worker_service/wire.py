@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
 
+from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
 from worker_service.errors import InvalidPlan
 from worker_service.loader import LoadedModel
 from worker_service.plan import (

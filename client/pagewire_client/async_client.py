@@ -9,7 +9,6 @@ from typing import Any, Self
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.model_pb2 import ModelInfo
 from pagewire.v1.status_pb2 import EngineStatus
-
 from pagewire_client import requests
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.connection import (

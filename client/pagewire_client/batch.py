@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire.v1 import inference_service_pb2 as pb
-
 from pagewire_client import errors
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy

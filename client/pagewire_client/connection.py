@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 import grpc
+
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from pagewire.v1.model_pb2 import ModelInfo
-
 from pagewire_client.client import Client
 from pagewire_client.errors import Unavailable
 from pagewire_client.local import LocalServices

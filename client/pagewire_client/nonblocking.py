@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-
 from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
 from pagewire_client.connection import Connections

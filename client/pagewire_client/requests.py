@@ -4,7 +4,6 @@ import uuid
 from collections.abc import Sequence
 
 from pagewire.v1 import inference_service_pb2 as pb
-
 from pagewire_client.prompts import Messages, Prompt, chat_proto, fill_prompt
 from pagewire_client.sampling_params import SamplingParams
 

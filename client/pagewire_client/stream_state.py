@@ -7,7 +7,6 @@ that continues from here. Clients of either kind, and streams of many requests, 
 from collections.abc import Iterable
 
 from pagewire.v1 import inference_service_pb2 as pb
-
 from pagewire_client import errors
 from pagewire_client.outputs import (
     CompletionOutput,

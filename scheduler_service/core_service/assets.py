@@ -5,10 +5,10 @@ import logging
 from collections.abc import Iterator, Mapping
 
 import grpc
+
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-
 from scheduler_service.core_service.registry import Worker, WorkerRegistry
 from scheduler_service.errors import Unavailable, UnknownModel
 from scheduler_service.grpc_options import channel_options

@@ -9,9 +9,9 @@ import logging
 from typing import TypeAlias
 
 import grpc
+
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
-
 from scheduler_service import wire
 from scheduler_service.columns import from_column
 from scheduler_service.core.outbox import Outbox

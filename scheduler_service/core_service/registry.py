@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import TypeAlias
 
 import grpc
+
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
-
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.tasks import run_until_first

@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Self
 
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
-
 from scheduler_service.core_service.assets import AssetCache
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.config import CoreServiceConfig

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc
+
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
-
 from scheduler_service.core_service import attachments, registry
 from scheduler_service.core_service.assets import AssetCache, chunks_of
 from scheduler_service.core_service.driver import CoreDriver

@@ -4,7 +4,6 @@ import asyncio
 import logging
 
 from pagewire.v1 import status_pb2
-
 from scheduler_service.core.snapshot import GroupSnapshot
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver

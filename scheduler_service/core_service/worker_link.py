@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import grpc
+
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.pipeline import ResultMismatch
 from scheduler_service.core_service.driver import CoreDriver

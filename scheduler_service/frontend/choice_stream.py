@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.logprobs import TokenText, token_logprobs

@@ -16,11 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
 from pagewire.v1.sampling_pb2 import SamplingParams
-
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PagewireError, QueueFull, UnknownModel
 from scheduler_service.frontend.choice_stream import ChoiceStream

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.columns import from_column
 
 TokenText = Callable[[int], str]

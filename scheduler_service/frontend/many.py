@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagewire.v1 import model_pb2
-
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
 from scheduler_service.frontend.generation_defaults import (

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-
 from scheduler_service.errors import (
     DeadlineExceeded,
     DuplicateRequest,

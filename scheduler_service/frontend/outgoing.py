@@ -6,7 +6,6 @@ So a burst of submissions is one message, and at most one message is under way.
 import asyncio
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.columns import to_column
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.request_stream import RequestStream

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.errors import GenerationFailed, PagewireError
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.logprobs import PromptLogprobs

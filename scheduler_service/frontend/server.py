@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
+
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.core_link import CoreLink

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
 from scheduler_service.frontend import validation
 from scheduler_service.frontend.many import ManyRequests

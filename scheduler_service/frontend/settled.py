@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from google.protobuf.message import Message
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong
 from scheduler_service.frontend.detokenizer import Detokenizer, NoText

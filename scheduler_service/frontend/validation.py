@@ -10,9 +10,9 @@ from collections.abc import Collection
 from struct import pack, unpack
 
 from google.protobuf.message import Message
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, sampling_pb2
-
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 
 MIN_TEMPERATURE = unpack("f", pack("f", 0.01))[0]

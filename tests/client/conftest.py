@@ -5,8 +5,8 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from pagewire_client import RetryPolicy
 
+from pagewire_client import RetryPolicy
 from tests.support.client_facade import CLIENTS
 from tests.support.fake_frontend import FakeFrontend
 

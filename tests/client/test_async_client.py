@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from pagewire_client import AsyncClient, SamplingParams
 
+from pagewire_client import AsyncClient, SamplingParams
 from tests.support.fake_frontend import FakeFrontend
 
 TEN = SamplingParams(max_tokens=10)

@@ -5,9 +5,9 @@ from typing import Any
 
 import grpc
 import pytest
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import NO_RETRIES, Client, RequestOutput, SamplingParams, errors
-
 from tests.support.fake_frontend import (
     DRAWN_SEED,
     MODEL,

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
-from pagewire_client.cli.app import app
-from pagewire_client.local import flags, programs
 from typer.testing import CliRunner
 
+from pagewire_client.cli.app import app
+from pagewire_client.local import flags, programs
 from tests.support.fake_frontend import (
     MODEL,
     Break,

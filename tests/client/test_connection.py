@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
+
 from pagewire_client import NO_RETRIES, SamplingParams, TlsOptions, errors
 from pagewire_client.connection import ConnectionOptions
-
 from tests.support.fake_frontend import FakeFrontend
 
 ONE = SamplingParams(max_tokens=1)

@@ -4,8 +4,8 @@ from typing import Any
 
 import grpc
 import pytest
-from pagewire_client import NO_RETRIES, BatchProgress, PagewireError, SamplingParams, errors
 
+from pagewire_client import NO_RETRIES, BatchProgress, PagewireError, SamplingParams, errors
 from tests.support.fake_frontend import Break, Failure, FakeFrontend
 
 KILLED = Failure(code=grpc.StatusCode.UNAVAILABLE, reason="", message="Socket closed")

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from pagewire_client import LLM, RequestOutput, SamplingParams, errors
 
+from pagewire_client import LLM, RequestOutput, SamplingParams, errors
 from tests.support.checkpoints import MAX_POSITIONS, checkpoint
 
 FLAGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory": "16MiB"}

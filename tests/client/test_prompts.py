@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.prompts import prompt_list
 from pagewire_client.requests import generate_request, generate_requests

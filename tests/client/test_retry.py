@@ -1,6 +1,7 @@
 """Which failures are worth another attempt, when, and for how long."""
 
 import pytest
+
 from pagewire_client import errors
 from pagewire_client.retry import NO_RETRIES, Attempts, Deadline, RetryPolicy
 

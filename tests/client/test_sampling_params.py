@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+
 from pagewire.v1 import sampling_pb2
 from pagewire_client import SamplingParams
 

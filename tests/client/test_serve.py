@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from pagewire_client import Client, SamplingParams
 from pagewire_client.local import programs
-
 from tests.support.checkpoints import checkpoint
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from pagewire_client.local import programs
 from pagewire_client.local.process import ServiceProcess
 

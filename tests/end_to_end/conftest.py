@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support.cluster import ROOT, Cluster
 from tests.support.requests import inference_stub
 

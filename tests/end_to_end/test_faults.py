@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from safetensors.torch import save_file
 
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.end_to_end.conftest import EMBEDDED
 from tests.support.cluster import SERVING, Cluster, Service, health
 from tests.support.requests import (

@@ -1,9 +1,9 @@
 """Real services and the embedded model give what `transformers` gives."""
 
 import pytest
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-
 from tests.end_to_end.conftest import Reference
 from tests.support.cluster import Cluster
 from tests.support.requests import generate, generate_together, inference_stub, request_for

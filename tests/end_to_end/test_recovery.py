@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pagewire_kernels.backends import select_backend
 
 KERNELS = Path(__file__).parents[2] / "kernels"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import CpuBackend
-
 from tests.support.paged_batch import PagedSequences, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

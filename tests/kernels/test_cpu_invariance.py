@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewire_kernels.cpu import CpuBackend, threads
 
+from pagewire_kernels.cpu import CpuBackend, threads
 from tests.support.paged_batch import PagedSequences, Shape
 
 LENGTHS = [61, 40, 7, 90]

@@ -1,8 +1,8 @@
 """The oracle itself, against torch's own attention and against index arithmetic by hand."""
 
 import torch
-from pagewire_kernels import reference
 
+from pagewire_kernels import reference
 from tests.support.paged_batch import PagedSequences, Shape
 
 

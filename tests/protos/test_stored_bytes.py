@@ -12,6 +12,7 @@ import pytest
 from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+
 from pagewire.v1 import (
     inference_service_pb2,
     model_pb2,

@@ -5,10 +5,10 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
-
 from scheduler_service import wire
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings

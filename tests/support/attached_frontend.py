@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-
 from tests.support.waiting import until
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.loader import LoadedModel, ModelConfig
 from worker_service.models.interface import KVCacheSpec
 

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
-
 from scheduler_service.columns import from_column, to_column
 from tests.support.tokenizers import EOS, byte_level, model_files
 

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import model_pb2
 from pagewire.v1 import status_pb2 as engine_status_pb2

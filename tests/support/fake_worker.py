@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+
 from pagewire.v1 import (
     model_pb2,
     plan_pb2,

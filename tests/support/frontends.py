@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
-
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import Frontend
 from tests.support.fake_core import TIMEOUT_S

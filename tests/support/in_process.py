@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pagewire.v1 import plan_pb2, sampling_pb2
 
+from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.core import SchedulerCore

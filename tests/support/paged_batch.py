@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor
+
+from pagewire_kernels.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

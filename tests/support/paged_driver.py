@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import Model
 
 

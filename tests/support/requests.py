@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2_grpc as services
 from pagewire.v1 import sampling_pb2

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-
 from tests.support.counting_model import CountingModel, loaded_counting_model
 from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import WorkerError

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from pagewire.v1 import plan_pb2, sampling_pb2
 
 GREEDY = sampling_pb2.SamplerParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0)

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import grpc
 import pytest
 import typer
-from pagewire.v1 import worker_service_pb2 as pb
-from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from typer.testing import CliRunner
 
+from pagewire.v1 import worker_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.checkpoints import checkpoint
 from tests.support.cluster import environment
 from tests.support.worker_driver import PlanBuilder

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from pagewire.v1 import plan_pb2
 
+from pagewire.v1 import plan_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params
 from worker_service import wire

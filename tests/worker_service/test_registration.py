@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 import grpc
 import pytest
-from pagewire.v1 import scheduler_service_pb2, status_pb2
 
+from pagewire.v1 import scheduler_service_pb2, status_pb2
 from tests.support.counting_model import CountingModel, next_token
 from tests.support.fake_registry import FakeRegistry, Registered, fake_registry
 from tests.support.running_worker import Steps, running_worker

@@ -11,9 +11,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
-
 from tests.support.counting_model import CountingModel, loaded_counting_model, next_token
 from tests.support.running_worker import NUM_BLOCKS, RunningWorker, Steps, running_worker
 from tests.support.waiting import until

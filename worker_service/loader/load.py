@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagewire_kernels.backends import AttentionBackend, select_backend
 
+from pagewire_kernels.backends import AttentionBackend, select_backend
 from worker_service.errors import InvalidOption
 from worker_service.loader.config import LoadedModel, ModelConfig
 from worker_service.loader.fingerprint import fingerprint

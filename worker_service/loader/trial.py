@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import Model
 

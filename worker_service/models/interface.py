@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from pagewire_kernels.metadata import AttentionMetadata
 
 

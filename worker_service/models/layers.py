@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+
 from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.metadata import AttentionMetadata
-from torch import Tensor, nn
 
 Activation = Callable[[Tensor], Tensor]
 

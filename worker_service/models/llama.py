@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from pagewire_kernels.backends import AttentionBackend
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor, nn
 
+from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
 from worker_service.models.linear import Linear, TiedLinear

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor, nn
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.linear import Linear
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagewire_kernels.backends import AttentionBackend
-
 from worker_service.errors import BadCheckpoint, InvalidOption
 from worker_service.models.gpt2 import GPT2Model, gpt2_settings
 from worker_service.models.layers import ACTIVATIONS

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 from google.protobuf.json_format import MessageToDict
-from pagewire.v1.status_pb2 import EngineStatus, WorkerGroupStatus, WorkerState
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from pagewire.v1.status_pb2 import EngineStatus, WorkerGroupStatus, WorkerState
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
 

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import grpc
 import pytest
+
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.outbox import Outbox

@@ -1,9 +1,9 @@
 """Requests from an attached frontend through the core to a worker and back."""
 
 import pytest
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as pb
-
 from scheduler_service.core_service.service import CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend

@@ -5,10 +5,10 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-
 from scheduler_service.core_service.service import SERVICE_NAME, CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend

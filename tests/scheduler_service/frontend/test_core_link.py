@@ -2,9 +2,9 @@
 
 import grpc
 import pytest
+
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
-
 from scheduler_service.columns import to_column
 from scheduler_service.frontend import outgoing
 from scheduler_service.frontend.core_link import MAX_HANDLE, CoreLink

@@ -4,9 +4,9 @@ import struct
 
 import grpc
 import pytest
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.columns import to_column
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.frontends import (

@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 import pytest
-from pagewire.v1 import inference_service_pb2 as pb
 
+from pagewire.v1 import inference_service_pb2 as pb
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import (

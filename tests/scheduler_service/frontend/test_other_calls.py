@@ -2,8 +2,8 @@
 
 import grpc
 import pytest
-from pagewire.v1 import inference_service_pb2 as pb
 
+from pagewire.v1 import inference_service_pb2 as pb
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (

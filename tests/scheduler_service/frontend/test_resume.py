@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.model_assets import build_model

@@ -1,8 +1,8 @@
 from typing import Any
 
 import pytest
-from pagewire.v1 import inference_service_pb2 as pb
 
+from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.model_assets import ServedModel, build_model

@@ -3,7 +3,6 @@
 import struct
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-
 from scheduler_service.columns import to_column
 from scheduler_service.frontend import request_stream
 from scheduler_service.frontend.model_assets import build_model

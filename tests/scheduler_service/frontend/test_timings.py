@@ -2,8 +2,8 @@ import time
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewire.v1 import inference_service_pb2 as pb
 
+from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.timings import Stopwatch
 
 micros = st.integers(0, 5_000_000)

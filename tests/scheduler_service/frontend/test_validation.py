@@ -2,8 +2,8 @@ import math
 from typing import Any
 
 import pytest
-from pagewire.v1 import inference_service_pb2 as pb
 
+from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend import validation
 from tests.support.fake_core import model_info

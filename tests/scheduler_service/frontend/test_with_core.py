@@ -4,7 +4,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
-
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService
 from tests.support.fake_worker import FakeWorker, counted

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor
 
+from pagewire_kernels.metadata import AttentionMetadata
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle

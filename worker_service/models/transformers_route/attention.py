@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pagewire_kernels.backends import AttentionBackend
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.metadata import AttentionMetadata
 
 NAME = "pagewire"
 """What a model's configuration calls our function."""

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagewire_kernels.backends import AttentionBackend
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from pagewire_kernels.backends import AttentionBackend
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.models.placement import Placement
 from worker_service.models.registry import limit_model_len

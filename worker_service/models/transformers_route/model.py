@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pagewire_kernels.metadata import AttentionMetadata
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.placement import Placement
