@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagewire_kernels.reference import swap_blocks
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
 from worker_service.plan import Int32Array, StepPlan
@@ -42,7 +43,7 @@ class CacheEngine:
         return (len(self.device_cache), len(self.host_cache)) == (num_gpu_blocks, num_cpu_blocks)
 
     def execute(self, plan: StepPlan) -> None:
-        """Swap out, swap in and copy, in this order; pairs of one kind in their own order.
+        """Swap out, swap in and copy, in this order; each reads all its sources, then writes.
 
         Raises InvalidPlan for a block that neither cache has. On a GPU the copies run on a stream
         of their own, between the work queued before and the work queued after.
@@ -59,8 +60,8 @@ class CacheEngine:
             _check(pairs, source, target, field)
         with self._side_stream():
             for _, pairs, source, target in moves:
-                for source_block, target_block in pairs.tolist():
-                    target[target_block].copy_(source[source_block], non_blocking=True)
+                if len(pairs):
+                    swap_blocks(source, target, torch.from_numpy(pairs.astype(np.int64)))
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:

@@ -164,7 +164,7 @@ def test_a_swap_out_frees_its_block_for_a_swap_in_and_a_copy_of_the_same_step() 
         10.0,
         70.0,
         70.0,
-        70.0,
+        11.0,  # all sources of the copies are read first
     ]
 
 

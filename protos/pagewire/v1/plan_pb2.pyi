@@ -54,6 +54,8 @@ class StepPlan(_message.Message):
     """What the worker does in one step. Order: forget sequences, swap out, swap in,
     copy, take in new sequences, apply block updates, run the forward pass over the
     batch, sample. So a block freed by a swap-out may be a target of the same step.
+    Each of the three cache operations reads all its sources before it writes, and
+    none writes a block twice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
