@@ -45,9 +45,11 @@ class InProcessEngine:
         num_gpu_blocks: int = 512,
         block_size: int = 4,
         dtype: str = "float32",
+        device: str = "cpu",
         config: SchedulerConfig | None = None,
     ) -> None:
-        self.loaded = load_model(ModelConfig(model=str(model), device="cpu", dtype=dtype))
+        self.device = torch.device(device)
+        self.loaded = load_model(ModelConfig(model=str(model), device=device, dtype=dtype))
         self.block_size = block_size
         self.reset(num_gpu_blocks=num_gpu_blocks, config=config or SchedulerConfig())
 
@@ -59,7 +61,7 @@ class InProcessEngine:
             block_size=self.block_size,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=0,
-            device=torch.device("cpu"),
+            device=self.device,
         )
         self.runner = ModelRunner(model, cache, self.block_size)
         self.core = SchedulerCore(config)

@@ -1,0 +1,106 @@
+"""The same work on a GPU: the tokens of the CPU, and cache operations on a stream of their own."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.metadata import AttentionMetadata
+from scheduler_service.core.config import SchedulerConfig
+from tests.support.checkpoints import checkpoint
+from tests.support.in_process import InProcessEngine
+from worker_service.cache_engine import CacheEngine
+from worker_service.config import CacheConfig
+from worker_service.memory import profile_blocks
+from worker_service.models.interface import KVCacheSpec
+from worker_service.plan import StepPlan
+
+pytestmark = pytest.mark.gpu
+
+CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
+SPEC = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
+def test_a_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (1, 3, 17, 26, 9, 40, 8)]
+    outputs = {}
+    for device in ("cpu", "cuda"):
+        engine = InProcessEngine(checkpoint(family), device=device)
+        engine.reset(num_gpu_blocks=64, config=CHUNKED)
+        outputs[device] = engine.generate(prompts, 12, logprobs=0)
+    for ours, theirs in zip(outputs["cuda"], outputs["cpu"], strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_on_a_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 9, 16, 2, 32, generator=draw).to(dtype)
+    query = torch.randn(7, 4, 32, generator=draw).to(dtype)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, 5, 7], dtype=torch.int32),
+        context_lens=torch.tensor([40, 21], dtype=torch.int32),
+        block_tables=torch.tensor([[3, 0, 8], [5, 2, -1]], dtype=torch.int32),
+        slot_mapping=torch.full((7,), -1),
+        max_query_len=5,
+        max_context_len=40,
+    )
+    on_gpu = AttentionMetadata(
+        query_start=metadata.query_start.cuda(),
+        context_lens=metadata.context_lens.cuda(),
+        block_tables=metadata.block_tables.cuda(),
+        slot_mapping=metadata.slot_mapping.cuda(),
+        max_query_len=5,
+        max_context_len=40,
+    )
+    expected = reference.paged_attention(query, cache[0], cache[1], metadata, scale=0.2)
+    moved = cache.cuda()
+    output = reference.paged_attention(query.cuda(), moved[0], moved[1], on_gpu, scale=0.2)
+    torch.testing.assert_close(output.cpu(), expected, atol=1e-2, rtol=1e-2)
+
+
+def column(*pairs: tuple[int, ...], width: int = 2) -> np.ndarray:
+    return np.array(pairs, np.int32).reshape(-1, width)
+
+
+def test_blocks_move_between_gpu_and_host() -> None:
+    device = torch.device("cuda")
+    engine = CacheEngine(SPEC, block_size=16, num_gpu_blocks=4, num_cpu_blocks=4, device=device)
+    for block in range(4):
+        engine.device_cache[block] = block + 1
+    nothing = column(width=1).flatten()
+    plan = StepPlan(
+        epoch=1,
+        step_id=1,
+        forget_seq_ids=nothing,
+        swap_out=column((0, 2), (3, 1)),
+        swap_in=column((2, 3)),
+        copy=column((1, 0)),
+        new_sequences=(),
+        block_updates=column(width=3),
+        seq_ids=nothing,
+        num_tokens=nothing,
+        sample=nothing.astype(bool),
+    )
+    engine.execute(plan)
+    torch.cuda.synchronize()
+    assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == [2.0, 2.0, 3.0, 1.0]
+    assert engine.host_cache[[1, 2], 0, 0, 0, 0, 0].tolist() == [4.0, 1.0]
+
+
+def test_profiling_leaves_room_for_what_else_is_on_the_gpu() -> None:
+    engine = InProcessEngine(checkpoint("llama"), device="cuda")
+    counts = profile_blocks(
+        engine.loaded.model,
+        CacheConfig(gpu_memory_utilization=0.5, swap_space=1 << 20),
+        torch.device("cuda"),
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )
+    block_bytes = engine.loaded.model.kv_cache_spec.block_bytes(16)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert 0 < counts.num_gpu_blocks * block_bytes < total / 2
+    assert counts.num_cpu_blocks == (1 << 20) // block_bytes
