@@ -22,6 +22,7 @@ Both roles share, each in one place:
 `grpc_options.py`    options of every channel and server
 `addresses.py`       addresses to listen on, and why one cannot be used
 `service_runner.py`  a gRPC server with health, reflection, signals and an orderly end
+`tasks.py`           coroutines that stand and fall together
 `command_line.py`    logging, one-line errors, exit codes
 
 What others may rely on: nothing here imports torch or touches a model's weights. All state of the

@@ -16,7 +16,6 @@ core needs no lock; after each the driver hands out news and wakes whoever may h
 `assets.py`       the models' files, fetched from a worker once
 `status.py`       the snapshot for operators
 `servicer.py`     the rpcs, each a line or two
-`tasks.py`        coroutines that stand and fall together
 `config.py`, `command.py`  what can be chosen, and the flags for it
 
 A step: a link asks the core for a plan, which leaves at once, up to `pipeline_depth` ahead of the

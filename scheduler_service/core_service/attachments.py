@@ -16,8 +16,8 @@ from scheduler_service import wire
 from scheduler_service.columns import from_column
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.tasks import run_until_first
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.tasks import run_until_first
 from scheduler_service.core_service.worker_link import CannotServe, WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
+from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 

