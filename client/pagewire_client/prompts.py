@@ -46,7 +46,7 @@ def chat_proto(messages: Messages, *, add_generation_prompt: bool = True) -> pb.
 def fill_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     """Set the request's prompt. Raises ValueError if `prompt` is nothing that can be one."""
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = _encodable(prompt)
     elif isinstance(prompt, pb.Chat):
         request.chat.CopyFrom(prompt)
     elif isinstance(prompt, Mapping):
@@ -71,7 +71,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 def _fill_from_mapping(request: pb.GenerateRequest, prompt: Mapping[str, Any]) -> None:
     keys = set(prompt)
     if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-        request.text = prompt["prompt"]
+        request.text = _encodable(prompt["prompt"])
     elif keys == {"prompt_token_ids"}:
         _fill_token_ids(request, prompt["prompt_token_ids"])
     else:
@@ -83,16 +83,27 @@ def _fill_token_ids(request: pb.GenerateRequest, token_ids: Any) -> None:
         request.token_ids.ids.extend(token_ids)
     except (TypeError, ValueError):
         raise ValueError(
-            f"prompt must be {_EXPECTED}, not {type(token_ids).__name__} "
-            "with anything but numbers from 0 to 2**32 - 1"
+            f"prompt must be {_EXPECTED}, with token ids from 0 to 2**32 - 1; "
+            f"got {type(token_ids).__name__}"
         ) from None
     # An empty list must be seen as a prompt of no tokens, not as no prompt.
     request.token_ids.SetInParent()
+
+
+def _encodable(text: str) -> str:
+    """The text; raises ValueError for halves of characters, such as undecodable input leaves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt must be Unicode text; position {error.start} holds half a character"
+        ) from None
+    return text
 
 
 def _role_and_content(position: int, message: Mapping[str, Any]) -> tuple[str, str]:
     if isinstance(message, Mapping) and set(message) == {"role", "content"}:
         role, content = message["role"], message["content"]
         if isinstance(role, str) and isinstance(content, str):
-            return role, content
+            return role, _encodable(content)
     raise ValueError(f'messages[{position}] must be {{"role": text, "content": text}}')

@@ -46,6 +46,14 @@ def test_anything_else_is_refused(prompt: Any) -> None:
         generate_request(prompt)
 
 
+@pytest.mark.parametrize(
+    "prompt", ["a\ud800", {"prompt": "a\ud800"}, [{"role": "user", "content": "a\ud800"}]]
+)
+def test_text_that_cannot_be_encoded_is_refused_with_its_place(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="prompt must be Unicode text; position 1"):
+        generate_request(prompt)
+
+
 def test_every_request_has_an_id_of_its_own() -> None:
     assert generate_request("a").request_id != generate_request("a").request_id
     assert generate_request("a", request_id="mine").request_id == "mine"

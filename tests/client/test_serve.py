@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> No
     assert "Traceback" not in done.stderr
 
 
-def test_a_taken_port_ends_serve_with_the_frontends_words() -> None:
+def test_a_taken_port_ends_serve() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         model = str(checkpoint("llama"))
@@ -133,6 +133,17 @@ def test_a_taken_port_ends_serve_with_the_frontends_words() -> None:
         done = subprocess.run(**command(*arguments), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
     assert f"error: cannot listen on {address}: address already in use" in done.stderr
+
+
+def test_an_address_at_which_another_deployment_serves_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    address = f"unix:{tmp_path}/f.sock"
+    with serving("--listen", address) as serve:
+        serve.wait_for("serving")
+        done = subprocess.run(**command("serve", "--listen", address), timeout=60)  # type: ignore[call-overload]
+    assert done.returncode == 1
+    assert done.stderr == f"error: cannot listen on {address}: address already in use\n"
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:65535"])

@@ -287,6 +287,8 @@ class FakeWorker(WorkerServiceServicer):
         self, request: worker_service_pb2.ProfileBlocksRequest, context: Any
     ) -> worker_service_pb2.ProfileBlocksResponse:
         self.num_profiles += 1
+        if self.num_gpu_blocks < 1:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for a KV block")
         return worker_service_pb2.ProfileBlocksResponse(num_gpu_blocks=self.num_gpu_blocks)
 
     async def InitializeCache(

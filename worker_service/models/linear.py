@@ -5,6 +5,10 @@ of few rows two to three times as fast. It also makes them batch-invariant: a ro
 bitwise the same for any number of rows from two on (measured with torch 2.13 from 1 to 4096 rows;
 torch's own `linear` chooses its kernel, and with it the order of sums, by the number of rows). A
 single row takes another path, so it is computed twice.
+
+For each number of rows oneDNN makes a kernel and keeps the last thousand: some milliseconds and
+some hundred kilobytes each, which prompts of every length would cost again and again. So large
+numbers of rows are rounded up to few.
 """
 
 import torch
@@ -12,6 +16,17 @@ from torch import Tensor, nn
 
 MIN_PACKED_ROWS = 2
 """Fewer rows are padded up to this."""
+
+MAX_EXACT_ROWS = 64
+"""More rows are padded up to a number of four significant bits: by an eighth at most."""
+
+
+def num_padded_rows(num_rows: int) -> int:
+    """With how many rows a product of `num_rows` is computed."""
+    if num_rows <= MAX_EXACT_ROWS:
+        return max(num_rows, MIN_PACKED_ROWS)
+    step = 1 << ((num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
 
 
 class PackedWeight:
@@ -22,10 +37,11 @@ class PackedWeight:
 
     def apply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
-        if rows.shape[0] >= MIN_PACKED_ROWS:
+        num_rows = rows.shape[0]
+        num_more = num_padded_rows(num_rows) - num_rows
+        if num_more == 0:
             return self._multiply(rows, bias)
-        padded = torch.cat([rows] * MIN_PACKED_ROWS)
-        return self._multiply(padded, bias)[: rows.shape[0]]
+        return self._multiply(torch.cat([rows, rows[:num_more]]), bias)[:num_rows]
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pagewire_client.errors import LocalServiceError
 from pagewire_client.local import flags, programs
-from pagewire_client.local.health import is_serving
+from pagewire_client.local.health import is_serving, is_taken
 from pagewire_client.local.process import OnLine, ServiceProcess
 
 DEFAULT_GRACE_PERIOD_S = 30.0
@@ -85,6 +85,7 @@ class LocalServices:
         nothing is left running then.
         """
         try:
+            self._require_free()
             for process in (self._core, *self._workers, *self._frontends):
                 process.start()
             self._wait_serving(timeout_s)
@@ -120,6 +121,12 @@ class LocalServices:
         self._failed.set()
         for process in self.processes:
             process.kill()
+
+    def _require_free(self) -> None:
+        """Another deployment at our address would answer for ours when we ask whether it serves."""
+        for address in self.addresses:
+            if is_taken(address):
+                raise LocalServiceError(f"cannot listen on {address}: address already in use")
 
     def _wait_serving(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from worker_service.models.layers import ACTIVATIONS, RMSNorm, gelu_tanh, silu
-from worker_service.models.linear import Linear, can_pack
+from worker_service.models.linear import Linear, can_pack, num_padded_rows
 from worker_service.models.transformers_route.invariant_ops import InvariantOps
 
 CPU = torch.device("cpu")
@@ -40,6 +40,14 @@ def test_a_packed_product_has_the_same_bits_for_any_number_of_rows(
         assert torch.equal(linear(rows[:num_rows]), expected[:num_rows]), num_rows
     for start in range(0, 60, 7):
         assert torch.equal(linear(rows[start : start + 5]), expected[start : start + 5]), start
+
+
+def test_rows_are_padded_to_few_numbers_and_little() -> None:
+    padded = {num_rows: num_padded_rows(num_rows) for num_rows in range(2, 8193)}
+    assert num_padded_rows(1) == 2
+    assert all(padded[num_rows] == num_rows for num_rows in range(2, 65))
+    assert all(0 <= size - num_rows <= num_rows / 8 for num_rows, size in padded.items())
+    assert len(set(padded.values())) < 128
 
 
 def test_packing_changes_rounding_only_and_frees_the_weight() -> None:
