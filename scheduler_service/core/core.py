@@ -76,7 +76,9 @@ class SchedulerCore:
         model = self._models[scheduler.capacity.model]
         model.schedulers.remove(scheduler)
         groups, on_worker = scheduler.lose(to_us(now))
-        logger.warning("group lost group_id=%s num_requests=%d", group_id, len(groups))
+        # One without requests was drained, most likely: nobody is hurt.
+        level = logging.WARNING if groups else logging.INFO
+        logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
         for group in groups:
             model.waiting.add(group)
             if group in on_worker:

@@ -77,9 +77,13 @@ class Attachment:
             self.deliver(Outbox(requests_failed=[(submit.handle, error)]))
 
     async def read_all(self, context: Context) -> None:
-        """Take messages in until the frontend ends the stream."""
+        """Take messages in until the frontend ends the stream.
+
+        Once it is closed, by a newer stream of the same frontend say, nothing more counts.
+        """
         while (request := await context.read()) is not grpc.aio.EOF:
-            self.take_in(request.message)
+            if self._closed is None:
+                self.take_in(request.message)
 
     async def write_all(self, context: Context) -> None:
         """Send news as they come; raises what `close` was told."""

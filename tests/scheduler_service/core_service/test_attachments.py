@@ -182,3 +182,27 @@ async def test_a_request_can_be_aborted_from_elsewhere(
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await core.Abort(pb.SchedulerServiceAbortRequest(request_id=unknown))
             assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+class Writer:
+    """A call's context whose peer has written these messages and then half-closed."""
+
+    def __init__(self, *messages: pb.FrontendMessage) -> None:
+        self.messages = list(messages)
+
+    async def read(self) -> object:
+        if not self.messages:
+            return grpc.aio.EOF
+        return pb.AttachRequest(message=self.messages.pop(0))
+
+
+async def test_a_stream_that_was_replaced_submits_nothing_more() -> None:
+    driver = CoreDriver(SchedulerConfig())
+    message = pb.FrontendMessage(submits=[submission("again", 1, [10])])
+    replaced, current = Attachment("again", driver), Attachment("again", driver)
+    replaced.close(Unavailable("attached anew"))
+    await replaced.read_all(cast(Any, Writer(message)))
+    assert driver.core.snapshot().num_waiting == 0
+    await current.read_all(cast(Any, Writer(message)))
+    assert driver.core.snapshot().num_waiting == 1
+    driver.close()
