@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -199,8 +200,11 @@ def serve(
 async def _run(config: "WorkerConfig") -> None:
     from worker_service.lifecycle import Worker
     from worker_service.loader import load_model
+    from worker_service.model_executor import ModelExecutor
+    from worker_service.profiler import Profiler
 
-    worker = Worker(config, lambda: load_model(config.model))
+    profiler = Profiler(Path(config.profile_dir))
+    worker = Worker(config, ModelExecutor(config.cache, profiler, lambda: load_model(config.model)))
     worker.handle_signals()
     await worker.run()
 

@@ -6,37 +6,28 @@ takes the worker over, and whatever an older one had here is dropped.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 
-import torch
-
-from worker_service.cache_engine import CacheEngine
-from worker_service.config import CacheConfig
 from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
-from worker_service.loader import LoadedModel
-from worker_service.memory import BlockCounts, profile_blocks
-from worker_service.model_runner import ModelRunner
+from worker_service.executor import BlockCounts, Executor, ModelFacts, Runner
 from worker_service.model_thread import ModelThread
-from worker_service.profiler import Profiler
 from worker_service.step_stream import StepStream
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model, its caches and at most one stream of plans."""
+    """An executor of plans and at most one stream of them."""
 
-    def __init__(self, config: CacheConfig, profiler: Profiler) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.last_epoch = 0
         """The greatest epoch seen."""
         self.num_weight_loads = 0
-        self._config = config
-        self._profiler = profiler
+        self._executor = executor
+        """Touched on the model thread only, but for its assets."""
         self._thread = ModelThread()
-        self._loaded: LoadedModel | None = None
-        self._runner: ModelRunner | None = None
-        self._cache: CacheEngine | None = None
-        """Touched on the model thread only."""
+        self._facts: ModelFacts | None = None
+        self._runner: Runner | None = None
         self._stream: StepStream | None = None
         self._stream_epoch = 0
         self._num_steps_before = 0
@@ -45,34 +36,26 @@ class Engine:
         self._idle.set()
 
     @property
-    def loaded(self) -> LoadedModel:
-        """The loaded model. Raises NotReady before it is there."""
-        if self._loaded is None:
-            raise NotReady("the model is still loading")
-        return self._loaded
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is. Raises NotReady before it is there."""
-        return torch.device(self.loaded.config.device)
+    def facts(self) -> ModelFacts:
+        """What is known of the loaded model. Raises NotReady before it is there."""
+        self._check_loaded()
+        assert self._facts is not None
+        return self._facts
 
     @property
     def num_steps(self) -> int:
         """Steps executed since the process started."""
         return self._num_steps_before + (self._stream.num_steps if self._stream else 0)
 
-    async def load(self, load: Callable[[], LoadedModel]) -> None:
-        """Load the model on the model thread; raises what `load` raises."""
-
-        def load_here() -> LoadedModel:
-            loaded = load()
-            device = torch.device(loaded.config.device)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return loaded
-
-        self._loaded = await self._thread.run(load_here)
+    async def load(self) -> None:
+        """Load the model on the model thread; raises what the executor raises."""
+        self._facts = await self._thread.run(self._executor.load)
         self.num_weight_loads += 1
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """(file name, content) of the model's files. Raises NotReady before it is there."""
+        self._check_loaded()
+        return self._executor.assets()
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit beside the largest batch."""
@@ -81,22 +64,17 @@ class Engine:
             raise InvalidPlan(
                 "max_num_batched_tokens", f"expected 1 <= max_num_seqs <= this, got {got}"
             )
-        model = self.loaded.model
+        self._check_loaded()
         return await self._thread.run(
-            lambda: profile_blocks(
-                model,
-                self._config,
-                self.device,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                cache=self._cache,
+            lambda: self._executor.profile_blocks(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             )
         )
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Make the caches for an epoch that is about to begin."""
         self._check_serving()
-        model = self.loaded.model
+        self._check_loaded()
         if num_gpu_blocks < 1:
             raise InvalidPlan("num_gpu_blocks", "expected at least 1")
         if epoch <= self.last_epoch:
@@ -104,14 +82,14 @@ class Engine:
         self._fence(epoch)
         self._runner = None
 
-        cache = await self._thread.run(lambda: self._make_cache(num_gpu_blocks, num_cpu_blocks))
-        self._runner = ModelRunner(model, cache, self._config.block_size)
+        self._runner = await self._thread.run(
+            lambda: self._executor.make_runner(num_gpu_blocks, num_cpu_blocks)
+        )
         logger.info(
-            "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d block_size=%d",
+            "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
             epoch,
             num_gpu_blocks,
             num_cpu_blocks,
-            self._config.block_size,
         )
 
     def open_stream(self, epoch: int) -> StepStream:
@@ -152,30 +130,20 @@ class Engine:
 
     async def start_profile(self) -> None:
         """Begin a profiler trace of the model thread."""
-        await self._thread.run(self._profiler.start)
+        await self._thread.run(self._executor.start_profile)
 
     async def stop_profile(self) -> str:
         """End the trace; returns the file it was written to."""
-        return await self._thread.run(self._profiler.stop)
+        return await self._thread.run(self._executor.stop_profile)
 
     def stop(self) -> None:
         """Drop the stream there is, and end the model thread."""
         self.close_any_stream()
-        self._thread.stop(wait=self._loaded is not None)
+        self._thread.stop(wait=self._facts is not None)
 
-    def _make_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> CacheEngine:
-        """On the model thread: the caches there are, if they have the right sizes, or new ones."""
-        if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
-            # Let go of the old ones first: both would not fit.
-            self._cache = None
-            self._cache = CacheEngine(
-                self.loaded.model.kv_cache_spec,
-                block_size=self._config.block_size,
-                num_gpu_blocks=num_gpu_blocks,
-                num_cpu_blocks=num_cpu_blocks,
-                device=self.device,
-            )
-        return self._cache
+    def _check_loaded(self) -> None:
+        if self._facts is None:
+            raise NotReady("the model is still loading")
 
     def _check_serving(self) -> None:
         if self._is_draining:

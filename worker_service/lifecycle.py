@@ -5,16 +5,14 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine
 
 from pagewire.v1 import scheduler_service_pb2
 from worker_service import address
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
 from worker_service.errors import SentAway
-from worker_service.loader import LoadedModel
-from worker_service.profiler import Profiler
+from worker_service.executor import Executor
 from worker_service.registration import Membership, Registrar
 from worker_service.server import Server
 from worker_service.servicer import WorkerServicer
@@ -29,15 +27,14 @@ STOP_GRACE_S = 1.0
 class Worker:
     """All parts of one worker, made and run on one event loop."""
 
-    def __init__(self, config: WorkerConfig, load: Callable[[], LoadedModel]) -> None:
+    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
         network = config.network
         self._config = config
-        self._load = load
         self._listen = address.parse(network.listen, "listen")
         self._core = None if network.core is None else address.parse(network.core, "core")
         if network.advertise is not None:
             address.parse(network.advertise, "advertise")
-        self._engine = Engine(config.cache, Profiler(Path(config.profile_dir)))
+        self._engine = Engine(executor)
         self._servicer = WorkerServicer(config, self._engine)
         self._server = Server(self._servicer)
         self._membership = Membership(
@@ -58,7 +55,7 @@ class Worker:
         logger.info("listening address=%s", self.address)
         self.listening.set()
         try:
-            await self._unless_ended(self._engine.load(self._load))
+            await self._unless_ended(self._engine.load())
             if not self._end.is_set():
                 await self._serve()
         finally:

@@ -7,7 +7,6 @@ setting, and the forward pass only compiles kernels before the first request nee
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.cache_engine import CacheEngine
 from worker_service.config import CacheConfig
 from worker_service.errors import OutOfMemory
+from worker_service.executor import BlockCounts
 from worker_service.models.interface import Model
 from worker_service.sampler.draw import Filters, draw
 
@@ -27,14 +27,6 @@ CPU_SHARE = 4
 MAX_DEFAULT_CPU_BYTES = 4 * 2**30
 DEFAULT_GPU_SWAP_BYTES = 4 * 2**30
 _WARM_UP_TOKENS = 32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCounts:
-    """How many blocks fit."""
-
-    num_gpu_blocks: int
-    num_cpu_blocks: int
 
 
 def profile_blocks(

@@ -3,7 +3,6 @@
 The runner belongs to the engine's model thread; nothing here is safe to call from another.
 """
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,19 +12,15 @@ from torch import Tensor
 
 from worker_service.batch import StepRows, build_inputs, resolve_rows
 from worker_service.cache_engine import CacheEngine
+from worker_service.clock import monotonic_us
 from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
 from worker_service.prompt_logprobs import prompt_logprobs
-from worker_service.sampler import NO_TOKEN, Samples, SamplingBatch, sample
-from worker_service.sampler.logprobs import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.sampler import NO_TOKEN, Samples, SamplingBatch, sample
 from worker_service.sequence_state import SequenceTable
 
 Int64Array = npt.NDArray[np.int64]
-
-
-def monotonic_us() -> int:
-    """The worker's monotonic clock, in microseconds."""
-    return time.monotonic_ns() // 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

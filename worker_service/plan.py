@@ -10,7 +10,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.sampler.logprobs import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
 from worker_service.sampler.params import SamplerParams
 
 Int32Array = npt.NDArray[np.int32]

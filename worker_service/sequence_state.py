@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from worker_service.errors import InvalidPlan
 from worker_service.plan import Int32Array, NewSequence, RowErrorReason
-from worker_service.sampler import EditedRow, SamplingTable
+from worker_service.sampler.edits import EditedRow
+from worker_service.sampler.table import SamplingTable
 
 Int64Array = npt.NDArray[np.int64]
 

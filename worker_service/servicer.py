@@ -13,11 +13,10 @@ from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from worker_service import wire
+from worker_service.clock import monotonic_us
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
 from worker_service.errors import StepFailed, WorkerError
-from worker_service.loader.assets import iter_assets
-from worker_service.model_runner import monotonic_us
 from worker_service.status_codes import abort
 from worker_service.step_stream import StepStream
 
@@ -56,21 +55,20 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     def model_info(self) -> model_pb2.ModelInfo:
         """The facts of the loaded model. Raises NotReady before it is there."""
-        loaded = self._engine.loaded
         return wire.encode_model_info(
-            loaded, self._config.model_name, self._config.cache.block_size
+            self._engine.facts, self._config.model_name, self._config.cache.block_size
         )
 
     @_translates_errors
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetInfoResponse:
-        loaded = self._engine.loaded
+        facts = self._engine.facts
         return pb.GetInfoResponse(
             worker_id=self._config.network.worker_id,
             model=self.model_info(),
-            device=loaded.config.device,
-            attention_backend=loaded.config.attention_backend or "",
+            device=facts.device,
+            attention_backend=facts.attention_backend,
             pid=os.getpid(),
             num_weight_loads=self._engine.num_weight_loads,
             last_epoch=self._engine.last_epoch,
@@ -82,8 +80,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def GetModelAssets(  # type: ignore[override]
         self, request: pb.WorkerServiceGetModelAssetsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        model_dir = self._engine.loaded.model_dir
-        for name, content in await asyncio.to_thread(lambda: list(iter_assets(model_dir))):
+        assets = self._engine.assets()
+        for name, content in await asyncio.to_thread(lambda: list(assets)):
             for start in range(0, max(len(content), 1), ASSET_CHUNK_BYTES):
                 data = content[start : start + ASSET_CHUNK_BYTES]
                 chunk = model_pb2.ModelAssetChunk(file_name=name, data=data)

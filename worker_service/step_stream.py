@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from worker_service.errors import OutOfOrder, StepFailed, WorkerError
-from worker_service.model_runner import ModelRunner
+from worker_service.executor import Runner
 from worker_service.model_thread import ModelThread
 from worker_service.plan import StepPlan, StepResult
 from worker_service.step_summary import StepSummary
@@ -35,7 +35,7 @@ class StepStream:
     the model thread may read it at any time: it then skips what is left of the stream's plans.
     """
 
-    def __init__(self, epoch: int, runner: ModelRunner, thread: ModelThread) -> None:
+    def __init__(self, epoch: int, runner: Runner, thread: ModelThread) -> None:
         self.epoch = epoch
         self.is_closed = False
         self.num_steps = 0

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
 from worker_service.errors import InvalidPlan
-from worker_service.loader import LoadedModel
+from worker_service.executor import ModelFacts
 from worker_service.plan import (
     ROW_ERROR_MESSAGES,
     Int32Array,
@@ -22,7 +22,7 @@ from worker_service.plan import (
     StepPlan,
     StepResult,
 )
-from worker_service.sampler.logprobs import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
 from worker_service.sampler.params import SamplerParams
 
 MAX_LOGPROBS = 1024
@@ -85,22 +85,21 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
     )
 
 
-def encode_model_info(loaded: LoadedModel, name: str, block_size: int) -> model_pb2.ModelInfo:
+def encode_model_info(facts: ModelFacts, name: str, block_size: int) -> model_pb2.ModelInfo:
     """What the core and frontends learn of the model."""
-    model = loaded.model
     return model_pb2.ModelInfo(
         name=name,
-        fingerprint=loaded.fingerprint,
-        architecture=model.architecture,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=_bytes(np.asarray(loaded.eos_token_ids), "<i4"),
-        bos_token_id=loaded.bos_token_id,
-        dtype=loaded.config.dtype,
+        fingerprint=facts.fingerprint,
+        architecture=facts.architecture,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=_bytes(np.asarray(facts.eos_token_ids), "<i4"),
+        bos_token_id=facts.bos_token_id,
+        dtype=facts.dtype,
         block_size=block_size,
-        block_bytes=model.kv_cache_spec.block_bytes(block_size),
-        num_parameters=model.num_parameters,
-        batch_invariant=loaded.batch_invariant,
+        block_bytes=facts.block_bytes,
+        num_parameters=facts.num_parameters,
+        batch_invariant=facts.batch_invariant,
     )
 
 

@@ -16,6 +16,8 @@ from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import WorkerError
 from worker_service.lifecycle import Worker
 from worker_service.loader import LoadedModel, ModelConfig
+from worker_service.model_executor import ModelExecutor
+from worker_service.profiler import Profiler
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -94,7 +96,8 @@ async def running_worker(
         grace_period_s=grace_period_s,
         profile_dir=str(profile_dir),
     )
-    worker = Worker(config, load or (lambda: loaded_counting_model(model)))
+    load_or_count = load or (lambda: loaded_counting_model(model))
+    worker = Worker(config, ModelExecutor(config.cache, Profiler(profile_dir), load_or_count))
     task = asyncio.create_task(worker.run())
     waiting = asyncio.create_task((worker.listening if load else worker.ready).wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.checkpoints import checkpoint
-from tests.support.cluster import environment
+from tests.support.cluster import SERVING, environment, health
 from tests.support.worker_driver import PlanBuilder
 from worker_service.__main__ import app, parse_bytes
 
@@ -105,6 +106,10 @@ def serving(*flags: str) -> Iterator[tuple[Process, WorkerServiceStub]]:
     with process("--model", str(checkpoint("llama")), "--listen", "127.0.0.1:0", *flags) as running:
         address = running.wait_for("listening address=").split("address=")[1].strip()
         running.wait_for("model loaded")
+        deadline = time.monotonic() + 30
+        while health(address) != SERVING:  # the line comes a moment before the event loop knows
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         with grpc.insecure_channel(address) as channel:
             yield running, WorkerServiceStub(channel)
 

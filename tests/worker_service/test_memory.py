@@ -9,7 +9,8 @@ from tests.support.counting_model import CountingModel
 from worker_service import memory
 from worker_service.config import CacheConfig
 from worker_service.errors import OutOfMemory
-from worker_service.memory import BlockCounts, available_host_memory, profile_blocks
+from worker_service.executor import BlockCounts
+from worker_service.memory import available_host_memory, profile_blocks
 
 CPU = torch.device("cpu")
 

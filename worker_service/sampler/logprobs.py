@@ -9,39 +9,11 @@ import torch
 from torch import Tensor
 
 from worker_service.sampler.draw import largest
+from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
 
 MIN_WINDOW = 32
 """Candidates looked at for the most probable tokens, at least. Ties among them are ordered by
 token id; a window that followed the batch's greatest wish could let neighbours break ties."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenLogprobs:
-    """One sampled token's log probability, and those of the most probable tokens."""
-
-    token_ids: npt.NDArray[np.int32]
-    """The sampled token, then the most probable ones, most probable first."""
-
-    logprobs: npt.NDArray[np.float32]
-    rank: int
-    """Of the sampled token; 1 is the most probable."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptLogprobs:
-    """Log probabilities of some consecutive prompt tokens."""
-
-    start: int
-    """Position in the prompt of the first one, from 1."""
-
-    token_ids: npt.NDArray[np.int32]
-    """[num_tokens, 1 + number of most probable ones]; first the prompt's own."""
-
-    logprobs: npt.NDArray[np.float32]
-    """The same shape."""
-
-    ranks: npt.NDArray[np.int32]
-    """[num_tokens]: of the prompt's own tokens."""
 
 
 @dataclass(frozen=True, slots=True)

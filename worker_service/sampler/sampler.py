@@ -21,7 +21,8 @@ from torch import Tensor
 
 from worker_service.sampler.draw import Filters, draw, draw_unfiltered
 from worker_service.sampler.edits import EditedRow, apply_edits
-from worker_service.sampler.logprobs import TokenLogprobs, logprob_table
+from worker_service.sampler.entries import TokenLogprobs
+from worker_service.sampler.logprobs import logprob_table
 from worker_service.sampler.philox import uniform
 from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
 

@@ -7,17 +7,12 @@ import pytest
 import torch
 
 from tests.worker_service.sampler import reference
-from worker_service.sampler import (
-    NO_TOKEN,
-    EditedRow,
-    Samples,
-    SamplingBatch,
-    SamplingTable,
-    sample,
-)
-from worker_service.sampler.logprobs import TokenLogprobs
+from worker_service.sampler.edits import EditedRow
+from worker_service.sampler.entries import TokenLogprobs
 from worker_service.sampler.params import SamplerParams
 from worker_service.sampler.philox import uniform
+from worker_service.sampler.sampler import NO_TOKEN, Samples, SamplingBatch, sample
+from worker_service.sampler.table import SamplingTable
 
 VOCAB_SIZE = 500
 

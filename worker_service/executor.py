@@ -1,0 +1,80 @@
+"""What the engine needs of whatever executes plans: a model on a device, or a simulation.
+
+Nothing here knows torch, so that a worker without a model starts without it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker_service.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCounts:
+    """How many blocks fit."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What others learn of a loaded model; `model.proto` explains each field."""
+
+    architecture: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    block_bytes: int
+    num_parameters: int
+    batch_invariant: bool
+
+    device: str
+    """`cpu`, `cuda:0` or whatever else the executor calls it."""
+
+    attention_backend: str
+    """Empty where there is none."""
+
+
+class Runner(Protocol):
+    """Executes the plans of one epoch, over caches of fixed sizes."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all sequences; the caches' contents become meaningless."""
+        ...
+
+
+class Executor(Protocol):
+    """A model and its caches. All methods but `assets` are called on the model thread."""
+
+    def load(self) -> ModelFacts:
+        """Make the model ready; called once, before anything else. Raises WorkerError."""
+        ...
+
+    def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does."""
+        ...
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Runner:
+        """A runner over caches of these sizes, in place of any made before."""
+        ...
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """(file name, content) of each file a frontend needs and the model has."""
+        ...
+
+    def start_profile(self) -> None:
+        """Begin a trace of this thread. Raises OutOfOrder if one is running."""
+        ...
+
+    def stop_profile(self) -> str:
+        """End the trace; returns its file's path. Raises OutOfOrder if none is running."""
+        ...

@@ -1,0 +1,98 @@
+"""A model on a device, as the engine drives it."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from worker_service.cache_engine import CacheEngine
+from worker_service.config import CacheConfig
+from worker_service.executor import BlockCounts, ModelFacts
+from worker_service.loader import LoadedModel
+from worker_service.loader.assets import iter_assets
+from worker_service.memory import profile_blocks
+from worker_service.model_runner import ModelRunner
+from worker_service.profiler import Profiler
+
+
+class ModelExecutor:
+    """Implements `worker_service.executor.Executor` with torch."""
+
+    def __init__(
+        self, config: CacheConfig, profiler: Profiler, load: Callable[[], LoadedModel]
+    ) -> None:
+        self._config = config
+        self._profiler = profiler
+        self._load = load
+        self._loaded: LoadedModel | None = None
+        self._cache: CacheEngine | None = None
+
+    def load(self) -> ModelFacts:
+        """Load the model; raises what the loader raises."""
+        self._loaded = self._load()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return _facts_of(self._loaded, self._config.block_size)
+
+    def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        """How many KV blocks fit beside the largest batch."""
+        return profile_blocks(
+            self._model.model,
+            self._config,
+            self._device,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache=self._cache,
+        )
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int) -> ModelRunner:
+        """A runner over the caches there are, if they have the right sizes, or over new ones."""
+        if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
+            # Let go of the old ones first: both would not fit.
+            self._cache = None
+            self._cache = CacheEngine(
+                self._model.model.kv_cache_spec,
+                block_size=self._config.block_size,
+                num_gpu_blocks=num_gpu_blocks,
+                num_cpu_blocks=num_cpu_blocks,
+                device=self._device,
+            )
+        return ModelRunner(self._model.model, self._cache, self._config.block_size)
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """The files of the checkpoint that frontends need."""
+        return iter_assets(self._model.model_dir)
+
+    def start_profile(self) -> None:
+        """Begin a trace of this thread."""
+        self._profiler.start()
+
+    def stop_profile(self) -> str:
+        """End the trace; returns the file it was written to."""
+        return self._profiler.stop()
+
+    @property
+    def _model(self) -> LoadedModel:
+        assert self._loaded is not None, "load() comes first"
+        return self._loaded
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._model.config.device)
+
+
+def _facts_of(loaded: LoadedModel, block_size: int) -> ModelFacts:
+    model = loaded.model
+    return ModelFacts(
+        architecture=model.architecture,
+        fingerprint=loaded.fingerprint,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        bos_token_id=loaded.bos_token_id,
+        dtype=loaded.config.dtype,
+        block_bytes=model.kv_cache_spec.block_bytes(block_size),
+        num_parameters=model.num_parameters,
+        batch_invariant=loaded.batch_invariant,
+        device=loaded.config.device,
+        attention_backend=loaded.config.attention_backend or "",
+    )

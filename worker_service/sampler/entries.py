@@ -1,0 +1,35 @@
+"""Log probabilities as a step's result holds them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """One sampled token's log probability, and those of the most probable tokens."""
+
+    token_ids: npt.NDArray[np.int32]
+    """The sampled token, then the most probable ones, most probable first."""
+
+    logprobs: npt.NDArray[np.float32]
+    rank: int
+    """Of the sampled token; 1 is the most probable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of some consecutive prompt tokens."""
+
+    start: int
+    """Position in the prompt of the first one, from 1."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[num_tokens, 1 + number of most probable ones]; first the prompt's own."""
+
+    logprobs: npt.NDArray[np.float32]
+    """The same shape."""
+
+    ranks: npt.NDArray[np.int32]
+    """[num_tokens]: of the prompt's own tokens."""
