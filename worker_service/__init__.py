@@ -14,8 +14,12 @@ text are the scheduler's affair. What one plan goes through:
 | the result goes back | `wire.py`, `servicer.py` |
 
 Around it: `loader/` brings a checkpoint into memory, `memory.py` finds out how many blocks fit,
-`engine.py` holds the epoch, `step_summary.py` counts, `registration.py` keeps the core informed,
-`lifecycle.py` is the process from start to end, `__main__.py` its command line.
+`model_executor.py` drives both, `engine.py` holds the epoch, `step_summary.py` counts,
+`registration.py` keeps the core informed, `lifecycle.py` is the process from start to end,
+`__main__.py` its command line.
+
+The engine knows what executes plans by the protocols of `executor.py` only. `simulation/`
+implements them, too: it computes nothing, checks every plan, and needs no torch (`--simulate`).
 
 Promises to the core:
 

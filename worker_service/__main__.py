@@ -12,6 +12,9 @@ from typer import Option
 
 if TYPE_CHECKING:
     from worker_service.config import WorkerConfig
+    from worker_service.executor import Executor
+    from worker_service.loader import ModelConfig
+    from worker_service.simulation.config import SimulationConfig
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -140,6 +143,37 @@ def serve(
             help="Run Python code that comes with a checkpoint.",
         ),
     ] = False,
+    simulate: Annotated[
+        bool,
+        Option(
+            "--simulate",
+            envvar=_env("SIMULATE"),
+            help="Serve no model: check every plan and make tokens up. Of the flags above, those "
+            "of the model's files, device, numbers and memory have no effect then.",
+        ),
+    ] = False,
+    simulate_gpu_blocks: Annotated[
+        int, Option(envvar=_env("SIMULATE_GPU_BLOCKS"), help="Simulated KV blocks on the device.")
+    ] = 4096,
+    simulate_cpu_blocks: Annotated[
+        int, Option(envvar=_env("SIMULATE_CPU_BLOCKS"), help="Simulated KV blocks on the host.")
+    ] = 4096,
+    simulate_vocab_size: Annotated[
+        int, Option(envvar=_env("SIMULATE_VOCAB_SIZE"), help="Simulated tokens are below this.")
+    ] = 32000,
+    simulate_eos_token_id: Annotated[
+        int, Option(envvar=_env("SIMULATE_EOS_TOKEN_ID"), help="Simulated end of a sequence.")
+    ] = 2,
+    simulate_step_us: Annotated[
+        float, Option(envvar=_env("SIMULATE_STEP_US"), help="Microseconds a simulated step takes,")
+    ] = 0.0,
+    simulate_token_us: Annotated[
+        float,
+        Option(envvar=_env("SIMULATE_TOKEN_US"), help="more per token of a row beyond its first,"),
+    ] = 0.0,
+    simulate_sequence_us: Annotated[
+        float, Option(envvar=_env("SIMULATE_SEQUENCE_US"), help="and more per row.")
+    ] = 0.0,
     grace_period: Annotated[
         float,
         Option(envvar=_env("GRACE_PERIOD"), help="Seconds to finish what runs after SIGTERM."),
@@ -155,10 +189,41 @@ def serve(
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    # These import torch, which takes seconds: not for `--help`, nor for a flag that is wrong.
     from worker_service import config as settings
     from worker_service.errors import InvalidOption, WorkerError
-    from worker_service.loader import ModelConfig
+
+    def model_config() -> "ModelConfig":
+        # Imports torch, which takes seconds: not for `--help`, nor for a simulation.
+        from worker_service.loader import ModelConfig
+
+        return ModelConfig(
+            model=model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            max_model_len=max_model_len,
+            attention_backend=attention_backend,
+            threads=threads,
+            trust_remote_code=trust_remote_code,
+        )
+
+    def simulation_config() -> "SimulationConfig":
+        from worker_service.simulation.config import DEFAULT_MAX_MODEL_LEN, SimulationConfig
+        from worker_service.simulation.cost import CostModel
+
+        return SimulationConfig(
+            vocab_size=simulate_vocab_size,
+            eos_token_id=simulate_eos_token_id,
+            num_gpu_blocks=simulate_gpu_blocks,
+            num_cpu_blocks=simulate_cpu_blocks,
+            cost=CostModel(
+                step_us=simulate_step_us,
+                token_us=simulate_token_us,
+                sequence_us=simulate_sequence_us,
+            ),
+            max_model_len=DEFAULT_MAX_MODEL_LEN if max_model_len is None else max_model_len,
+        )
 
     try:
         network = settings.NetworkConfig(
@@ -168,17 +233,7 @@ def serve(
             **({} if group_id is None else {"group_id": group_id}),
         )
         config = settings.WorkerConfig(
-            model=ModelConfig(
-                model=model,
-                revision=revision,
-                device=device,
-                dtype=dtype,
-                load_format=load_format,
-                max_model_len=max_model_len,
-                attention_backend=attention_backend,
-                threads=threads,
-                trust_remote_code=trust_remote_code,
-            ),
+            model=simulation_config() if simulate else model_config(),
             cache=settings.CacheConfig(
                 block_size=block_size,
                 kv_cache_memory=kv_cache_memory,
@@ -199,14 +254,27 @@ def serve(
 
 async def _run(config: "WorkerConfig") -> None:
     from worker_service.lifecycle import Worker
+
+    worker = Worker(config, _executor_of(config))
+    worker.handle_signals()
+    await worker.run()
+
+
+def _executor_of(config: "WorkerConfig") -> "Executor":
+    """What is to execute the plans; a simulation needs no torch, so each is imported here."""
+    from worker_service.simulation.config import SimulationConfig
+
+    model = config.model
+    if isinstance(model, SimulationConfig):
+        from worker_service.simulation.executor import SimulatedExecutor
+
+        return SimulatedExecutor(model, config.cache.block_size)
     from worker_service.loader import load_model
     from worker_service.model_executor import ModelExecutor
     from worker_service.profiler import Profiler
 
     profiler = Profiler(Path(config.profile_dir))
-    worker = Worker(config, ModelExecutor(config.cache, profiler, lambda: load_model(config.model)))
-    worker.handle_signals()
-    await worker.run()
+    return ModelExecutor(config.cache, profiler, lambda: load_model(model))
 
 
 def _exit(error: Exception, code: int) -> NoReturn:

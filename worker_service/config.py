@@ -2,9 +2,13 @@
 
 import uuid
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from worker_service.errors import InvalidOption
-from worker_service.loader import ModelConfig
+
+if TYPE_CHECKING:  # imports torch, which a simulation does without
+    from worker_service.loader import ModelConfig
+    from worker_service.simulation.config import SimulationConfig
 
 
 def _random_id() -> str:
@@ -68,7 +72,7 @@ class NetworkConfig:
 class WorkerConfig:
     """All settings of one worker process."""
 
-    model: ModelConfig
+    model: "ModelConfig | SimulationConfig"
     cache: CacheConfig = field(default_factory=CacheConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
 

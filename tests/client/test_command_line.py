@@ -260,6 +260,15 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
         assert ours == theirs, service
 
 
+def test_a_simulated_worker_is_told_by_flag_or_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert programs.kind_of_worker(simulate=False) == "worker"
+    assert programs.kind_of_worker(simulate=True) == "simulated worker"
+    monkeypatch.setenv("PAGEWIRE_SIMULATE", "True")
+    assert programs.kind_of_worker(simulate=False) == "simulated worker"
+
+
 def test_flags_become_arguments_of_the_services_that_take_them() -> None:
     values = {
         "dtype": "float32",

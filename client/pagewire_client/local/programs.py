@@ -11,10 +11,18 @@ _PACKAGES = ("scheduler_service", "worker_service", "pagewire_kernels", "pagewir
 # The modules by which an extra is recognised as installed.
 _NEEDS = {
     "worker": ("worker_service", "torch", "transformers"),
+    "simulated worker": ("worker_service", "numpy", "grpc_health", "grpc_reflection"),
     "scheduler": ("scheduler_service", "tokenizers", "grpc_health"),
     "frontend": ("scheduler_service", "tokenizers", "grpc_health"),
 }
-_EXTRAS = {"worker": "worker", "scheduler": "scheduler", "frontend": "scheduler"}
+_EXTRAS = {
+    "worker": "worker",
+    "simulated worker": "simulate",
+    "scheduler": "scheduler",
+    "frontend": "scheduler",
+}
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
 
 COMMANDS = {
     "worker": ("worker_service",),
@@ -32,6 +40,12 @@ def require(*services: str) -> None:
         raise LocalServiceError(
             f"this needs the {' and the '.join(missing)}: pip install 'pagewire[{extras}]'"
         )
+
+
+def kind_of_worker(*, simulate: bool) -> str:
+    """The worker to `require`: a simulated one, by flag or environment, needs less."""
+    from_environment = os.environ.get("PAGEWIRE_SIMULATE", "").lower() in _TRUE
+    return "simulated worker" if simulate or from_environment else "worker"
 
 
 def _is_installed(service: str) -> bool:

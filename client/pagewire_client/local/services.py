@@ -45,7 +45,8 @@ class LocalServices:
         """
         self._flags = dict(engine_flags or {})
         flags.check_names(self._flags)
-        programs.require(*programs.COMMANDS)
+        worker = programs.kind_of_worker(simulate=bool(self._flags.get("simulate")))
+        programs.require(worker, "scheduler", "frontend")
         indexes = range(num_frontends)
         public = [] if listen is None else [_following(listen, index) for index in indexes]
         self._model = model

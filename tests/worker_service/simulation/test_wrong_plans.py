@@ -1,0 +1,301 @@
+"""Each way to break the memory model or the row rules is caught, and told by field."""
+
+from typing import Any
+
+import pytest
+
+from pagewire.v1 import plan_pb2
+from tests.support.simulated import Bench
+from tests.support.worker_driver import GREEDY, Row, column, sampler_params
+from worker_service.errors import InvalidPlan
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def started() -> Bench:
+    """Sequence 1 has its prompt's six tokens in blocks 0 and 1, and one token sampled."""
+    bench = Bench()
+    bench.plans.add(1, PROMPT)
+    bench.step(Row(1, 6))
+    return bench
+
+
+def new(seq_id: int, tokens: list[int], blocks: list[int], **fields: Any) -> plan_pb2.NewSequence:
+    fields = {"num_prompt_tokens": len(tokens), "sampling": GREEDY} | fields
+    return plan_pb2.NewSequence(
+        seq_id=seq_id, token_ids=column(tokens), block_ids=column(blocks), **fields
+    )
+
+
+def refused(bench: Bench, field: str, problem: str, *rows: Row, **fields: Any) -> None:
+    """The plan of exactly these columns ends in InvalidPlan that says so."""
+    plan = plan_pb2.StepPlan(
+        epoch=1,
+        step_id=1,
+        seq_ids=column(row.seq_id for row in rows),
+        num_tokens=column(row.num_tokens for row in rows),
+        sample=bytes(row.sample for row in rows),
+        **fields,
+    )
+    with pytest.raises(InvalidPlan) as caught:
+        bench.execute(plan)
+    assert caught.value.field == field
+    assert problem in caught.value.problem
+
+
+def with_new(*sequences: plan_pb2.NewSequence) -> dict[str, Any]:
+    return {"new_sequences": sequences}
+
+
+def test_a_read_of_a_block_never_written() -> None:
+    prefix = new(2, PROMPT, [7, 8], num_computed_tokens=4)
+    problem = "reads position 0 from device block 7 offset 0, where nothing was written"
+    refused(started(), "seq_ids", problem, Row(2, 2), **with_new(prefix))
+
+
+def test_a_read_of_a_slot_never_written_in_a_block_that_was() -> None:
+    prefix = new(2, [*PROMPT, 0, 0, 1], [0, 1, 8], num_computed_tokens=8)
+    problem = "reads position 6 from device block 1 offset 2, where nothing was written"
+    refused(started(), "seq_ids", problem, Row(2, 1), **with_new(prefix))
+
+
+def test_a_read_of_another_historys_kv() -> None:
+    prefix = new(2, [5, 6, 70, 8, 9], [0, 8], num_computed_tokens=4)
+    problem = "reads position 2 from device block 0 offset 2, where another history's KV is"
+    refused(started(), "seq_ids", problem, Row(2, 1), **with_new(prefix))
+
+
+def test_a_read_of_what_another_row_only_now_writes() -> None:
+    bench = Bench()
+    first, second = new(1, PROMPT, [0, 1]), new(2, PROMPT, [0, 2], num_computed_tokens=4)
+    refused(
+        bench, "seq_ids", "nothing was written", Row(1, 6), Row(2, 2), **with_new(first, second)
+    )
+
+
+def test_a_block_table_entry_changed_under_a_sequence() -> None:
+    refused(
+        started(),
+        "seq_ids",
+        "sequence 1 reads position 0 from device block 9",
+        Row(1),
+        block_updates=column([1, 0, 9]),
+    )
+
+
+def test_a_write_to_a_block_given_to_two() -> None:
+    problem = "sequence 2 writes to device block 1, which is shared with sequence 1"
+    refused(started(), "seq_ids", problem, Row(2, 6), **with_new(new(2, PROMPT, [3, 1])))
+
+
+def test_a_write_to_a_shared_last_block_without_a_copy() -> None:
+    bench = started()
+    fork = plan_pb2.NewSequence(
+        seq_id=2, parent_seq_id=1, block_ids=column([0, 1]), sampling=GREEDY
+    )
+    problem = "sequence 1 writes to device block 1, which is shared with sequence 2"
+    refused(bench, "seq_ids", problem, Row(1), Row(2), **with_new(fork))
+
+
+def test_a_lost_copy() -> None:
+    bench = started()
+    fork = plan_pb2.NewSequence(
+        seq_id=2, parent_seq_id=1, block_ids=column([0, 9]), sampling=GREEDY
+    )
+    problem = "sequence 2 reads position 4 from device block 9 offset 0, where nothing was written"
+    refused(bench, "seq_ids", problem, Row(1), Row(2), **with_new(fork))
+
+
+def test_a_copy_of_the_wrong_block() -> None:
+    bench = started()
+    fork = plan_pb2.NewSequence(
+        seq_id=2, parent_seq_id=1, block_ids=column([0, 9]), sampling=GREEDY
+    )
+    problem = "sequence 2 reads position 4 from device block 9 offset 0, where another history"
+    refused(bench, "seq_ids", problem, Row(1), Row(2), copy=column([0, 9]), **with_new(fork))
+
+
+def test_use_of_a_block_that_was_freed_and_written_again() -> None:
+    bench = started()
+    bench.plans.next_block = 0
+    bench.plans.add(2, [1, 2, 3, 4, 5])
+    bench.step(Row(2, 5), forget_seq_ids=column([1]))
+    back = new(1, [*PROMPT, 11], [0, 1], num_computed_tokens=6)
+    refused(bench, "seq_ids", "where another history's KV is", Row(1, 1), **with_new(back))
+
+
+@pytest.mark.parametrize(
+    ("field", "pairs", "problem"),
+    [
+        ("swap_out", [7, 0], "source block 7 was never written"),
+        ("swap_in", [7, 9], "source block 7 was never written"),
+        ("copy", [7, 9], "source block 7 was never written"),
+        ("swap_out", [32, 0], "expected source blocks from 0 to 31, got 32"),
+        ("swap_out", [0, 8], "expected target blocks from 0 to 7, got 8"),
+        ("swap_in", [-1, 9], "expected source blocks from 0 to 7, got -1"),
+        ("copy", [0, 99], "expected target blocks from 0 to 31, got 99"),
+        ("swap_out", [0, 1, 1, 1], "target block 1 is named twice"),
+        ("copy", [0, 9, 1, 9], "target block 9 is named twice"),
+        ("copy", [0, 1], "device block 1 is in use by sequence 1"),
+    ],
+)
+def test_a_move_that_cannot_be(field: str, pairs: list[int], problem: str) -> None:
+    refused(started(), field, problem, **{field: column(pairs)})
+
+
+def test_a_swap_out_of_a_block_in_use_by_a_row() -> None:
+    problem = "device block 0 is used in this step by sequence 1"
+    refused(started(), "swap_out", problem, Row(1), swap_out=column([0, 0]))
+
+
+def test_a_swap_in_over_a_block_in_use() -> None:
+    bench = started()
+    bench.step(swap_out=column([0, 0]))
+    problem = "device block 1 is in use by sequence 1"
+    refused(bench, "swap_in", problem, swap_in=column([0, 1]))
+
+
+def test_a_copy_over_a_block_just_swapped_in() -> None:
+    bench = started()
+    bench.step(swap_out=column([0, 0]))
+    problem = "device block 9 is a target of swap_in, too"
+    refused(bench, "copy", problem, swap_in=column([0, 9]), copy=column([1, 9]))
+
+
+def test_blocks_swapped_in_the_wrong_way_round() -> None:
+    bench = started()
+    bench.step(swap_out=column([0, 0, 1, 1]), forget_seq_ids=column([1]))
+    back = new(1, [*PROMPT, 11], [8, 9], num_computed_tokens=6)
+    moves = column([1, 8, 0, 9])
+    problem = "reads position 0 from device block 8 offset 0, where another history's KV is"
+    refused(bench, "seq_ids", problem, Row(1, 1), swap_in=moves, **with_new(back))
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("forget_seq_ids", {"forget_seq_ids": column([9])}),
+        ("forget_seq_ids", {"forget_seq_ids": column([1, 1])}),
+        ("block_updates", {"block_updates": column([9, 0, 3])}),
+        (
+            "new_sequences[0].parent_seq_id",
+            with_new(plan_pb2.NewSequence(seq_id=2, parent_seq_id=9, sampling=GREEDY)),
+        ),
+    ],
+)
+def test_ids_that_are_not_known(field: str, fields: dict[str, Any]) -> None:
+    refused(started(), field, "is not known here", **fields)
+
+
+def test_a_row_of_a_sequence_that_is_not_known() -> None:
+    refused(started(), "seq_ids", "sequence 9 is not known here", Row(9))
+
+
+@pytest.mark.parametrize(
+    ("field", "problem", "sequence"),
+    [
+        ("seq_id", "known already", new(1, PROMPT, [2])),
+        ("seq_id", "expected 1 to", new(0, PROMPT, [2])),
+        ("token_ids", "expected token ids from 0 to 996", new(2, [997], [2])),
+        ("token_ids", "expected at most 64 in all, got 65", new(2, [1] * 65, [])),
+        ("block_ids", "expected device blocks from 0 to 31, got 32", new(2, PROMPT, [32])),
+        ("block_ids", "a block is named twice", new(2, PROMPT, [4, 4])),
+        ("block_ids", "expected at most 16 blocks", new(2, PROMPT, list(range(2, 19)))),
+        ("num_prompt_tokens", "expected 1 to 6", new(2, PROMPT, [2], num_prompt_tokens=0)),
+        ("num_prompt_tokens", "expected 1 to 6", new(2, PROMPT, [2], num_prompt_tokens=7)),
+        ("num_computed_tokens", "at most 4", new(2, PROMPT, [2], num_computed_tokens=5)),
+        ("num_prompt_tokens", "expected 0 in a fork", new(2, [], [2], parent_seq_id=1,
+                                                          num_prompt_tokens=1)),
+        ("num_computed_tokens", "expected 0 in a fork", new(2, [], [2], parent_seq_id=1,
+                                                            num_computed_tokens=1)),
+        (
+            "sampling.suppressed_token_ids",
+            "expected token ids",
+            new(2, PROMPT, [2], sampling=sampler_params(suppressed_token_ids=column([2000]))),
+        ),
+    ],
+)  # fmt: skip
+def test_a_new_sequence_that_cannot_be(
+    field: str, problem: str, sequence: plan_pb2.NewSequence
+) -> None:
+    refused(started(), f"new_sequences[0].{field}", problem, **with_new(sequence))
+
+
+@pytest.mark.parametrize(
+    ("updates", "problem"),
+    [
+        ([1, 3, 8], "entry 3 of sequence 1 does not follow a table of 2"),
+        ([1, -1, 8], "entry -1 of sequence 1 does not follow"),
+        ([1, 2, 32], "expected device blocks from 0 to 31, got 32"),
+        ([1, 2, 8, 1, 2, 9], "entry 2 of sequence 1 is set twice"),
+        ([1, 2, 0], "entry 2 of sequence 1 gives it block 0 twice"),
+    ],
+)
+def test_a_block_update_that_cannot_be(updates: list[int], problem: str) -> None:
+    refused(started(), "block_updates", problem, block_updates=column(updates))
+
+
+FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, block_ids=column([0, 1]), sampling=GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("field", "problem", "rows", "fields"),
+    [
+        ("seq_ids", "a sequence has two rows", [Row(1), Row(1)], {}),
+        ("num_tokens", "computes 8 tokens of 7", [Row(1, 2)], {}),
+        ("num_tokens", "only a new fork that samples", [Row(1, 0)], {}),
+        ("num_tokens", "only a new fork", [Row(1), Row(2, 0, sample=False)], with_new(FORK)),
+        ("num_tokens", "which computes nothing", [Row(2, 0)], with_new(FORK)),
+        ("seq_ids", "before its parent's", [Row(2, 0), Row(1)], with_new(FORK)),
+        ("num_tokens", "lacks blocks", [Row(2, 6)], with_new(new(2, PROMPT, [5]))),
+        ("sample", "samples before its last token", [Row(2, 5)], with_new(new(2, PROMPT, [5, 6]))),
+        (
+            "num_tokens",
+            "does not compute up to its last token",
+            [Row(3, 5, sample=False), Row(2, 0)],
+            with_new(
+                new(3, PROMPT, [5, 6]),
+                plan_pb2.NewSequence(
+                    seq_id=2, parent_seq_id=3, block_ids=column([5, 6]), sampling=GREEDY
+                ),
+            ),
+        ),
+        (
+            "num_tokens",
+            "sequence 2 lacks blocks",
+            [Row(3, 6), Row(2, 0)],
+            with_new(
+                new(3, PROMPT, [5, 6]),
+                plan_pb2.NewSequence(
+                    seq_id=2, parent_seq_id=3, block_ids=column([5]), sampling=GREEDY
+                ),
+            ),
+        ),
+        (
+            "new_sequences",
+            "in the order of their rows",
+            [Row(3, 6), Row(2, 6)],
+            with_new(new(2, PROMPT, [5, 6]), new(3, PROMPT, [7, 8])),
+        ),
+    ],
+)
+def test_rows_that_break_the_rules(
+    field: str, problem: str, rows: list[Row], fields: dict[str, Any]
+) -> None:
+    refused(started(), field, problem, *rows, **fields)
+
+
+def test_a_row_beyond_the_models_length() -> None:
+    bench = Bench()
+    bench.plans.add(1, [3] * 64)
+    bench.step(Row(1, 64))
+    refused(bench, "num_tokens", "sequence 1 goes beyond the model's length", Row(1))
+
+
+def test_a_fork_without_tokens_that_has_other_blocks_than_its_parent() -> None:
+    parent = new(3, PROMPT, [5, 6])
+    fork = plan_pb2.NewSequence(
+        seq_id=4, parent_seq_id=3, block_ids=column([5, 9]), sampling=GREEDY
+    )
+    problem = "sequence 4 reads position 4 from device block 9 offset 0, where nothing was written"
+    refused(Bench(), "seq_ids", problem, Row(3, 6), Row(4, 0), **with_new(parent, fork))
