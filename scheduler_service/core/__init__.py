@@ -27,6 +27,7 @@ How it is made, from the outside in:
     waiting_queue.py  who waits, in that order; heap.py keeps it
     running_set.py    who is in the batch, in that order
     block_manager.py  who has which blocks; block_pool.py counts references
+    prefix_cache.py   what sequences begin alike; cached_blocks.py knows which blocks hold it
     batch.py          a plan in the making
     pipeline.py       plans without results yet
     delivery.py       from results to outboxes
@@ -41,6 +42,9 @@ Promises to workers, beyond those of plan.proto:
 - A block may be given to another sequence in the plan after the one in which its last owner was
   scheduled: plans are executed in order, so a row that is run in vain (its sequence ended while
   the step was in flight) writes before the new owner does.
+- A new sequence's `num_computed_tokens` are full blocks that earlier plans computed for other
+  sequences, or for itself before a preemption, and whose results are in; nobody writes to them. At
+  least its last token is left to compute.
 - No plan asks a sequence for more tokens than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.

@@ -20,6 +20,7 @@ class Batch:
         self._block_updates: list[int] = []
         self._prefill_tokens: list[int] = []
         self._prefill_samples: list[bool] = []
+        self._prefills: list[tuple[Sequence, int, bool]] = []
 
     def update_block(self, seq_id: int, update: BlockUpdate) -> None:
         """Change a running sequence's block table, copying the shared block that it replaces."""
@@ -32,11 +33,13 @@ class Batch:
         self._new_sequences.append(new_sequence)
 
     def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
-        """Add a row of prompt tokens, or of none where a fork samples from its parent's logits."""
+        """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
+        The sequence counts them as computed already."""
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
         self._prefill_samples.append(sample)
+        self._prefills.append((seq, seq.num_computed, sample))
         self.budget -= num_tokens
 
     @property
@@ -62,4 +65,4 @@ class Batch:
                 plan.sample = [True] * num_decodes + self._prefill_samples
                 pairs = zip(self.rows, plan.sample, strict=True)
                 sampled = [seq for seq, sample in pairs if sample]
-        return plan, InFlightStep(step_id, self.rows, sampled)
+        return plan, InFlightStep(step_id, self.rows, sampled, self._prefills)

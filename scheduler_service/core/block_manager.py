@@ -1,10 +1,12 @@
 """Which blocks of one worker group's KV cache belong to which sequence."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from scheduler_service.core.block_pool import BlockPool
+from scheduler_service.core.cached_blocks import BlockKey
 
 
 class AllocStatus(Enum):
@@ -32,7 +34,8 @@ class BlockManager:
 
     A freed block may be handed out at once, even while a step that uses it is in flight: the
     worker executes plans in order, so whoever gets the block writes it in a later step, or in the
-    same one after nobody reads it any more.
+    same one after nobody reads it any more. A block with a key is full and computed: nothing in
+    flight writes to it.
 
     Invariant: a block's reference count is the number of tables it is in, and it is in a table at
     most once.
@@ -46,7 +49,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Device blocks that are not in use."""
+        """Device blocks that are not in use, those with cached contents included."""
         return self.gpu_pool.num_free_blocks
 
     def holds(self, seq_id: int) -> bool:
@@ -69,23 +72,41 @@ class BlockManager:
         """Whether a sequence of so many tokens fits when it is alone."""
         return self.num_blocks_for(num_tokens) <= self.gpu_pool.num_blocks
 
-    def can_allocate(self, num_tokens: int, num_blocks_promised: int = 0) -> AllocStatus:
-        """Whether a sequence of so many tokens can be admitted, beside what others were promised.
+    def find(self, keys: Iterable[BlockKey]) -> list[int]:
+        """The blocks with these keys, up to the first key that none has."""
+        find = self.gpu_pool.cached.find
+        blocks = []
+        for key in keys:
+            block = find(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def can_allocate(
+        self, num_tokens: int, found: Sequence[int] = (), num_blocks_promised: int = 0
+    ) -> AllocStatus:
+        """Whether a sequence of so many tokens, the first of them in blocks that were found, can
+        be admitted, beside what others were promised.
 
         Blocks up to the watermark are left to those that run; where none runs, all are given.
         """
         num_blocks = self.num_blocks_for(num_tokens)
         if num_blocks > self.gpu_pool.num_blocks:
             return AllocStatus.NEVER
+        num_blocks -= sum(map(self.gpu_pool.is_used, found))  # the others are free ones
         idle = not self._tables and num_blocks_promised == 0
         kept = 0 if idle else self._watermark_blocks + num_blocks_promised
         enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
         return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def allocate(self, seq_id: int, num_tokens: int) -> list[int]:
-        """Give a sequence blocks for so many tokens; its block table."""
+    def allocate(self, seq_id: int, num_tokens: int, found: Sequence[int] = ()) -> list[int]:
+        """Give a sequence blocks for so many tokens, first those that were found; its block
+        table."""
         assert seq_id not in self._tables
-        table = self.gpu_pool.allocate(self.num_blocks_for(num_tokens))
+        self.gpu_pool.share(found)  # before others take them
+        num_blocks = self.num_blocks_for(num_tokens) - len(found)
+        table = [*found, *self.gpu_pool.allocate(num_blocks)]
         self._tables[seq_id] = table
         return list(table)
 
@@ -116,8 +137,21 @@ class BlockManager:
         self._tables[child_id] = table
         return list(table)
 
+    def set_keys(self, seq_id: int, first: int, keys: Sequence[BlockKey]) -> None:
+        """Have a sequence's blocks from entry `first` on, which are full and computed, found by
+        these keys. Where another block has the same contents, that one goes on being found."""
+        table = self._tables[seq_id]
+        for index, key in enumerate(keys, first):
+            self.gpu_pool.cached.add(table[index], key)
+
+    def forget_keys(self, seq_id: int) -> None:
+        """Have none of a sequence's blocks found any more."""
+        for block in self._tables[seq_id]:
+            self.gpu_pool.cached.discard(block)
+
     def free(self, seq_id: int) -> None:
-        """Drop a sequence's hold on its blocks."""
+        """Drop a sequence's hold on its blocks. Those with keys can be found until they are given
+        to others, the longest unused first, and of one sequence's the last first."""
         self.gpu_pool.release(self._tables.pop(seq_id))
 
     def check(self) -> None:

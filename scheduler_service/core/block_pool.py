@@ -5,22 +5,31 @@ The pool hands out block ids; the memory behind them is the worker's.
 
 from collections.abc import Sequence
 
+from scheduler_service.core.cached_blocks import CachedBlocks
+
 
 class BlockPool:
     """Free list and reference counts of `num_blocks` blocks.
 
-    Invariant: a block is in the free list exactly when its count is zero.
+    Blocks with a key in `cached` stay there when they come free, and are handed out last.
+
+    Invariant: a block is in the free list, or free in `cached`, exactly when its count is zero.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.cached = CachedBlocks()
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated."""
-        return len(self._free)
+        return len(self._free) + self.cached.num_free
+
+    def is_used(self, block: int) -> bool:
+        """Whether anybody has the block."""
+        return self._ref_counts[block] > 0
 
     def is_shared(self, block: int) -> bool:
         """Whether a write to `block` must copy it first (copy-on-write)."""
@@ -28,16 +37,18 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Blocks with one reference each; there must be as many free ones."""
-        assert num_blocks <= len(self._free), "the pool is exhausted"
-        blocks = [self._free.pop() for _ in range(num_blocks)]
+        free, evict = self._free, self.cached.evict
+        blocks = [free.pop() if free else evict() for _ in range(num_blocks)]
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each block in use."""
+        """Add one reference to each block; each is in use, or cached."""
         for block in blocks:
-            assert self._ref_counts[block] > 0, f"block {block} is free"
+            if self._ref_counts[block] == 0:
+                assert block in self.cached, f"block {block} is free"
+                self.cached.use(block)
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -49,11 +60,16 @@ class BlockPool:
             assert self._ref_counts[block] > 0, f"block {block} freed twice"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._free.append(block)
+                if block in self.cached:
+                    self.cached.free(block)
+                else:
+                    self._free.append(block)
 
     def check(self, ref_counts: dict[int, int]) -> None:
         """Assert that exactly these blocks are in use, by so many references each."""
         counted = {block: count for block, count in enumerate(self._ref_counts) if count}
         assert counted == ref_counts, f"counted {counted}, referenced {ref_counts}"
+        self.cached.check(ref_counts)
         assert len(self._free) == len(set(self._free)), "a block is free twice"
-        assert set(self._free) == set(range(self.num_blocks)) - counted.keys()
+        empty = {block for block in range(self.num_blocks) if block not in self.cached}
+        assert set(self._free) == empty - counted.keys()

@@ -18,6 +18,10 @@ class SchedulerConfig:
     """Whether a prompt may be computed in pieces beside the decodes. If not, a group must
     allow its longest prompt beside a full batch; see `check_capacity`."""
 
+    enable_prefix_caching: bool = True
+    """Whether sequences that begin alike share the KV blocks of what is alike, those of
+    sequences that have ended included, as long as nothing else needs the memory."""
+
     watermark: float = 0.01
     """Fraction of a group's blocks kept free when admitting, so that what runs can grow."""
 

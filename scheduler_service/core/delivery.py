@@ -68,7 +68,9 @@ def finish_request(group: SequenceGroup, timings: RequestTimings) -> None:
     if group.error is not None:
         outbox.requests_failed.append((handle, group.error))
     elif not any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in group.sequences):
-        finished = RequestFinished(handle=handle, cached_tokens=0, timings=timings)
+        finished = RequestFinished(
+            handle=handle, cached_tokens=group.num_cached_tokens, timings=timings
+        )
         outbox.requests_finished.append(finished)
 
 

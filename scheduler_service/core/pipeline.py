@@ -20,6 +20,9 @@ class InFlightStep:
     """In batch order."""
     sampled: list[Sequence]
     """Those of the rows that sample; the same list when all do."""
+    prefills: list[tuple[Sequence, int, bool]]
+    """Rows of prefills: the sequence, how many of its tokens are computed with this step, and
+    whether these are all. Forks, whose parents compute for them, are among them."""
 
 
 class Pipeline:

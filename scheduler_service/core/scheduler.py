@@ -8,7 +8,8 @@ from scheduler_service.core.batch import Batch
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.pipeline import Pipeline
-from scheduler_service.core.plan import NewSequence, StepPlan, StepResult
+from scheduler_service.core.plan import NewSequence, RowError, StepPlan, StepResult
+from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -37,6 +38,9 @@ class Scheduler:
             num_gpu_blocks=capacity.num_gpu_blocks,
             block_size=capacity.block_size,
             watermark=config.watermark,
+        )
+        self._prefixes = (
+            PrefixCache(self.blocks) if config.enable_prefix_caching else NoPrefixCache()
         )
         self.waiting = WaitingQueue()
         self.groups: dict[SequenceGroup, None] = {}
@@ -75,7 +79,9 @@ class Scheduler:
         if self.num_sequences + len(group.waiting()) > self._config.max_num_seqs:
             return False
         promised = self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting)
-        return self.blocks.can_allocate(group.max_known_tokens, promised) is AllocStatus.OK
+        found = self._prefixes.find(group.longest)
+        verdict = self.blocks.can_allocate(group.max_known_tokens, found, promised)
+        return verdict is AllocStatus.OK
 
     def take(self, group: SequenceGroup, now_us: int) -> None:
         """Queue a group for this batch."""
@@ -155,8 +161,10 @@ class Scheduler:
         self.clock.advance(now_us, result)
         self.num_steps += 1
         for row, error in result.errors.items():
-            failure = GenerationFailed(error.message, reason=error.reason)
-            self.fail_group(step.rows[row].group, failure, now_us)
+            self._fail_row(step.rows[row], error, now_us)
+        for seq, num_tokens, is_last in step.prefills:
+            if seq.status is RUNNING and step.step_id >= seq.first_step_id:
+                self._prefixes.note_prefill(seq, num_tokens, is_last)
         for row, prompt_logprobs in result.prompt_logprobs.items():
             delivery.deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
         for row, logprobs in result.logprobs.items():
@@ -264,6 +272,7 @@ class Scheduler:
         update = self.blocks.append(seq.seq_id, seq.length)
         if update is not None:
             batch.update_block(seq.seq_id, update)
+        self._prefixes.note_decodes(seq)
         self._note_reserved(seq, self.blocks.round_up(seq.length))
         return True
 
@@ -281,7 +290,7 @@ class Scheduler:
             victim.seq_id,
             victim.length,
         )
-        self._running.vacate(victim, batch.now_us)
+        self._vacate(victim, batch.now_us)
         self.waiting.add(victim.group)
         return victim
 
@@ -310,6 +319,7 @@ class Scheduler:
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
         """Let a choice sample from its parent's last logits, and share the blocks so far."""
         block_ids = self.blocks.fork(parent.seq_id, fork.seq_id)
+        fork.follow(parent, self._pipeline.next_step_id)
         # Whoever writes to the shared last block first must ask.
         self._note_reserved(parent, fork.length)
         self._begin_decoding(fork, fork.length)
@@ -340,21 +350,33 @@ class Scheduler:
         """Admit a sequence and those that will fork from it."""
         if any(other.num_in_flight for other in (seq, *forks)):
             return False  # its tokens must be known to be sent again
-        if not self._config.enable_chunked_prefill and seq.length > batch.budget:
-            return False
         if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
             return False
-        verdict = self.blocks.can_allocate(seq.length)
+        found = self._prefixes.find(seq)
+        num_missing = seq.length - len(found) * self.blocks.block_size
+        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
+            return False
+        verdict = self.blocks.can_allocate(seq.length, found)
         if verdict is AllocStatus.NEVER:
             self._outgrown.append(seq.group)
         if verdict is not AllocStatus.OK:
             return False
+        self._start(seq, found)
         self._running.enter(seq, forks, batch.now_us)
-        batch.add_new(self._introduce(seq))
+        batch.add_new(self._introduce(seq, found))
         self._prefill(seq, batch)
         return True
 
-    def _introduce(self, seq: Sequence) -> NewSequence:
+    def _start(self, seq: Sequence, found: list[int]) -> None:
+        """Count what was found as computed."""
+        seq.first_step_id = self._pipeline.next_step_id
+        seq.num_computed = len(found) * self.blocks.block_size
+        seq.num_offered_blocks = len(found)
+        group = seq.group
+        if not group.has_begun:
+            group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
+
+    def _introduce(self, seq: Sequence, found: list[int]) -> NewSequence:
         """Allocate its blocks and say all that a worker must know of it."""
         group = seq.group
         return NewSequence(
@@ -362,8 +384,8 @@ class Scheduler:
             choice_index=seq.choice_index,
             token_ids=[*group.request.prompt_token_ids, *seq.output_token_ids],
             num_prompt_tokens=group.num_prompt_tokens,
-            num_computed_tokens=0,
-            block_ids=self.blocks.allocate(seq.seq_id, seq.length),
+            num_computed_tokens=seq.num_computed,
+            block_ids=self.blocks.allocate(seq.seq_id, seq.length, found),
             sampling=group.request.sampling,
             prompt_logprobs_start=group.prompt_logprobs_start,
         )
@@ -374,7 +396,7 @@ class Scheduler:
         """End a sequence; what it held is free at once."""
         group = seq.group
         if seq.status is RUNNING:
-            self._running.vacate(seq, now_us)
+            self._vacate(seq, now_us)
         group.end(seq, status)
         if group.waiting():
             self.waiting.add(group)
@@ -394,6 +416,18 @@ class Scheduler:
         if group.num_unfinished:
             group.error = error
             self.end_group(group, SequenceStatus.FINISHED_ERROR, now_us)
+
+    def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
+        """End the group of a sequence whose row failed. What it computed may be the cause, and
+        must not be found by others."""
+        if seq.status is RUNNING and self.blocks.holds(seq.seq_id):
+            self._prefixes.forget(seq)
+        self.fail_group(seq.group, GenerationFailed(error.message, reason=error.reason), now_us)
+
+    def _vacate(self, seq: Sequence, now_us: int) -> None:
+        """Take a running sequence's place and blocks; what it has computed can be found."""
+        self._prefixes.note_decodes(seq)
+        self._running.vacate(seq, now_us)
 
 
 def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from scheduler_service.core.cached_blocks import BlockKey
 from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import Phase, RequestClock
@@ -62,7 +63,15 @@ class Sequence:
     max_output_tokens: int = 0
     """Output tokens at which it ends; set when its group is placed in a worker group."""
     num_computed: int = 0
-    """Tokens whose computation is planned; kept while it prefills only."""
+    """Tokens whose computation is planned, or was not needed; kept while it prefills only."""
+    first_step_id: int = 0
+    """The step in which it entered the batch the last time."""
+    is_prefilled: bool = False
+    """Whether the result of the step is in that completed its prefill."""
+    num_offered_blocks: int = 0
+    """Blocks of its table that the prefix cache was told of, or has found."""
+    block_keys: dict[int, list[BlockKey]] = field(default_factory=dict)
+    """Keys of its first full blocks, by block size, which may differ among worker groups."""
     reserved_length: int = 0
     """The length up to which it decodes without a question to the block manager: its last block's
     end, less where that block is shared and must be copied first, or where the output ends."""
@@ -80,6 +89,22 @@ class Sequence:
         """Sampled tokens whose values are on their way."""
         return self.length - self.num_known
 
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """The values of its tokens from `start` on and before `end`."""
+        num_prompt_tokens = self.group.num_prompt_tokens
+        first, last = start - num_prompt_tokens, end - num_prompt_tokens
+        if first >= 0:
+            return self.output_token_ids[first:last]
+        output = self.output_token_ids[: max(0, last)]
+        return [*self.group.request.prompt_token_ids[start:end], *output]
+
+    def follow(self, parent: "Sequence", step_id: int) -> None:
+        """Enter the batch with the prompt that its parent computes."""
+        self.first_step_id = step_id
+        self.num_computed = parent.num_computed
+        self.num_offered_blocks = parent.num_offered_blocks
+        self.block_keys = {size: list(keys) for size, keys in parent.block_keys.items()}
+
     def live_forks(self) -> list["Sequence"]:
         """Choices that are still to start from this one."""
         return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
@@ -88,6 +113,8 @@ class Sequence:
         """Back to waiting: nothing of it is computed any more."""
         self.status = SequenceStatus.WAITING
         self.num_computed = 0
+        self.is_prefilled = False
+        self.num_offered_blocks = 0
         self.reserved_length = 0
         self.forks = []
 
@@ -110,6 +137,8 @@ class SequenceGroup:
     """Times it was on a worker that died."""
     prompt_logprobs_start: int = 0
     """Prompt position up to which log probabilities were delivered; 0 if none were."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache when it was first in a batch."""
     has_begun: bool = False
     """Whether it has ever been in a batch."""
     error: Exception | None = None
@@ -121,9 +150,14 @@ class SequenceGroup:
         return len(self.request.prompt_token_ids)
 
     @property
+    def longest(self) -> Sequence:
+        """Its unfinished sequence with the most known tokens, the first of them."""
+        return max(self.unfinished(), key=lambda seq: seq.num_known)
+
+    @property
     def max_known_tokens(self) -> int:
         """Tokens of its longest unfinished sequence: what a worker must at least hold."""
-        return max(seq.num_known for seq in self.unfinished())
+        return self.longest.num_known
 
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""

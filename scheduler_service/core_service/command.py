@@ -39,6 +39,13 @@ def scheduler(
             help="Compute long prompts in pieces, beside running sequences.",
         ),
     ] = CORE.enable_chunked_prefill,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            envvar="PAGEWIRE_ENABLE_PREFIX_CACHING",
+            help="Reuse the KV blocks of prompts and answers that begin alike.",
+        ),
+    ] = CORE.enable_prefix_caching,
     watermark: Annotated[
         float,
         typer.Option(
@@ -95,6 +102,7 @@ def scheduler(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 enable_chunked_prefill=enable_chunked_prefill,
+                enable_prefix_caching=enable_prefix_caching,
                 watermark=watermark,
                 pipeline_depth=pipeline_depth,
                 max_queue_requests=max_queue_requests,

@@ -1,5 +1,6 @@
 """Every family, ragged batches, chunks and preemption: the tokens of `transformers`."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,33 @@ def expected(model: Path, prompts: list[list[int]]) -> list[Output]:
             output.logprobs.append(float(row.max()))
         outputs.append(output)
     return outputs
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("config", [ROOMY, CHUNKED], ids=["roomy", "chunked"])
+def test_a_prefix_found_in_the_cache_gives_the_same_tokens(
+    family: str, config: SchedulerConfig, tmp_path: Path
+) -> None:
+    engine = InProcessEngine(make_checkpoint(family, tmp_path / family), config=config)
+    prompts = prompts_for(engine.loaded.model.vocab_size)
+    first = engine.generate(prompts, MAX_TOKENS, logprobs=0)
+    second = engine.generate(prompts, MAX_TOKENS, logprobs=0)
+    assert [o.cached_tokens for o in first] == [0] * len(prompts)
+    assert [o.cached_tokens for o in second] == [(n - 1) // 4 * 4 for n in PROMPT_LENS]
+    assert [o.token_ids for o in second] == [o.token_ids for o in first]
+    assert [o.logprobs for o in second] == [o.logprobs for o in first]
+
+    chats = [prompt + o.token_ids + [7] for prompt, o in zip(prompts, first, strict=True)]
+    found = engine.generate(chats, MAX_TOKENS, logprobs=0)
+    assert all(
+        o.cached_tokens == (len(chat) - 2) // 4 * 4 for chat, o in zip(chats, found, strict=True)
+    )
+    without = dataclasses.replace(config, enable_prefix_caching=False)
+    engine.reset(num_gpu_blocks=512, config=without)
+    computed = engine.generate(chats, MAX_TOKENS, logprobs=0)
+    assert [o.cached_tokens for o in computed] == [0] * len(chats)
+    assert [o.token_ids for o in found] == [o.token_ids for o in computed]
+    assert [o.logprobs for o in found] == [o.logprobs for o in computed]
 
 
 @pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *TRANSFORMERS_FAMILIES])

@@ -46,6 +46,7 @@ class RequestRecord:
     accepted: bool = False
     cancelled: bool = False
     finished: RequestTimings | None = None
+    cached_tokens: int = 0
     error: PagewireError | None = None
     num_prompt_logprobs: int = 0
     num_losses: int = 0
@@ -90,6 +91,8 @@ class CoreDriver:
         self.records: dict[tuple[str, int], RequestRecord] = {}
         self.next_handle = 1
         self.num_steps = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens of finished requests that were found in prefix caches."""
         self.has_failed = False
         """Whether a plan was wrong; nothing can be expected any more."""
         self.max_model_len = 0
@@ -243,6 +246,7 @@ class CoreDriver:
         if not link.results:
             return False
         self.now += 0.001
+        link.worker.num_results_taken += 1
         self.core.update(group_id, link.results.popleft(), self.now)
         return True
 
@@ -318,6 +322,7 @@ class CoreDriver:
             record = self.records[frontend_id, request_finished.handle]
             if record.is_live:
                 record.finished = request_finished.timings
+                record.cached_tokens = request_finished.cached_tokens
                 self._check_finished(record)
         for handle, error in outbox.requests_failed:
             record = self.records[frontend_id, handle]
@@ -377,7 +382,16 @@ class CoreDriver:
         if request.wants_prompt_logprobs and is_begun and not request.generated:
             assert record.num_prompt_logprobs == len(request.prompt_token_ids) - 1
         assert record.finished is not None
+        self._check_cached_tokens(record)
         self._check_timings(record, record.finished)
+
+    def _check_cached_tokens(self, record: RequestRecord) -> None:
+        request = record.request
+        most = len(request.prompt_token_ids) - (0 if request.generated else 1)
+        if request.wants_prompt_logprobs or not self.config.enable_prefix_caching:
+            most = 0
+        assert 0 <= record.cached_tokens <= most
+        self.num_cached_tokens += record.cached_tokens
 
     def _check_timings(self, record: RequestRecord, timings: RequestTimings) -> None:
         parts = (

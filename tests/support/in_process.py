@@ -33,6 +33,8 @@ class Output:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
 
 
 class InProcessEngine:
@@ -125,3 +127,5 @@ class InProcessEngine:
             for handle, entry in outbox.logprobs:
                 value = float(np.frombuffer(entry.logprobs, "<f4")[0])
                 outputs[handle - 1].logprobs.append(value)
+            for finished in outbox.requests_finished:
+                outputs[finished.handle - 1].cached_tokens = finished.cached_tokens

@@ -129,7 +129,12 @@ class SymbolicWorker:
     max_model_len: int = 2**31
     sequences: dict[int, WorkerSequence] = field(default_factory=dict)
     cache: dict[Slot, History] = field(default_factory=dict)
+    """What slots hold; it stays when a block comes free, until somebody writes there."""
+    written: dict[Slot, int] = field(default_factory=dict)
+    """The step in which it was written."""
     num_steps: int = 0
+    num_results_taken: int = 0
+    """Steps whose results the core has; whoever brings them counts them here."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
@@ -173,6 +178,7 @@ class SymbolicWorker:
             self.cache.pop(slot, None)
             if history is not None:
                 self.cache[slot] = history
+                self.written[slot] = self.num_steps
 
     def _learn(self, new: NewSequence) -> None:
         seq_id = new.seq_id
@@ -199,6 +205,8 @@ class SymbolicWorker:
             self._check_exclusive(seq)
         for token in new.token_ids:
             seq.append(token)
+        if new.parent_seq_id is None:
+            self._check_computed(seq)
         self.sequences[seq_id] = seq
 
     def _inherit(self, seq: WorkerSequence, new: NewSequence) -> None:
@@ -217,6 +225,24 @@ class SymbolicWorker:
         first = -(-seq.num_computed // self.block_size)
         for block in seq.block_table[first:]:
             require(not self._owners(block), f"block {block} is given to {seq.seq_id} while in use")
+
+    def _check_computed(self, seq: WorkerSequence) -> None:
+        """What a sequence need not compute must be in its blocks, and the core must know it."""
+        require(seq.num_computed < len(seq.tokens), f"{seq.seq_id} has no logits to come")
+        steps = []
+        for position in range(seq.num_computed):
+            index, offset = divmod(position, self.block_size)
+            require(index < len(seq.block_table), f"{seq.seq_id} has no block for its prefix")
+            slot = seq.block_table[index], offset
+            require(
+                self.cache.get(slot) == seq.histories[position],
+                f"{seq.seq_id} finds something else at position {position}, block {slot[0]}",
+            )
+            steps.append(self.written[slot])
+        last = max(steps, default=0)
+        require(
+            last <= self.num_results_taken, f"{seq.seq_id} reuses step {last} before its result"
+        )
 
     def _update_blocks(self, column: list[int]) -> None:
         seen = set()
@@ -276,6 +302,7 @@ class SymbolicWorker:
                     f"{seq.seq_id} writes to block {block}, shared by {self._owners(block)}",
                 )
                 self.cache[block, offset] = seq.histories[position]
+                self.written[block, offset] = self.num_steps
             seq.num_computed = end
         return starts
 

@@ -67,6 +67,13 @@ FLAGS = (
         "Compute long prompts in pieces beside the decodes.",
         negatable=True,
     ),
+    Flag(
+        "enable_prefix_caching",
+        bool,
+        ("scheduler",),
+        "Reuse the KV blocks of prompts and answers that begin alike.",
+        negatable=True,
+    ),
     Flag("watermark", float, ("scheduler",), "Share of blocks kept free when admitting."),
     Flag("pipeline_depth", int, ("scheduler",), "Steps planned ahead."),
     Flag("lease_ms", int, ("scheduler",), "Silence after which a worker counts as lost."),

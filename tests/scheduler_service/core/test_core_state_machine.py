@@ -26,6 +26,13 @@ REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire"]
 EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend"]
 
 
+def make_prompt(length: int, num_alike: int, seed: int) -> list[int]:
+    """A prompt that begins like one in two others, for `num_alike` tokens."""
+    family = seed % 2
+    alike = [(family * 7 + k * k) % 32 for k in range(num_alike)]
+    return (alike + [(seed * 5 + k) % 32 for k in range(length)])[:length]
+
+
 class CoreMachine(RuleBasedStateMachine):
     """Random life around one core."""
 
@@ -38,6 +45,7 @@ class CoreMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.2]),
         blocks=st.sampled_from([SMALL, LARGE]),
+        caching=st.sampled_from([True, True, True, False]),
     )
     def start(
         self,
@@ -47,6 +55,7 @@ class CoreMachine(RuleBasedStateMachine):
         chunked: bool,
         watermark: float,
         blocks: int,
+        caching: bool,
     ) -> None:
         self.block_size = 4
         self.num_groups = 0
@@ -55,6 +64,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN + max_num_seqs,
             enable_chunked_prefill=chunked,
+            enable_prefix_caching=caching,
             watermark=watermark,
             pipeline_depth=depth,
             max_queue_requests=12,
@@ -82,6 +92,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 4),
         length=st.integers(1, 40),
+        num_alike=st.sampled_from([0, 5, 8, 12, 21, 40, 40]),
         seed=st.integers(0, 1000),
         max_tokens=st.integers(1, 40),
         n=st.sampled_from([1, 1, 2, 3, 5]),
@@ -95,6 +106,7 @@ class CoreMachine(RuleBasedStateMachine):
         self,
         count: int,
         length: int,
+        num_alike: int,
         seed: int,
         max_tokens: int,
         n: int,
@@ -106,11 +118,14 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         for i in range(count):
             sampling = Sampling(
-                seed=seed + i, fails_at=fails_at, logprobs=logprobs, prompt_logprobs=logprobs
+                seed=seed + i,
+                fails_at=fails_at,
+                logprobs=logprobs,
+                prompt_logprobs=logprobs and seed % 4 == 0,
             )
             with suppress(QueueFull, PromptTooLong, InvalidArgument):
                 self.driver.submit(
-                    prompt=[(seed * 7 + k * k) % 32 for k in range(1 + (length + 7 * i) % 40)],
+                    prompt=make_prompt(1 + (length + 7 * i) % 40, num_alike, seed),
                     max_tokens=max_tokens,
                     n=n,
                     sampling=sampling,
@@ -118,6 +133,20 @@ class CoreMachine(RuleBasedStateMachine):
                     frontend_id=frontend_id,
                     timeout=timeout,
                 )
+
+    @rule(pick=st.integers(0, 1000), num_more=st.integers(1, 8), max_tokens=st.integers(1, 12))
+    def follow_up(self, pick: int, num_more: int, max_tokens: int) -> None:
+        """A chat's next turn: all that was said before, and more."""
+        done = [record for record in self.driver.records.values() if record.finished is not None]
+        if not done:
+            return
+        record = done[pick % len(done)]
+        choice = record.choices[pick % len(record.choices)]
+        prompt = [*record.request.prompt_token_ids, *choice.tokens, *range(num_more)]
+        with suppress(QueueFull, PromptTooLong, InvalidArgument):
+            self.driver.submit(
+                prompt=prompt, max_tokens=max_tokens, sampling=Sampling(seed=pick % 3)
+            )
 
     # What disturbs them.
 

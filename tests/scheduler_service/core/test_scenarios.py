@@ -10,7 +10,10 @@ Commands (sizes in tokens; `name` is a request's):
     config KEY=VALUE ...        fields of SchedulerConfig; first line
     group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, `blocks` for short
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
+           [like=NAME:N] [logprobs=true]
                                 stop_at: the token at that output position is a stop token
+                                like: it begins with N tokens of another's prompt and first choice
+                                logprobs: of the prompt
     plan GROUP                  schedule a step; the worker executes it at once
     result GROUP                the oldest result comes in
     run                         plans and results, until nothing is left to do
@@ -54,6 +57,8 @@ def show_plan(plan: StepPlan | None) -> list[str]:
         else:
             num_output = len(new.token_ids) - new.num_prompt_tokens
             origin = f"prompt={new.num_prompt_tokens} output={num_output}"
+        if new.num_computed_tokens:
+            origin += f" computed={new.num_computed_tokens}"
         lines.append(f"new {new.seq_id} choice={new.choice_index} {origin} {new.block_ids}")
     for seq_id, index, block in pairs(plan.block_updates, 3):
         lines.append(f"block table of {seq_id}: entry {index} is block {block}")
@@ -114,8 +119,8 @@ class Scenario:
 
     def do_submit(self, name: str, *words: str) -> None:
         options = parse_options(list(words))
-        sampling = Sampling(seed=len(self.records))
-        prompt = [1 + i % 7 for i in range(int(options["prompt"]))]
+        sampling = Sampling(seed=len(self.records), prompt_logprobs="logprobs" in options)
+        prompt = self.make_prompt(int(options["prompt"]), options.get("like"))
         stop_token_ids: frozenset[int] = frozenset()
         if "stop_at" in options:
             tokens = undisturbed(prompt, 0, sampling, frozenset(), int(options["stop_at"]) + 1)
@@ -132,6 +137,18 @@ class Scenario:
             model=options.get("model", "m"),
             timeout=float(options["timeout"]) if "timeout" in options else None,
         )
+
+    def make_prompt(self, num_tokens: int, like: str | None) -> list[int]:
+        """A prompt unlike all others from its first token on, or from where it is told to be."""
+        number = len(self.records)
+        prompt = [1 + (number + i) % 31 for i in range(num_tokens)]
+        if like is not None:
+            name, num_alike = like.split(":")
+            record = self.records[name]
+            tokens = [*record.request.prompt_token_ids, *record.choices[0].tokens]
+            assert int(num_alike) <= min(len(tokens), num_tokens)
+            prompt[: int(num_alike)] = tokens[: int(num_alike)]
+        return prompt
 
     def do_plan(self, group_id: str) -> list[str]:
         return show_plan(self.driver.schedule(group_id))
@@ -211,6 +228,8 @@ class Scenario:
             times = end.timings
             waits = {"preempted": times.preempted_us, "recovery": times.recovery_us}
             told = [f", {what} {us} us" for what, us in waits.items() if us]
+            if end.cached_tokens:
+                told.append(f", {end.cached_tokens} cached tokens")
             lines.append(f"{names[end.handle]} is done{''.join(told)}")
         for handle, error in outbox.requests_failed:
             assert isinstance(error, PagewireError)

@@ -81,7 +81,34 @@ def test_a_right_plan_gives_the_undisturbed_tokens() -> None:
                 seq_ids=[3],
                 num_tokens=[2],
             ),
-            "something else",
+            "finds something else at position 0, block 4",
+        ),
+        (
+            StepPlan(
+                step_id=2,
+                new_sequences=[new(3, [0, 5], num_computed_tokens=4, token_ids=[3, 3, 3, 4, 3, 3])],
+                seq_ids=[3],
+                num_tokens=[2],
+            ),
+            "finds something else at position 3, block 0",
+        ),
+        (
+            StepPlan(
+                step_id=2,
+                new_sequences=[new(3, [0, 5], num_computed_tokens=4)],
+                seq_ids=[3],
+                num_tokens=[2],
+            ),
+            "reuses step 1 before its result",
+        ),
+        (
+            StepPlan(
+                step_id=2,
+                new_sequences=[new(3, [0, 1], num_computed_tokens=6)],
+                seq_ids=[3],
+                num_tokens=[1],
+            ),
+            "no logits to come",
         ),
         (
             StepPlan(
@@ -98,6 +125,16 @@ def test_a_right_plan_gives_the_undisturbed_tokens() -> None:
 def test_a_wrong_plan_is_found_in_its_step(plan: StepPlan, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         worker_with_two_choices().execute(plan)
+
+
+def test_a_computed_prefix_is_used_once_its_result_is_taken() -> None:
+    worker = worker_with_two_choices()
+    worker.num_results_taken = 1
+    known = new(3, [0, 5], num_computed_tokens=4)
+    worker.execute(StepPlan(step_id=2, new_sequences=[known], seq_ids=[3], num_tokens=[2]))
+    late = new(4, [5, 6], num_computed_tokens=4)
+    with pytest.raises(PlanError, match="finds something else at position 0, block 5"):
+        worker.execute(StepPlan(step_id=3, new_sequences=[late], seq_ids=[4], num_tokens=[2]))
 
 
 def test_a_block_given_away_too_early_is_found_when_it_is_read() -> None:

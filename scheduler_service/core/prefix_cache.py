@@ -1,0 +1,116 @@
+"""Finding what was computed before: sequences that begin alike share their KV blocks.
+
+The KV of a token depends on all tokens before it. So a full block has a key that stands for its
+tokens and all before them: a 128-bit hash of the key of the block before and its own tokens.
+
+A block gets its key once the result of the step that filled it is in. Plans are executed in order,
+so an earlier use would find the right KV too, unless that step fails; the wait keeps what was
+never confirmed from being found. The last token of a sequence is always computed, whatever is
+found, for its logits; so nothing is ever written to a block with a key.
+"""
+
+from array import array
+from collections.abc import Iterable
+from itertools import islice
+
+import xxhash
+
+from scheduler_service.core.block_manager import BlockManager
+from scheduler_service.core.cached_blocks import BlockKey
+from scheduler_service.core.sequence import Sequence
+
+_TOKEN = "i"  # int32
+_TOKEN_BYTES = array(_TOKEN).itemsize
+
+
+def root_key(salt: bytes = b"") -> BlockKey:
+    """What the key of a sequence's first block follows; what differs in salt shares nothing."""
+    return xxhash.xxh3_128_digest(salt)
+
+
+def extend_keys(
+    keys: list[BlockKey], root: BlockKey, tokens: Iterable[int], block_size: int
+) -> None:
+    """Append the keys of the blocks that these tokens fill, which follow those with `keys`."""
+    data = array(_TOKEN, tokens).tobytes()
+    num_bytes = block_size * _TOKEN_BYTES
+    parent = keys[-1] if keys else root
+    for start in range(0, len(data), num_bytes):
+        parent = xxhash.xxh3_128_digest(parent + data[start : start + num_bytes])
+        keys.append(parent)
+
+
+class PrefixCache:
+    """Finds the blocks that hold a sequence's first tokens, and has its own blocks found."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._block_size = blocks.block_size
+        self._root = root_key()
+
+    def find(self, seq: Sequence) -> list[int]:
+        """The blocks that hold the longest known start of a waiting sequence."""
+        num_tokens = min(seq.num_known - 1, _most_reusable(seq))
+        num_blocks = num_tokens // self._block_size
+        return self._blocks.find(islice(self._keys(seq, num_blocks), num_blocks))
+
+    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
+        """The result is in of a step that computed a running sequence's first tokens so far."""
+        seq.is_prefilled = is_last
+        self._offer(seq, num_tokens)
+
+    def note_decodes(self, seq: Sequence) -> None:
+        """A running sequence fills another block, or leaves: what is filled may be found."""
+        if seq.is_prefilled:
+            self._offer(seq, seq.num_known - 1)  # the last known token was sampled, not computed
+
+    def forget(self, seq: Sequence) -> None:
+        """A running sequence failed: its blocks are not to be found again."""
+        seq.is_prefilled = False
+        self._blocks.forget_keys(seq.seq_id)
+
+    def _offer(self, seq: Sequence, num_tokens: int) -> None:
+        first, num_blocks = seq.num_offered_blocks, num_tokens // self._block_size
+        if num_blocks > first:
+            keys = self._keys(seq, num_blocks)[first:num_blocks]
+            self._blocks.set_keys(seq.seq_id, first, keys)
+            seq.num_offered_blocks = num_blocks
+
+    def _keys(self, seq: Sequence, num_blocks: int) -> list[BlockKey]:
+        """Keys of at least so many blocks, whose tokens are known; hashed once in its life."""
+        size = self._block_size
+        keys = seq.block_keys.get(size)
+        if keys is None:
+            keys = seq.block_keys[size] = []
+        if len(keys) < num_blocks:
+            tokens = seq.known_tokens(len(keys) * size, num_blocks * size)
+            extend_keys(keys, self._root, tokens, size)
+        return keys
+
+
+class NoPrefixCache:
+    """Finds nothing: every sequence is computed on its own."""
+
+    def find(self, seq: Sequence) -> list[int]:
+        """No blocks."""
+        del seq
+        return []
+
+    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
+        """No effect."""
+
+    def note_decodes(self, seq: Sequence) -> None:
+        """No effect."""
+
+    def forget(self, seq: Sequence) -> None:
+        """No effect."""
+
+
+def _most_reusable(seq: Sequence) -> int:
+    """The most tokens that need not be computed: where log probabilities of the prompt are still
+    owed, those before the logits that tell about the first of them."""
+    group = seq.group
+    num_told = group.prompt_logprobs_start
+    if group.request.wants_prompt_logprobs and num_told < group.num_prompt_tokens:
+        return max(0, num_told - 1)
+    return seq.num_known
