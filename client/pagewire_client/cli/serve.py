@@ -59,24 +59,25 @@ def serve(
             while not services.wait_failed(_LOOK_S):
                 pass
         except _Signalled as signalled:
-            terminal.note(f"{signalled}: ending when running requests are done")
-            _stop(services)
+            _stop(services, signalled)
         else:
             services.kill()
             if services.failure:
                 raise services.failure
 
 
-def _stop(services: LocalServices) -> None:
+class _Signalled(Exception):
+    """A signal asks to end; its name."""
+
+
+def _stop(services: LocalServices, first: _Signalled) -> None:
     try:
+        # Said in here, since whoever reads it may ask again at once.
+        terminal.note(f"{first}: ending when running requests are done")
         services.stop()
     except _Signalled as signalled:
         terminal.note(f"{signalled} again: ending at once")
         services.kill()
-
-
-class _Signalled(Exception):
-    """A signal asks to end; its name."""
 
 
 @contextmanager
