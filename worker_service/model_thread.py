@@ -62,5 +62,5 @@ class ModelThread:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:
+            except Exception:  # a bug in a job; the steps of all later streams need this thread
                 logger.exception("unhandled error on the model thread")

@@ -100,20 +100,11 @@ def write_kv(
     value_cache[block, offset] = value[kept]
 
 
-def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks within one cache, for copy-on-write.
-
-    cache: [num_blocks, ...]; pairs: int64 [n, 2] of (source, target). All sources are read before
-    any target is written; no target occurs twice.
-    """
-    swap_blocks(cache, cache, pairs)
-
-
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another, on another device or not.
+    """Copy whole blocks from one cache to another, on another device or not, or within one cache.
 
     source, target: [num_blocks, ...], equal beyond the first axis; pairs: int64 [n, 2] of (source
-    block, target block), no target twice.
+    block, target block), no target twice. All sources are read before any target is written.
     """
     moved = source.index_select(0, pairs[:, 0].to(source.device)).to(target.device)
     target.index_copy_(0, pairs[:, 1].to(target.device), moved)

@@ -170,7 +170,7 @@ class OpenRequests:
             self._link.submit(stream)
         except PagewireError as error:
             stream.fail(error)
-        except Exception:
+        except Exception:  # a bug; it must end with an error, and alone
             logger.exception("request failed request_id=%s", stream.request_id)
             stream.fail(PagewireError("internal error"))
 

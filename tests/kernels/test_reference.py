@@ -109,14 +109,14 @@ def test_rows_with_a_negative_slot_are_not_written() -> None:
 def test_copied_blocks_take_all_layers_with_them() -> None:
     cache = torch.randn(5, 3, 2, 4, 2, 8)
     before = cache.clone()
-    reference.copy_blocks(cache, torch.tensor([[0, 3], [1, 4]]))
+    reference.swap_blocks(cache, cache, torch.tensor([[0, 3], [1, 4]]))
     assert torch.equal(cache[[3, 4]], before[[0, 1]])
     assert torch.equal(cache[:3], before[:3])
 
 
 def test_a_copy_reads_all_sources_before_it_writes() -> None:
     cache = torch.arange(3.0).view(3, 1)
-    reference.copy_blocks(cache, torch.tensor([[0, 1], [1, 0]]))
+    reference.swap_blocks(cache, cache, torch.tensor([[0, 1], [1, 0]]))
     assert cache.flatten().tolist() == [1.0, 0.0, 2.0]
 
 

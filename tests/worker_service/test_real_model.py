@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
@@ -150,10 +151,7 @@ def test_sampling_is_bitwise_the_same_with_a_prompt_in_chunks(loaded: LoadedMode
 
 
 def test_log_probabilities_agree_with_transformers(loaded: LoadedModel) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint("llama"), dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     prompt = prompts(3)[3]
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0]
