@@ -31,6 +31,7 @@ How it is made, from the outside in:
     batch.py          a plan in the making
     pipeline.py       plans without results yet
     delivery.py       from results to outboxes
+    rates.py          what steps cost, from the results
     sequence.py       one choice; one request's choices
     frontends.py      who gets which news
     request_clock.py  where a request's time goes

@@ -3,6 +3,7 @@
 from scheduler_service.core.block_manager import BlockUpdate
 from scheduler_service.core.pipeline import InFlightStep
 from scheduler_service.core.plan import NewSequence, StepPlan
+from scheduler_service.core.rates import StepWork
 from scheduler_service.core.sequence import Sequence
 
 
@@ -65,4 +66,5 @@ class Batch:
                 plan.sample = [True] * num_decodes + self._prefill_samples
                 pairs = zip(self.rows, plan.sample, strict=True)
                 sampled = [seq for seq, sample in pairs if sample]
-        return plan, InFlightStep(step_id, self.rows, sampled, self._prefills)
+        work = StepWork(num_prefill_tokens=self.num_prefill_tokens, num_moved_blocks=0)
+        return plan, InFlightStep(step_id, self.rows, sampled, self._prefills, work)

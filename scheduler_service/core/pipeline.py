@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from scheduler_service.core.plan import StepResult
+from scheduler_service.core.rates import StepWork
 from scheduler_service.core.sequence import Sequence
 
 
@@ -23,6 +24,8 @@ class InFlightStep:
     prefills: list[tuple[Sequence, int, bool]]
     """Rows of prefills: the sequence, how many of its tokens are computed with this step, and
     whether these are all. Forks, whose parents compute for them, are among them."""
+    work: StepWork
+    """What it takes the worker."""
 
 
 class Pipeline:

@@ -10,6 +10,7 @@ from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.plan import NewSequence, RowError, StepPlan, StepResult
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.rates import StepRates
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -46,6 +47,7 @@ class Scheduler:
         self.groups: dict[SequenceGroup, None] = {}
         """All groups placed here, in the order in which they came."""
         self.clock = StepClock(now_us)
+        self.rates = StepRates()
         self.is_draining = False
         self.num_steps = 0
         self._config = config
@@ -159,6 +161,7 @@ class Scheduler:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
         step = self._pipeline.pop(result)
         self.clock.advance(now_us, result)
+        self.rates.note(step.work, result)
         self.num_steps += 1
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
