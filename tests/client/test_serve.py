@@ -125,6 +125,13 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_wrong_option_of_a_service_is_a_wrong_option_of_serve() -> None:
+    done = subprocess.run(**command("serve", "--watermark", "7"), timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == 2
+    assert "watermark" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_taken_port_ends_serve() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -14,9 +14,10 @@ from pagewire_client.cli.generate import generate
 from pagewire_client.cli.health import health
 from pagewire_client.cli.serve import serve
 from pagewire_client.cli.status import status
-from pagewire_client.errors import PagewireError, Unavailable
+from pagewire_client.errors import LocalServiceError, PagewireError, Unavailable
 
 EXIT_FAILURE = 1
+EXIT_WRONG_OPTION = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -63,6 +64,10 @@ def main() -> None:
         app()
     except Unavailable as error:
         terminal.error(f"no server answers: {error.message}")
+    except LocalServiceError as error:
+        terminal.error(error.message)
+        if error.details.get("exit_code") == str(EXIT_WRONG_OPTION):
+            sys.exit(EXIT_WRONG_OPTION)
     except (PagewireError, ValueError, OSError) as error:
         terminal.error(str(error))
     except KeyboardInterrupt:
