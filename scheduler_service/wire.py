@@ -120,7 +120,6 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         priority=submit.priority,
         prompt_token_ids=from_column(submit.prompt_token_ids, "prompt_token_ids"),
         num_choices=submit.num_choices,
-        best_of=submit.best_of,
         max_tokens=submit.max_tokens,
         min_tokens=sampling.min_tokens,
         stop_token_ids=frozenset(from_column(submit.stop_token_ids, "stop_token_ids")),
@@ -139,8 +138,6 @@ def _check_submit(submit: scheduler_service_pb2.Submit) -> None:
         raise InvalidArgument("handle", "expected a positive number below 2^31 for every choice")
     if not submit.request_id:
         raise InvalidArgument("request_id", "expected a request id")
-    if submit.best_of < submit.num_choices:
-        raise InvalidArgument("best_of", "expected at least num_choices")
     if submit.HasField("beam_search"):
         raise InvalidArgument("beam_search", "beam search is not supported")
     if any(entry.choice_index >= submit.num_choices for entry in submit.generated):

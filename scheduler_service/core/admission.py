@@ -17,13 +17,13 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         raise InvalidArgument("max_tokens", "must be at least 1")
     if not 1 <= request.num_choices <= config.max_num_seqs:
         raise InvalidArgument(
-            "n", f"must be 1 to {config.max_num_seqs}, the scheduler's max_num_seqs"
+            "num_choices", f"must be 1 to {config.max_num_seqs}, the scheduler's max_num_seqs"
         )
-    if request.best_of > request.num_choices:
-        raise InvalidArgument("best_of", "above n is not supported")
     for index, generated in request.generated.items():
         if not 0 <= index < request.num_choices:
-            raise InvalidArgument("resume", f"index must be below n, {request.num_choices}")
+            raise InvalidArgument(
+                "resume", f"index must be below num_choices, {request.num_choices}"
+            )
         if len(generated.token_ids) > request.max_tokens:
             raise InvalidArgument("resume", "must not hold more than max_tokens tokens")
 

@@ -28,7 +28,6 @@ class Request:
     sampling: Any
     """The worker's `SamplerParams`, passed through without a look."""
     num_choices: int = 1
-    best_of: int = 1
     tenant: str = ""
     priority: int = 0
     stop_token_ids: frozenset[int] = frozenset()

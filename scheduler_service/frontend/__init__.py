@@ -11,7 +11,8 @@ stream to the core.
 Coming back, `core_link` hands each token to its `choice_stream`, which makes text of it
 (`detokenizer`), looks for stop strings (`stop_strings`) and keeps what was not read yet.
 `request_stream` merges that into one response whenever its reader is ready for one: `servicer` for
-a single call, `many` for a stream of many requests.
+a single call, `many` for a stream of many requests. Where only the best of all candidates are
+wanted, it holds everything back until all have ended (`best_choices`).
 
 A frontend owns the open client streams and nothing else that would be missed. Its promises:
 

@@ -83,7 +83,7 @@ class ChoiceStream:
             return False
         num_before = len(self.token_ids)
         self._take_tokens(incoming.token_ids)
-        if self._request.num_logprobs is not None:
+        if self._request.has_logprobs:
             self._take_logprobs(incoming.logprobs[: len(self.token_ids) - num_before])
         if self.finish is None and incoming.finish is not None:
             self._end(incoming.finish)
@@ -101,14 +101,30 @@ class ChoiceStream:
             raise InvalidArgument(
                 f"{field}.token_ids", f"the choice ends after {len(self.token_ids)} of them"
             )
+        self.cumulative_logprob = resumed.cumulative_logprob
+        self._mark_sent(resumed, field)
+
+    def skip(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
+        """Leave out what a client already has of this choice, which has ended and of which nothing
+        was taken; `field` names it in errors.
+
+        Raises InvalidArgument if that is not how the choice begins.
+        """
+        num_received = len(resumed.token_ids)
+        if self.token_ids[:num_received] != list(resumed.token_ids):
+            raise InvalidArgument(f"{field}.token_ids", "expected tokens of this very request")
+        self._logprobs = self._logprobs[num_received:]
+        self._mark_sent(resumed, field)
+
+    def _mark_sent(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
+        """What a client has counts as taken."""
         text = "".join(self._text)
         if resumed.num_chars > len(text):
             raise InvalidArgument(
                 f"{field}.num_chars", f"expected at most {len(text)}, the tokens' text"
             )
         self._text = [text[resumed.num_chars :]] if resumed.num_chars < len(text) else []
-        self._num_sent = len(self.token_ids)
-        self.cumulative_logprob = resumed.cumulative_logprob
+        self._num_sent = len(resumed.token_ids)
 
     def _take_tokens(self, token_ids: Iterable[int]) -> None:
         request = self._request
@@ -158,7 +174,8 @@ class ChoiceStream:
             self.finish = finish
 
     def _take_logprobs(self, entries: list[scheduler_pb.ChoiceLogprobs]) -> None:
-        self._logprobs += entries
+        if self._request.num_logprobs is not None:
+            self._logprobs += entries
         for entry in entries:
             self.cumulative_logprob += _FIRST_FLOAT.unpack_from(entry.logprobs)[0]
 

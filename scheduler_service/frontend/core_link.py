@@ -20,7 +20,6 @@ import grpc
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
-from pagewire.v1.sampling_pb2 import SamplingParams
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PagewireError, QueueFull, UnknownModel
 from scheduler_service.frontend.choice_stream import ChoiceStream
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 MAX_HANDLE = 2**31 - 1
-_SAMPLING_FIELDS = SamplingParams.DESCRIPTOR.fields_by_name
 
 
 class CoreLink:
@@ -171,7 +169,7 @@ class CoreLink:
                 request.receive_finished(finished)
         for failed in message.requests_failed:
             if request := self._requests.get(failed.handle):
-                self._fail(request, _error_of(failed))
+                self._fail(request, _error_of(failed, request))
 
     def _deliver(self, message: scheduler_pb.SchedulerMessage) -> Iterable[RequestStream]:
         """Hand everything to its choice or request; those that got something, in order."""
@@ -237,13 +235,10 @@ class CoreLink:
             self.close(request)
 
 
-def _error_of(failed: scheduler_pb.RequestFailed) -> PagewireError:
+def _error_of(failed: scheduler_pb.RequestFailed, request: RequestStream) -> PagewireError:
     retry_delay_s = failed.retry_delay_us / 1e6 if failed.HasField("retry_delay_us") else None
     details = {detail.key: detail.value for detail in failed.details}
     error = from_failed(failed.code, failed.reason, failed.message, details, retry_delay_s)
-    if (
-        isinstance(error, InvalidArgument)
-        and error.field in SamplingParams.DESCRIPTOR.fields_by_name
-    ):
-        return InvalidArgument(f"sampling_params.{error.field}", error.expected)
+    if isinstance(error, InvalidArgument):
+        return InvalidArgument(request.client_field(error.field), error.expected)
     return error

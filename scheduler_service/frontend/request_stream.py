@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.errors import GenerationFailed, PagewireError
+from pagewire.v1.sampling_pb2 import SamplingParams
+from scheduler_service.errors import GenerationFailed, InvalidArgument, PagewireError
+from scheduler_service.frontend.best_choices import best_choices
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.logprobs import PromptLogprobs
 from scheduler_service.frontend.settled import SettledRequest
@@ -45,10 +47,13 @@ class RequestStream:
         self.handle = 0
         """The link's number for the first choice; 0 before it is submitted."""
         self.choices: list[ChoiceStream] = []
+        """As the core knows them."""
         self.has_ended_at_core = False
         """Whether the core has no more to say about it."""
         self._on_news = on_news
         self._request: SettledRequest | None = None
+        self._returned: list[ChoiceStream] = []
+        """The choices that the client gets, in its order; none as long as it is not known which."""
         self._prompt_logprobs: PromptLogprobs | None = None
         self.is_accepted = False
         """Whether a core has ever taken it in."""
@@ -71,8 +76,10 @@ class RequestStream:
         choices = [
             ChoiceStream(index, request, request.token_text) for index in range(request.num_choices)
         ]
-        for position, resumed in enumerate(request.resume):
-            choices[resumed.index].restore(resumed, f"resume[{position}]")
+        if request.is_streamed:
+            self._returned = choices
+            for position, resumed in enumerate(request.resume):
+                choices[resumed.index].restore(resumed, f"resume[{position}]")
         if request.wants_prompt_logprobs:
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, request.token_text)
         self._request, self.choices = request, choices
@@ -91,6 +98,13 @@ class RequestStream:
         if self.deadline is not None:
             submit.timeout_us = max(1, round((self.deadline - time.monotonic()) * 1e6))
         return submit
+
+    def client_field(self, field: str) -> str:
+        """What the client calls a field that the core complains about."""
+        if field == "num_choices" and self._request is not None:
+            field = "best_of" if self._request.is_ranked else "n"
+        is_sampling = field.partition(".")[0] in SamplingParams.DESCRIPTOR.fields_by_name
+        return f"sampling_params.{field}" if is_sampling else field
 
     # From the core.
 
@@ -120,6 +134,13 @@ class RequestStream:
         if any(choice.finish is None for choice in self.choices):
             self.fail(GenerationFailed("the request ended before all of its choices had"))
             return
+        assert self._request is not None
+        if not self._request.is_streamed:
+            try:
+                self._returned = best_choices(self.choices, self._request)
+            except InvalidArgument as error:
+                self.fail(error)
+                return
         self._finished = finished
         self._timings = self.stopwatch.total(finished.timings)
         self._on_news(self)
@@ -166,9 +187,10 @@ class RequestStream:
 
     def _write_choices(self, response: inference_pb.GenerateResponse) -> bool:
         room = self._max_tokens_per_response()
-        for choice in self.choices:
+        for index, choice in enumerate(self._returned):
             if choice.has_news and room > 0:
                 delta = choice.take(room)
+                delta.index = index
                 room -= len(delta.token_ids)
                 response.choices.append(delta)
         if room <= 0:
@@ -182,7 +204,7 @@ class RequestStream:
         return MAX_LOGPROBS_PER_RESPONSE // (1 + self._request.num_logprobs)
 
     def _write_end(self, response: inference_pb.GenerateResponse) -> bool:
-        if self._finished is None or any(choice.has_news for choice in self.choices):
+        if self._finished is None or any(choice.has_news for choice in self._returned):
             return False
         assert self._request is not None
         assert self._timings is not None

@@ -37,6 +37,9 @@ class SettledRequest:
     model: ServedModel
     prompt_token_ids: Sequence[int]
     num_choices: int
+    """Choices that the core generates."""
+    num_returned: int
+    """Choices that the client gets: fewer where the best of all candidates are returned."""
     seed: int
     min_tokens: int
     max_tokens: int
@@ -50,6 +53,22 @@ class SettledRequest:
     num_logprobs: int | None
     wants_prompt_logprobs: bool
     resume: Sequence[inference_pb.ResumedChoice]
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the choices are candidates, of which the most probable are returned."""
+        return self.num_choices > self.num_returned
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether tokens go to the client as they come. Otherwise the choices are known only when
+        all have ended; the client gets nothing before, and a resumed request begins anew."""
+        return not self.is_ranked
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether each token comes with its log probability."""
+        return self.is_ranked or self.num_logprobs is not None
 
     def make_detokenizer(self) -> Detokenizer:
         """For one choice."""
@@ -100,21 +119,22 @@ def settle(
     if params.stop:
         model.require_tokenizer("sampling_params.stop")
     n = _or(params, "n", 1)
+    num_choices = _or(params, "best_of", n)
     return SettledRequest(
         submit=scheduler_pb.Submit(
             request_id=request_id,
             model=model.info.name,
             priority=request.priority,
             prompt_token_ids=to_column(prompt),
-            num_choices=n,
-            best_of=_or(params, "best_of", n),
+            num_choices=num_choices,
             max_tokens=max_tokens,
             stop_token_ids=to_column(sorted(stop_token_ids)),
             sampling=_sampler_params(params, model, seed, stop_token_ids),
         ),
         model=model,
         prompt_token_ids=prompt,
-        num_choices=n,
+        num_choices=num_choices,
+        num_returned=n,
         seed=seed,
         min_tokens=params.min_tokens,
         max_tokens=max_tokens,
@@ -176,6 +196,8 @@ def _sampler_params(
     )
     if params.HasField("logprobs"):
         sampler.logprobs = params.logprobs
+    elif params.best_of > _or(params, "n", 1):
+        sampler.logprobs = 0  # candidates are ranked by their tokens' own
     if params.HasField("prompt_logprobs"):
         sampler.prompt_logprobs = params.prompt_logprobs
     return sampler

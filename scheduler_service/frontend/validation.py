@@ -218,10 +218,8 @@ def _check_resumed_choice(
 
 def _refuse_unsupported(params: sampling_pb2.SamplingParams) -> None:
     """Well-formed wishes that this version does not fulfil."""
-    n = params.n if params.HasField("n") else 1
     refused = {
         "beam_search": params.HasField("beam_search"),
-        "best_of above n": params.best_of > n,
         "structured output": params.HasField("structured_output"),
     }
     for feature, is_wanted in refused.items():

@@ -46,6 +46,24 @@ def test_text_is_the_decoded_tokens_and_deltas_are_never_rewritten(
         assert list(answer.started.prompt_token_ids) == reference.encode(text)
 
 
+def test_the_best_candidates_are_those_that_come_as_choices_otherwise(
+    stub: InferenceServiceStub,
+) -> None:
+    sampling = {"temperature": 1.0, "seed": 11, "max_tokens": 12}
+    all_of_them = generate(stub, request_for("One day", n=5, logprobs=0, **sampling))
+    scored = [
+        (sum(entry.token.logprob for entry in choice.logprobs), choice)
+        for _, choice in sorted(all_of_them.choices.items())
+    ]
+    scored.sort(key=lambda pair: -pair[0])
+    best = generate(stub, request_for("One day", n=2, best_of=5, **sampling))
+    assert [best.choices[i].token_ids for i in range(2)] == [c.token_ids for _, c in scored[:2]]
+    assert [best.choices[i].text for i in range(2)] == [c.text for _, c in scored[:2]]
+    assert not best.choices[0].logprobs
+    assert best.usage is not None
+    assert best.usage.completion_tokens == sum(len(choice.token_ids) for _, choice in scored)
+
+
 def test_log_probabilities_agree_with_transformers(
     stub: InferenceServiceStub, reference: Reference
 ) -> None:

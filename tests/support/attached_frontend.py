@@ -34,7 +34,6 @@ def submission(
         model=model,
         prompt_token_ids=array("i", prompt).tobytes(),
         num_choices=num_choices,
-        best_of=num_choices,
         max_tokens=max_tokens,
         sampling=sampling_pb2.SamplerParams(temperature=0, top_p=1, repetition_penalty=1),
         timeout_us=None if timeout_s is None else round(timeout_s * 1e6),

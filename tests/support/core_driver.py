@@ -182,7 +182,6 @@ class CoreDriver:
             max_tokens=max_tokens,
             sampling=sampling,
             num_choices=n,
-            best_of=n,
             stop_token_ids=stop_token_ids,
             wants_logprobs=sampling.logprobs,
             wants_prompt_logprobs=sampling.prompt_logprobs,

@@ -483,7 +483,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Of those, found in the prefix cache."""
     completion_tokens: _builtins.int
-    """In all choices together."""
+    """In all choices together; with best_of, in all candidates."""
     def __init__(
         self,
         *,

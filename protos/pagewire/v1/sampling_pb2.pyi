@@ -89,7 +89,8 @@ class SamplingParams(_message.Message):
     """Number of choices returned, 1 to 128. Default 1."""
     best_of: _builtins.int
     """Number of candidates generated, of which the n with the highest cumulative
-    log probability are returned; n to 128. Default n.
+    log probability are returned, best first; n to 128. Default n. Above n nothing
+    is sent before all candidates have ended.
     """
     temperature: _builtins.float
     """Divides the logits; 0 is greedy, otherwise 0.01 to 100. Default 1."""

@@ -123,7 +123,6 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
-    BEST_OF_FIELD_NUMBER: _builtins.int
     BEAM_SEARCH_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -145,9 +144,7 @@ class Submit(_message.Message):
     prompt_token_ids: _builtins.bytes
     """The prompt. int32 column."""
     num_choices: _builtins.int
-    """Number of choices, from 1."""
-    best_of: _builtins.int
-    """Number of candidates, at least num_choices."""
+    """Number of choices to generate, from 1; of best_of candidates, all."""
     max_tokens: _builtins.int
     """Most output tokens, from 1."""
     stop_token_ids: _builtins.bytes
@@ -178,7 +175,6 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         prompt_token_ids: _builtins.bytes = ...,
         num_choices: _builtins.int = ...,
-        best_of: _builtins.int = ...,
         beam_search: _sampling_pb2.BeamSearch | None = ...,
         max_tokens: _builtins.int = ...,
         stop_token_ids: _builtins.bytes = ...,
@@ -188,7 +184,7 @@ class Submit(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "best_of", b"best_of", "generated", b"generated", "handle", b"handle", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "generated", b"generated", "handle", b"handle", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
     _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015

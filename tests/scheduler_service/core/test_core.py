@@ -57,9 +57,8 @@ def make_driver(**changes: object) -> CoreDriver:
         ({"prompt_token_ids": [1, 32]}, "prompt"),
         ({"prompt_token_ids": [-1]}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"num_choices": 0}, "n"),
-        ({"num_choices": 5}, "n"),
-        ({"num_choices": 1, "best_of": 2}, "best_of"),
+        ({"num_choices": 0}, "num_choices"),
+        ({"num_choices": 5}, "num_choices"),
         ({"generated": {1: GeneratedTokens(token_ids=[1])}}, "resume"),
         ({"generated": {0: GeneratedTokens(token_ids=[1] * 5)}}, "resume"),
     ],
@@ -134,7 +133,7 @@ def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
 
 def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:
     core = SchedulerCore(CONFIG)
-    core.submit(make_request(num_choices=3, best_of=3), 0.0)
+    core.submit(make_request(num_choices=3), 0.0)
     with pytest.raises(DuplicateRequest):
         core.submit(make_request(handle=9), 0.0)
     with pytest.raises(DuplicateRequest):
@@ -182,7 +181,7 @@ def test_resumed_choices_go_on_from_their_tokens_and_ended_ones_stay_ended() -> 
         0: GeneratedTokens(token_ids=expected[0][:2]),
         1: GeneratedTokens(token_ids=expected[1][:1], finished=True),
     }
-    driver = resume(generated, num_choices=4, best_of=4)
+    driver = resume(generated, num_choices=4)
     plan = driver.schedule("g0")
     assert plan is not None
     # Choices 2 and 3 have nothing yet and share a prefill; choice 0 is computed on its own.

@@ -145,8 +145,7 @@ async def test_a_request_too_long_for_the_model_fails_alone(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"best_of": 0}, "best_of"),
-        ({"num_choices": 0, "best_of": 0}, "num_choices"),
+        ({"num_choices": 0}, "num_choices"),
         ({"request_id": ""}, "request_id"),
         ({"prompt_token_ids": b"\1\2\3"}, "prompt_token_ids"),
     ],
@@ -162,7 +161,6 @@ async def test_a_malformed_request_fails_alone(
             "model": "counter",
             "prompt_token_ids": b"\1\0\0\0",
             "num_choices": 1,
-            "best_of": 1,
             "max_tokens": 2,
         }
         await frontend.send(pb.FrontendMessage(submits=[pb.Submit(**fields | change)]))
@@ -185,7 +183,6 @@ async def test_a_live_request_id_is_refused(service: CoreService, fleet: Fleet) 
             model="counter",
             prompt_token_ids=b"\1\0\0\0",
             num_choices=1,
-            best_of=1,
             max_tokens=2,
         )
         await frontend.send(pb.FrontendMessage(submits=[second]))

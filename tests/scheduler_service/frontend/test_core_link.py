@@ -137,17 +137,26 @@ async def test_a_request_that_was_accepted_before_is_not_refused_for_a_full_queu
     assert text_of(await read_all(call)) == "ok"
 
 
+@pytest.mark.parametrize(
+    ("sampling", "field", "name"),
+    [
+        ({"n": 128}, "num_choices", "sampling_params.n"),
+        ({"best_of": 128}, "num_choices", "sampling_params.best_of"),
+        ({}, "max_tokens", "sampling_params.max_tokens"),
+        ({}, "resume", "resume"),
+    ],
+)
 async def test_a_field_that_the_core_refuses_is_named_as_the_client_knows_it(
-    served: Served,
+    served: Served, sampling: dict[str, int], field: str, name: str
 ) -> None:
-    call = served.client.Generate(generate_request("hello", n=128))
+    call = served.client.Generate(generate_request("hello", **sampling))
     request = await served.core.next_request()
-    detail = scheduler_pb.ErrorDetail(key="field", value="n")
+    detail = scheduler_pb.ErrorDetail(key="field", value=field)
     code = grpc.StatusCode.INVALID_ARGUMENT
-    await request.fail(code, "INVALID_FIELD", "n: must be 1 to 64", details=[detail])
+    await request.fail(code, "INVALID_FIELD", f"{field}: must be less", details=[detail])
     error = await error_of(call)
-    assert bad_field(error) == "sampling_params.n"
-    assert error.details() == "sampling_params.n: must be 1 to 64"
+    assert bad_field(error) == name
+    assert error.details() == f"{name}: must be less"
 
 
 async def test_the_prompts_log_probabilities_are_not_told_twice(served: Served) -> None:

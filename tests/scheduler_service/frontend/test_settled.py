@@ -31,7 +31,7 @@ def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
     assert (sampling.repetition_penalty, sampling.presence_penalty) == (1, 0)
     assert not sampling.HasField("logprobs")
     assert not sampling.HasField("prompt_logprobs")
-    assert request.submit.num_choices == request.submit.best_of == 1
+    assert request.submit.num_choices == request.num_returned == 1
     assert request.submit.max_tokens == 256 - 10
     assert from_column(request.submit.stop_token_ids, "") == [EOS_ID]
     assert request.skip_special_tokens
@@ -96,6 +96,21 @@ def test_log_probabilities_travel_with_their_zero() -> None:
     sampling = settled(logprobs=0, prompt_logprobs=3).submit.sampling
     assert sampling.HasField("logprobs")
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 3)
+
+
+def test_candidates_are_as_many_choices_with_log_probabilities() -> None:
+    request = settled(n=2, best_of=5)
+    assert (request.submit.num_choices, request.num_returned) == (5, 2)
+    assert request.submit.sampling.HasField("logprobs")
+    assert request.num_logprobs is None
+    assert not request.is_streamed
+    assert settled(n=2, best_of=5, logprobs=3).submit.sampling.logprobs == 3
+
+
+def test_as_many_candidates_as_choices_are_just_choices() -> None:
+    request = settled(n=2, best_of=2)
+    assert request.is_streamed
+    assert not request.submit.sampling.HasField("logprobs")
 
 
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:

@@ -18,6 +18,7 @@ GOOD: list[dict[str, Any]] = [
 GOOD_SAMPLING: list[dict[str, Any]] = [
     {"n": 128},
     {"n": 2, "best_of": 2},
+    {"n": 2, "best_of": 128},
     {"temperature": 0},
     {"temperature": 0.01},
     {"temperature": 100},
@@ -194,7 +195,6 @@ def test_a_resumption_needs_its_request_id_and_seed() -> None:
     "sampling",
     [
         {"beam_search": {"width": 4}},
-        {"best_of": 2},
         {"json_schema": "{}"},
         {"regex": "a+"},
         {"grammar": "root ::= 'a'"},
