@@ -16,14 +16,18 @@ from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
 from worker_service import wire as worker_wire
 from worker_service.cache_engine import CacheEngine
 from worker_service.loader import ModelConfig, load_model
 from worker_service.model_runner import ModelRunner
+from worker_service.models.interface import Model
 
 GROUP = "group"
+MODEL = "model"
 FRONTEND = "frontend"
+CPU = torch.device("cpu")
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
@@ -35,6 +39,49 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+
+
+class InProcessWorker:
+    """A model with KV caches of its own; executes plans as they come off the wire."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_gpu_blocks: int,
+        block_size: int,
+        num_cpu_blocks: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
+        self._model = model
+        self._cache = CacheEngine(
+            model.kv_cache_spec,
+            block_size=block_size,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            device=device,
+        )
+        self._runner = ModelRunner(model, self._cache, block_size)
+        self._block_size = block_size
+
+    def capacity(self, group_id: str) -> GroupCapacity:
+        """What a core is told of it."""
+        return GroupCapacity(
+            group_id=group_id,
+            model=MODEL,
+            num_gpu_blocks=len(self._cache.device_cache),
+            num_cpu_blocks=len(self._cache.host_cache),
+            block_size=self._block_size,
+            max_model_len=self._model.max_model_len,
+            vocab_size=self._model.vocab_size,
+        )
+
+    def execute(self, plan: bytes) -> StepResult:
+        """The result of a serialized plan, carried over the wire's bytes."""
+        message = plan_pb2.StepPlan.FromString(plan)
+        result = self._runner.execute(worker_wire.decode_plan(message, received_us=0))
+        answer = worker_wire.encode_result(result).SerializeToString()
+        return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
 
 
 class InProcessEngine:
@@ -57,28 +104,14 @@ class InProcessEngine:
 
     def reset(self, *, num_gpu_blocks: int, config: SchedulerConfig) -> None:
         """Begin again with the same weights, another cache and another scheduler."""
-        model = self.loaded.model
-        cache = CacheEngine(
-            model.kv_cache_spec,
-            block_size=self.block_size,
+        self.worker = InProcessWorker(
+            self.loaded.model,
             num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=0,
+            block_size=self.block_size,
             device=self.device,
         )
-        self.runner = ModelRunner(model, cache, self.block_size)
         self.core = SchedulerCore(config)
-        self.core.add_group(
-            GroupCapacity(
-                group_id=GROUP,
-                model="model",
-                num_gpu_blocks=num_gpu_blocks,
-                num_cpu_blocks=0,
-                block_size=self.block_size,
-                max_model_len=model.max_model_len,
-                vocab_size=model.vocab_size,
-            ),
-            now=0.0,
-        )
+        self.core.add_group(self.worker.capacity(GROUP), now=0.0)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: object
@@ -90,7 +123,7 @@ class InProcessEngine:
                 frontend_id=FRONTEND,
                 handle=number + 1,
                 request_id=str(number),
-                model="model",
+                model=MODEL,
                 prompt_token_ids=list(prompt),
                 max_tokens=max_tokens,
                 sampling=params,
@@ -109,14 +142,8 @@ class InProcessEngine:
                 plans.append(scheduler_wire.encode_plan(plan, epoch=1).SerializeToString())
             if not plans:
                 return
-            self.core.update(GROUP, self._execute(plans.popleft()), now=0.0)
+            self.core.update(GROUP, self.worker.execute(plans.popleft()), now=0.0)
             self._deliver(outputs)
-
-    def _execute(self, data: bytes) -> scheduler_wire.StepResult:
-        message = plan_pb2.StepPlan.FromString(data)
-        result = self.runner.execute(worker_wire.decode_plan(message, received_us=0))
-        answer = worker_wire.encode_result(result).SerializeToString()
-        return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
 
     def _deliver(self, outputs: list[Output]) -> None:
         for outbox in self.core.take_outboxes().values():

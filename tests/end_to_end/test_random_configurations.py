@@ -1,0 +1,137 @@
+"""Whatever memory, chunks, pipelining, neighbours and losses do to a request, its tokens are those
+of an undisturbed run, and its log probabilities bit for bit.
+
+Each configuration is drawn by its number, the test's id. One by itself:
+
+    pytest "tests/end_to_end/test_random_configurations.py::test_…_undisturbed_run[17]"
+"""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pagewire.v1 import plan_pb2
+from scheduler_service.core.plan import StepResult
+from tests.support.checkpoints import checkpoint
+from tests.support.deployment import Deployment, Received
+from tests.support.in_process import InProcessWorker
+from tests.support.random_configurations import MODELS, Configuration, draw_configuration
+from worker_service.loader import ModelConfig, load_model
+from worker_service.models.interface import Model
+
+EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
+
+NUM_QUICK, NUM_LONG = 24, 240
+QUICK = range(NUM_QUICK)
+LONG = range(NUM_QUICK, NUM_LONG)
+
+KINDS = (
+    "preemptions",
+    "recomputed answers",
+    "cached tokens",
+    "chunks",
+    "copied blocks",
+    "forks",
+    "plans sent ahead",
+    "tokens in vain",
+    "cancels",
+    "stop strings",
+    "lost workers",
+    "lost steps",
+    "lost cores",
+)
+"""What makes up a disturbed run. Each must have happened, or the test shows less than it says."""
+
+
+@cache
+def model(name: str) -> Model:
+    path = EMBEDDED if name == "embedded" else checkpoint(name)
+    return load_model(ModelConfig(model=str(path), device="cpu", dtype="float32")).model
+
+
+@cache
+def configuration(number: int) -> Configuration:
+    return draw_configuration(number, {name: model(name).max_model_len for name in MODELS})
+
+
+@cache
+def undisturbed(number: int) -> list[Received]:
+    """What each job gets when it is alone."""
+    drawn = configuration(number)
+    runs: list[Received] = []
+    for job in drawn.jobs:
+        history: list[int] = []
+        if job.follows is not None:
+            before = runs[job.follows]
+            history = [*before.request.prompt_token_ids, *before.choices[0].token_ids]
+        alone = drawn.undisturbed(job)
+        runs += Deployment(alone, model(drawn.model), [[*history, *job.tokens]]).run()
+    return runs
+
+
+def compare_runs(number: int, worker_type: type[InProcessWorker] = InProcessWorker) -> Counter[str]:
+    """Run a configuration and compare; how much it was disturbed."""
+    drawn = configuration(number)
+    expected = undisturbed(number)
+    prompts = [list(received.request.prompt_token_ids) for received in expected]
+    deployment = Deployment(drawn, model(drawn.model), prompts, worker_type)
+    for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
+        try:
+            compare(got, wanted)
+        except AssertionError as error:
+            job = f"job {index}: {drawn.jobs[index]}"
+            raise AssertionError(f"{drawn.describe()}\n{job}\n{error}") from None
+    return deployment.disturbance
+
+
+@cache
+def disturbance(number: int) -> Counter[str]:
+    """How much a configuration was disturbed, all tokens being right."""
+    return compare_runs(number)
+
+
+def compare(got: Received, wanted: Received) -> None:
+    for ours, theirs in zip(got.choices, wanted.choices, strict=True):
+        num_tokens = len(ours.token_ids)
+        if not got.is_cancelled and ours.finish != ("stop string", None):
+            assert ours.finish == theirs.finish
+            assert num_tokens == len(theirs.token_ids)
+        assert ours.token_ids == theirs.token_ids[:num_tokens]
+        assert ours.logprobs == theirs.logprobs[:num_tokens]
+    if not got.is_cancelled:
+        assert got.prompt_logprobs == wanted.prompt_logprobs
+
+
+class ForgetfulWorker(InProcessWorker):
+    """A worker that does not copy the shared blocks that its sequences are about to write to."""
+
+    def execute(self, plan: bytes) -> StepResult:
+        message = plan_pb2.StepPlan.FromString(plan)
+        message.copy = b""
+        return super().execute(message.SerializeToString())
+
+
+@pytest.mark.parametrize("number", QUICK)
+def test_tokens_are_those_of_an_undisturbed_run(number: int) -> None:
+    assert disturbance(number)["steps"] > 0
+
+
+def test_the_runs_were_disturbed_in_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    total = sum((disturbance(number) for number in QUICK), Counter[str]())
+    with capsys.disabled():
+        print(f"\n{NUM_QUICK} configurations: {dict(total)}")
+    assert [kind for kind in KINDS if total[kind] == 0] == []
+
+
+def test_a_worker_that_gets_a_block_wrong_is_noticed() -> None:
+    number = next(number for number in QUICK if disturbance(number)["copied blocks"] > 5)
+    with pytest.raises(AssertionError, match=f"configuration {number}: "):
+        compare_runs(number, ForgetfulWorker)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG)
+def test_tokens_of_many_more_are_those_of_an_undisturbed_run(number: int) -> None:
+    assert compare_runs(number)["steps"] > 0

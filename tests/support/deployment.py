@@ -1,0 +1,273 @@
+"""A scheduler core, workers and frontend in one process, run through all that a configuration says.
+
+Each tick, whoever is due arrives, leaves or dies; then each worker executes its oldest open plan,
+after the core has planned ahead as far as it may. What crosses between them is bytes.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import count
+
+from scheduler_service import wire
+from scheduler_service.core import (
+    GeneratedTokens,
+    Outbox,
+    Request,
+    RowLogprobs,
+    SchedulerCore,
+    StepPlan,
+)
+from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
+from tests.support.random_configurations import Configuration, Job, Loss
+from worker_service.models.interface import Model
+
+MAX_TICKS = 5_000
+
+
+@dataclass
+class Choice:
+    """What a client has received of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    finish: tuple[str, int | None] | None = None
+    """Why it ended, and the stop token."""
+
+
+@dataclass
+class Received:
+    """What a client has received of one request."""
+
+    job: Job
+    request: Request
+    choices: list[Choice]
+    prompt_logprobs: list[bytes] = field(default_factory=lambda: [b""] * 3)
+    """Three columns: token ids, log probabilities, ranks."""
+    cached_tokens: int = 0
+    has_ended: bool = False
+    is_cancelled: bool = False
+
+    def choice(self, handle: int) -> Choice:
+        """The choice that goes by this handle."""
+        return self.choices[handle - self.request.handle]
+
+
+@dataclass
+class Link:
+    """A worker that is there, and its plans that are not executed yet."""
+
+    worker: InProcessWorker
+    plans: deque[bytes] = field(default_factory=deque)
+
+
+class Deployment:
+    """One run of a configuration's jobs."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        model: Model,
+        prompts: list[list[int]],
+        worker_type: type[InProcessWorker] = InProcessWorker,
+    ) -> None:
+        """`prompts` are those of the jobs, with what they follow."""
+        self.received: dict[int, Received] = {}
+        """By job index."""
+        self.disturbance: Counter[str] = Counter()
+        """How often each thing happened that must make no difference."""
+        self._configuration = configuration
+        self._model = model
+        self._prompts = prompts
+        self._worker_type = worker_type
+        self._handles = count(1, max(job.num_choices for job in configuration.jobs))
+        self._by_handle: dict[int, Received] = {}
+        self._core = SchedulerCore(configuration.scheduler)
+        self._links: dict[int, Link] = {}
+        self._absent_until: dict[int, int] = {}
+        for index in range(len(configuration.workers)):
+            self._join(index)
+
+    def run(self) -> list[Received]:
+        """What came of each job, in their order."""
+        for tick in range(MAX_TICKS):
+            if len(self.received) == len(self._prompts) and not self._open():
+                self._check_rest()
+                return [self.received[index] for index in range(len(self._prompts))]
+            self._befall(tick)
+            self._collect()
+            for index in list(self._links):
+                self._step(index)
+        raise AssertionError(f"not done after {MAX_TICKS} ticks: {self._open()}")
+
+    # What happens to it.
+
+    def _befall(self, tick: int) -> None:
+        for loss in self._configuration.losses:
+            if loss.at == tick:
+                self._lose(loss)
+        for index in [i for i, until in self._absent_until.items() if until <= tick]:
+            del self._absent_until[index]
+            self._join(index)
+        for index, job in enumerate(self._configuration.jobs):
+            if index not in self.received and self._is_due(job, tick):
+                self._submit(index, job)
+        for received in self._open():
+            self._leave_or_stop(received)
+
+    def _is_due(self, job: Job, tick: int) -> bool:
+        if job.follows is not None:
+            parent = self.received.get(job.follows)
+            return parent is not None and parent.has_ended
+        return job.arrives_at <= tick
+
+    def _submit(self, index: int, job: Job) -> None:
+        request = Request(
+            frontend_id=FRONTEND,
+            handle=next(self._handles),
+            request_id=str(index),
+            model=MODEL,
+            prompt_token_ids=self._prompts[index],
+            num_choices=job.num_choices,
+            max_tokens=job.max_tokens,
+            stop_token_ids=job.stop_token_ids,
+            sampling=job.sampling,
+            min_tokens=job.sampling.min_tokens,
+            wants_logprobs=job.sampling.HasField("logprobs"),
+            wants_prompt_logprobs=job.sampling.HasField("prompt_logprobs"),
+        )
+        received = Received(job, request, [Choice() for _ in range(job.num_choices)])
+        self.received[index] = received
+        for handle in range(request.handle, request.handle + job.num_choices):
+            self._by_handle[handle] = received
+        self._core.submit(request, now=0.0)
+
+    def _leave_or_stop(self, received: Received) -> None:
+        """Have its client go away, or a stop string appear, if it is time."""
+        job, handle = received.job, received.request.handle
+        num_first, last = len(received.choices[0].token_ids), received.choices[-1]
+        if job.cancelled_after is not None and num_first >= job.cancelled_after:
+            self.disturbance["cancels"] += 1
+            received.is_cancelled = received.has_ended = True
+            self._core.cancel(FRONTEND, handle, now=0.0)
+        elif (
+            job.stopped_after is not None
+            and last.finish is None
+            and len(last.token_ids) >= job.stopped_after
+        ):
+            self.disturbance["stop strings"] += 1
+            del last.token_ids[job.stopped_after :], last.logprobs[job.stopped_after :]
+            last.finish = ("stop string", None)
+            handle += job.num_choices - 1
+            self._core.stop_choice(FRONTEND, handle, job.stopped_after, now=0.0)
+
+    def _join(self, index: int) -> None:
+        memory = self._configuration.workers[index]
+        worker = self._worker_type(
+            self._model,
+            num_gpu_blocks=memory.num_gpu_blocks,
+            num_cpu_blocks=memory.num_cpu_blocks,
+            block_size=self._configuration.block_size,
+        )
+        self._links[index] = Link(worker)
+        self._core.add_group(worker.capacity(str(index)), now=0.0)
+
+    def _lose(self, loss: Loss) -> None:
+        if loss.worker is None:
+            self._lose_core()
+        elif loss.worker in self._links:
+            link = self._links.pop(loss.worker)
+            self.disturbance["lost workers"] += bool(self._open())
+            self.disturbance["lost steps"] += len(link.plans)
+            self._core.remove_group(str(loss.worker), now=0.0)
+            self._absent_until[loss.worker] = loss.at + loss.absence
+
+    def _lose_core(self) -> None:
+        """Workers join the new core, and the frontend submits again what is open."""
+        self.disturbance["lost cores"] += bool(self._open())
+        self._note_end_of_core()
+        self._core = SchedulerCore(self._configuration.scheduler)
+        for index in list(self._links):
+            self._join(index)
+        for received in self._open():
+            received.request.generated = {
+                index: GeneratedTokens(
+                    token_ids=list(choice.token_ids), finished=choice.finish is not None
+                )
+                for index, choice in enumerate(received.choices)
+                if choice.token_ids
+            }
+            received.prompt_logprobs = [b""] * 3
+            self._core.submit(received.request, now=0.0)
+
+    # Steps.
+
+    def _step(self, index: int) -> None:
+        link = self._links[index]
+        while (plan := self._core.schedule(str(index), now=0.0)) is not None:
+            self._note_plan(plan, link)
+            link.plans.append(wire.encode_plan(plan, epoch=1).SerializeToString())
+        if link.plans:
+            result = link.worker.execute(link.plans.popleft())
+            self._core.update(str(index), result, now=0.0)
+            self.disturbance["tokens in vain"] += len(result.token_ids)
+            self._collect()
+
+    def _note_plan(self, plan: StepPlan, link: Link) -> None:
+        new = plan.new_sequences
+        self.disturbance["steps"] += 1
+        self.disturbance["plans sent ahead"] += bool(link.plans)
+        self.disturbance["swapped-out blocks"] += len(plan.swap_out) // 2
+        self.disturbance["swapped-in blocks"] += len(plan.swap_in) // 2
+        self.disturbance["copied blocks"] += len(plan.copy) // 2
+        self.disturbance["chunks"] += (plan.sample or []).count(False)
+        self.disturbance["forks"] += sum(s.parent_seq_id is not None for s in new)
+        self.disturbance["recomputed answers"] += sum(
+            len(s.token_ids) > s.num_prompt_tokens > 0 for s in new
+        )
+
+    def _note_end_of_core(self) -> None:
+        self.disturbance["preemptions"] += self._core.snapshot().num_preemptions
+
+    def _open(self) -> list[Received]:
+        return [received for received in self.received.values() if not received.has_ended]
+
+    def _check_rest(self) -> None:
+        """Nobody is there any more, and nothing is left of anybody."""
+        self._note_end_of_core()
+        for index, link in self._links.items():
+            while link.plans:
+                self._core.update(str(index), link.worker.execute(link.plans.popleft()), now=0.0)
+        self._core.check()
+        for group in self._core.snapshot().groups:
+            assert group.num_free_gpu_blocks == group.num_gpu_blocks
+            assert group.num_free_cpu_blocks == group.num_cpu_blocks
+
+    # What the frontend hears.
+
+    def _collect(self) -> None:
+        for outbox in self._core.take_outboxes().values():
+            self._read(outbox)
+
+    def _read(self, outbox: Outbox) -> None:
+        self.disturbance["tokens in vain"] -= len(outbox.token_ids)
+        for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
+            self._by_handle[handle].choice(handle).token_ids.append(token)
+        for handle, logprobs in outbox.logprobs:
+            self._by_handle[handle].choice(handle).logprobs.append(logprobs)
+        for handle, update in outbox.prompt_logprobs:
+            received = self._by_handle[handle]
+            news = (update.token_ids, update.logprobs, update.ranks)
+            known = received.prompt_logprobs
+            received.prompt_logprobs = [a + b for a, b in zip(known, news, strict=True)]
+        for ended in outbox.choices_finished:
+            choice = self._by_handle[ended.handle].choice(ended.handle)
+            assert choice.finish is None, "a choice ended twice"
+            choice.finish = (ended.reason, ended.stop_token_id)
+        for finished in outbox.requests_finished:
+            received = self._by_handle[finished.handle]
+            assert not received.has_ended, "a request ended twice"
+            received.has_ended = True
+            received.cached_tokens = finished.cached_tokens
+            self.disturbance["cached tokens"] += finished.cached_tokens
+        for _, error in outbox.requests_failed:
+            raise error

@@ -1,0 +1,233 @@
+"""Deployments and workloads drawn at random, each reproducible by its number.
+
+A configuration is everything that should make no difference to a request's tokens (memory, chunks,
+pipelining, neighbours, losses) together with requests whose tokens it should make no difference to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from pagewire.v1 import sampling_pb2
+from scheduler_service.columns import to_column
+from scheduler_service.core.config import SchedulerConfig
+
+MODELS = ("embedded", "llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "qwen3_moe")
+"""The embedded model, and families of tests/support/checkpoints.py."""
+
+FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
+"""Tokens of prompts, stops and biases are from here; all vocabularies are larger."""
+
+ROOMY_TOKENS = 1024
+"""As many as any of these models allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One request, and what its client does."""
+
+    tokens: tuple[int, ...]
+    """Its prompt; where it follows another, what it adds to that one's prompt and first answer."""
+    follows: int | None = None
+    """The job whose conversation it continues, and after whose end it arrives."""
+    arrives_at: int = 0
+    """Tick at the earliest."""
+    num_choices: int = 1
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: sampling_pb2.SamplerParams
+    cancelled_after: int | None = None
+    """Its client goes away at so many tokens of the first choice."""
+    stopped_after: int | None = None
+    """A stop string appears in its last choice at so many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A worker group's memory."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The sudden death of a worker, or of the core."""
+
+    at: int
+    """Tick."""
+    worker: int | None
+    """Which worker; None for the core."""
+    absence: int
+    """Ticks until a dead worker is back, with empty caches; a core is back at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One deployment with its workload."""
+
+    number: int
+    model: str
+    block_size: int
+    """Of all workers, and of the undisturbed run: attention sums over blocks, so that the last bits
+    of a log probability depend on it."""
+    scheduler: SchedulerConfig
+    workers: tuple[Worker, ...]
+    losses: tuple[Loss, ...]
+    jobs: tuple[Job, ...]
+
+    def describe(self) -> str:
+        """All but its jobs, for people."""
+        return (
+            f"configuration {self.number}: model={self.model} block_size={self.block_size} "
+            f"{self.scheduler} {self.workers} {self.losses} with {len(self.jobs)} jobs"
+        )
+
+    def undisturbed(self, job: Job) -> "Configuration":
+        """The same model with `job` alone: roomy, uncached, in one piece, one step at a time."""
+        alone = replace(job, follows=None, arrives_at=0, cancelled_after=None, stopped_after=None)
+        return Configuration(
+            number=self.number,
+            model=self.model,
+            block_size=self.block_size,
+            scheduler=SchedulerConfig(
+                enable_prefix_caching=False, max_num_batched_tokens=4096, pipeline_depth=1
+            ),
+            workers=(Worker(num_gpu_blocks=ROOMY_TOKENS // self.block_size, num_cpu_blocks=0),),
+            losses=(),
+            jobs=(alone,),
+        )
+
+
+def draw_configuration(number: int, max_model_lens: dict[str, int]) -> Configuration:
+    """Configuration `number`; `max_model_lens` are those of `MODELS`."""
+    draw = Random(number)
+    model = MODELS[number % len(MODELS)]
+    jobs = _draw_jobs(draw)
+    block_size = draw.choice((1, 2, 4, 4, 8, 16))
+    num_blocks = [-(-tokens // block_size) for tokens in _most_tokens(jobs)]
+    return Configuration(
+        number=number,
+        model=model,
+        block_size=block_size,
+        scheduler=_draw_scheduler(draw, max_model_lens[model]),
+        workers=tuple(_draw_worker(draw, num_blocks) for _ in range(draw.choice((1, 1, 1, 2)))),
+        losses=_draw_losses(draw),
+        jobs=jobs,
+    )
+
+
+def _draw_scheduler(draw: Random, max_model_len: int) -> SchedulerConfig:
+    max_num_seqs = draw.choice((3, 4, 6, 16))
+    chunked = draw.random() < 0.75
+    longest_step = max_model_len + max_num_seqs
+    budget = draw.choice((max_num_seqs, 8, 16, 40)) if chunked else longest_step
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_seqs, budget),
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=draw.random() < 0.7,
+        watermark=draw.choice((0.0, 0.01, 0.1, 0.3)),
+        pipeline_depth=draw.choice((1, 2, 2, 3)),
+    )
+
+
+def _draw_worker(draw: Random, num_blocks: Sequence[int]) -> Worker:
+    """Blocks from just enough for the longest sequence up to enough for one of each job."""
+    least, most = max(num_blocks), sum(num_blocks)
+    roominess = draw.choice((0.0, 0.0, 0.1, 0.2, 0.4, 1.0))
+    return Worker(
+        num_gpu_blocks=least + round(roominess * (most - least)),
+        num_cpu_blocks=round(draw.choice((0.0, 0.5, 1.0, 2.0)) * least),
+    )
+
+
+def _draw_losses(draw: Random) -> tuple[Loss, ...]:
+    """None, or up to two: a request that was on three workers at their deaths would fail."""
+    return tuple(
+        Loss(
+            at=draw.randint(4, 60),
+            worker=draw.choice((0, 0, 1, None)),
+            absence=draw.choice((0, 5)),
+        )
+        for _ in range(draw.choice((0, 1, 1, 2)))
+    )
+
+
+def _draw_jobs(draw: Random) -> tuple[Job, ...]:
+    stems = [_draw_tokens(draw, draw.randint(6, 40)) for _ in range(3)]
+    jobs: list[Job] = []
+    for index in range(draw.randint(6, 12)):
+        follows = draw.randrange(index) if index and draw.random() < 0.25 else None
+        if follows is not None and _depth(jobs, follows) > 1:
+            follows = None  # conversations of at most three turns, or they get slow
+        jobs.append(_draw_job(draw, stems, follows))
+    return tuple(jobs)
+
+
+def _draw_job(draw: Random, stems: Sequence[tuple[int, ...]], follows: int | None) -> Job:
+    own = _draw_tokens(draw, draw.choice((0, 1, 2, 5, 11)))
+    stem = draw.choice(stems)[: draw.choice((1, 7, 16, 40))] if follows is None else ()
+    max_tokens = draw.randint(1, 24)
+    num_choices = draw.choice((1, 1, 1, 2, 3))
+    has_stops = draw.random() < 0.3
+    stops = frozenset(_draw_tokens(draw, 12)) if has_stops else frozenset()
+    min_tokens = draw.randint(1, 5) if draw.random() < 0.3 else 0
+    return Job(
+        tokens=(stem + own) or (FIRST_TOKEN_ID,),
+        follows=follows,
+        arrives_at=draw.choice((0, 0, draw.randint(1, 40))),
+        num_choices=num_choices,
+        max_tokens=max_tokens,
+        stop_token_ids=stops,
+        sampling=_draw_sampling(draw, stops, min_tokens),
+        cancelled_after=draw.randint(0, max_tokens) if draw.random() < 0.12 else None,
+        stopped_after=draw.randint(1, max_tokens) if draw.random() < 0.12 else None,
+    )
+
+
+def _draw_sampling(
+    draw: Random, stops: frozenset[int], min_tokens: int
+) -> sampling_pb2.SamplerParams:
+    params = sampling_pb2.SamplerParams(
+        temperature=draw.choice((0.0, 0.0, 0.7, 1.0, 1.5)),
+        top_p=draw.choice((1.0, 0.9, 0.5)),
+        top_k=draw.choice((0, 0, 5, 40)),
+        min_p=draw.choice((0.0, 0.0, 0.05)),
+        repetition_penalty=draw.choice((1.0, 1.0, 1.2)),
+        presence_penalty=draw.choice((0.0, 0.0, 0.5)),
+        frequency_penalty=draw.choice((0.0, 0.0, 0.4)),
+        seed=draw.getrandbits(53),
+        min_tokens=min_tokens,
+        suppressed_token_ids=to_column(sorted(stops)) if min_tokens else b"",
+    )
+    if draw.random() < 0.2:
+        for token_id in _draw_tokens(draw, 3):
+            params.logit_bias.add(token_id=token_id, bias=draw.choice((-3.0, 2.0)))
+    if draw.random() < 0.2:
+        for length in (1, 2):
+            params.bad_words.add(token_ids=to_column(_draw_tokens(draw, length)))
+    if draw.random() < 0.6:
+        params.logprobs = draw.choice((0, 1, 3))
+    if draw.random() < 0.2:
+        params.prompt_logprobs = draw.choice((0, 2))
+    return params
+
+
+def _draw_tokens(draw: Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(FIRST_TOKEN_ID, END_TOKEN_ID) for _ in range(count))
+
+
+def _depth(jobs: Sequence[Job], index: int) -> int:
+    """Turns before this one in its conversation."""
+    follows = jobs[index].follows
+    return 0 if follows is None else 1 + _depth(jobs, follows)
+
+
+def _most_tokens(jobs: Sequence[Job]) -> list[int]:
+    """For each job the most tokens whose KV one of its sequences needs: all but the last."""
+    lengths: list[int] = []
+    for job in jobs:
+        before = 0 if job.follows is None else lengths[job.follows] + 1
+        lengths.append(before + len(job.tokens) + job.max_tokens - 1)
+    return lengths
