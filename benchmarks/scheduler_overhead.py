@@ -1,149 +1,195 @@
-"""CPU time of the scheduler core per step of steady decoding, without a worker.
+"""CPU time of the scheduler core per step of steady decoding, against the budgets and vLLM.
 
-A worker that takes no time answers each plan with a fixed token. Columns: planning
-(`schedule`), the plan as bytes, the result from bytes, taking it in (`update`), the outbox as
-bytes, and their sum. Growth must be linear in running sequences and flat in their lengths.
+    python -m benchmarks.scheduler_overhead --vllm-python ENVIRONMENT/bin/python
 
-    python -m benchmarks.scheduler_overhead
+No worker is there: each plan is answered at once with fixed tokens. A step is all that the core
+does for it: `schedule`, the plan as bytes, the result from bytes, `update`, the news for two
+frontends as bytes. Sequences are in steady decoding; their prompts share nothing; prefix caching is
+on. With several worker groups they are shared out among them, and a step is one group's. Times are
+medians over steps of the thread's CPU time, so waiting for a core does not count, though sharing
+its caches does.
+
+With `--vllm-python` vLLM's `Scheduler` works on the same queue in turns with ours (see
+`vllm_scheduler` for what its step is). "deciding" is schedule + update alone; "all" is with each
+side's own serialisation: protobuf here, pickle and msgpack there.
 """
 
 import argparse
-import gc
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from time import thread_time_ns
-from typing import TypeVar
 
-from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
-from pagewire.v1.sampling_pb2 import SamplerParams
-from scheduler_service import wire
-from scheduler_service.core import (
-    GroupCapacity,
-    Request,
-    SchedulerConfig,
-    SchedulerCore,
-    StepPlan,
-    StepResult,
-)
+from rich.console import Console
+from rich.table import Table
 
-BLOCK_SIZE = 16
-MAX_TOKENS = 100_000
-T = TypeVar("T")
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.steady_core import Queue, SteadyCore, StepTimes
+from benchmarks.vllm_process import SCRIPT, VllmProcess, VllmTimes
+
+BUDGETS_US = {256: 500.0, 4096: 8000.0}
+"""DESIGN's limits for a step, by its running sequences."""
+
+TURN_STEPS = 20
+"""Steps before it is the other scheduler's turn."""
+
+Row = dict[str, float | int | None]
 
 
-@dataclass
-class Stopwatch:
-    """Times of one kind of work, in microseconds."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What is measured."""
 
-    times: dict[str, list[float]] = field(default_factory=dict)
+    running: Sequence[int]
+    prompt_tokens: Sequence[int]
+    groups: Sequence[int]
+    steps: int
 
-    def measure(self, name: str, work: Callable[[], T]) -> T:
-        """Do the work and note its time."""
-        start = thread_time_ns()
-        result = work()
-        self.times.setdefault(name, []).append((thread_time_ns() - start) / 1000)
-        return result
-
-
-class Bench:
-    """A core with so many running sequences, all decoding."""
-
-    def __init__(self, num_seqs: int, prompt_tokens: int, num_frontends: int) -> None:
-        blocks_each = -(-(prompt_tokens + 4096) // BLOCK_SIZE)
-        config = SchedulerConfig(
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_seqs + 16_384,
-            max_queue_tokens=2**40,
-        )
-        self.core = SchedulerCore(config)
-        capacity = GroupCapacity(
-            group_id="g",
-            model="m",
-            num_gpu_blocks=num_seqs * blocks_each,
-            num_cpu_blocks=0,
-            block_size=BLOCK_SIZE,
-            max_model_len=prompt_tokens + MAX_TOKENS,
-            vocab_size=32_000,
-        )
-        self.core.add_group(capacity, 0.0)
-        self.now = 0.0
-        for i in range(num_seqs):
-            request = Request(
-                frontend_id=f"f{i % num_frontends}",
-                handle=i + 1,
-                request_id=f"r{i}",
-                model="m",
-                # Lengths differ, so that blocks fill up in different steps.
-                prompt_token_ids=[7] * (prompt_tokens + i % BLOCK_SIZE),
-                max_tokens=MAX_TOKENS,
-                sampling=SamplerParams(),
-                stop_token_ids=frozenset({2, 3}),
-            )
-            self.core.submit(request, self.now)
-        while self.core.snapshot().num_waiting:
-            self.step(Stopwatch())
-        for _ in range(3):
-            self.step(Stopwatch())
-
-    def step(self, watch: Stopwatch) -> int:
-        """One step; the plan's size in bytes."""
-        self.now += 0.01
-        plan = watch.measure("schedule", lambda: self.core.schedule("g", self.now))
-        assert plan is not None
-        plan_bytes = watch.measure(
-            "encode plan", lambda: wire.encode_plan(plan, 1).SerializeToString()
-        )
-        answer = self._answer(plan)
-        result = watch.measure("decode result", lambda: self._decode(answer))
-        watch.measure("update", lambda: self.core.update("g", result, self.now))
-        watch.measure("encode news", self._encode_news)
-        return len(plan_bytes)
-
-    def _answer(self, plan: StepPlan) -> bytes:
-        sample = plan.sample or [True] * len(plan.seq_ids)
-        message = StepResultMessage(epoch=1, step_id=plan.step_id)
-        message.token_ids = (11).to_bytes(4, "little") * sum(sample)
-        return message.SerializeToString()
-
-    def _decode(self, answer: bytes) -> StepResult:
-        return wire.decode_result(StepResultMessage.FromString(answer))
-
-    def _encode_news(self) -> None:
-        for outbox in self.core.take_outboxes().values():
-            wire.encode_outbox(outbox).SerializeToString()
+    def queues(self) -> Iterator[Queue]:
+        """One for each line of the table."""
+        for num_groups in self.groups:
+            for prompt_tokens in self.prompt_tokens:
+                for num_seqs in self.running:
+                    if num_seqs >= num_groups:
+                        yield Queue(
+                            num_seqs=num_seqs, prompt_tokens=prompt_tokens, num_groups=num_groups
+                        )
 
 
-COLUMNS = ["schedule", "encode plan", "decode result", "update", "encode news"]
+def measure(queue: Queue, num_steps: int, vllm: VllmProcess | None) -> Row:
+    """One line: medians per step, in microseconds."""
+    ours = SteadyCore(queue)
+    rival = vllm if vllm is not None and queue.num_groups == 1 else None
+    if rival is not None:
+        rival.prepare(queue)
+    times: list[StepTimes] = []
+    rivals: list[VllmTimes] = []
+    while len(times) < num_steps:
+        turn_start = len(times)
+        while len(times) < turn_start + TURN_STEPS:
+            times += ours.round()
+        if rival is not None:
+            rivals += rival.steps(TURN_STEPS)
+    return _row(queue, times, rivals)
 
 
-def run(num_seqs: int, prompt_tokens: int, num_steps: int, num_frontends: int) -> None:
-    """Print one line of the table: medians over the steps, in microseconds."""
-    bench = Bench(num_seqs, prompt_tokens, num_frontends)
-    watch = Stopwatch()
-    gc.collect()
-    sizes = [bench.step(watch) for _ in range(num_steps)]
-    medians = [median(watch.times[name]) for name in COLUMNS]
-    sums = [sum(parts) for parts in zip(*(watch.times[name] for name in COLUMNS), strict=True)]
-    cells = [f"{value:13.1f}" for value in [*medians, median(sums), median(sums) / num_seqs]]
-    bytes_per_seq = sum(sizes) / num_steps / num_seqs
-    print(f"{num_seqs:8} {prompt_tokens:8} {' '.join(cells)} {bytes_per_seq:13.1f}")
+def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) -> Row:
+    rows = queue.num_seqs // queue.num_groups
+    total = median(step.total for step in times)
+    deciding = median(step.deciding for step in times)
+    row: Row = {
+        "groups": queue.num_groups,
+        "running": queue.num_seqs,
+        "prompt_tokens": queue.prompt_tokens,
+        "rows_per_step": rows,
+        "schedule_us": median(step.schedule for step in times),
+        "encode_plan_us": median(step.encode_plan for step in times),
+        "decode_result_us": median(step.decode_result for step in times),
+        "update_us": median(step.update for step in times),
+        "encode_news_us": median(step.encode_news for step in times),
+        "deciding_us": deciding,
+        "all_us": total,
+        "all_us_per_row": total / rows,
+        "plan_bytes_per_row": sum(step.plan_bytes for step in times) / len(times) / rows,
+        "budget_us": BUDGETS_US.get(rows),
+    }
+    if rivals:
+        theirs = median(step.deciding for step in rivals)
+        theirs_all = median(step.deciding + step.carrying for step in rivals)
+        row |= {
+            "vllm_deciding_us": theirs,
+            "vllm_all_us": theirs_all,
+            "deciding_ratio": theirs / deciding,
+            "all_ratio": theirs_all / total,
+        }
+    return {name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}
 
 
-def main() -> None:
+def growth(rows: Sequence[Row]) -> dict[str, float | None]:
+    """What a row of the longest batch costs against one of 256 (1 is linear growth), and one of
+    the longest context against one of the shortest (1 is flat); the worst of all such pairs. Below
+    256 rows what a step costs whatever is in it outweighs them. None: there is no such pair."""
+    return {
+        "with_rows": _worst(rows, "rows_per_step", 256, ("groups", "prompt_tokens")),
+        "with_length": _worst(rows, "prompt_tokens", 0, ("groups", "rows_per_step")),
+    }
+
+
+def _worst(rows: Sequence[Row], size: str, least: int, alike: tuple[str, ...]) -> float | None:
+    ratios = [
+        _number(larger, "all_us_per_row") / _number(smaller, "all_us_per_row")
+        for smaller in rows
+        for larger in rows
+        if all(smaller[name] == larger[name] for name in alike)
+        and least <= _number(smaller, size) < _number(larger, size)
+    ]
+    return round(max(ratios), 2) if ratios else None
+
+
+def _number(row: Row, name: str) -> float:
+    value = row[name]
+    assert value is not None
+    return value
+
+
+COLUMNS = {
+    "groups": "groups",
+    "running": "running",
+    "prompt_tokens": "prompt",
+    "schedule_us": "schedule",
+    "encode_plan_us": "encode",
+    "decode_result_us": "decode",
+    "update_us": "update",
+    "encode_news_us": "news",
+    "deciding_us": "deciding",
+    "all_us": "all",
+    "all_us_per_row": "all/row",
+    "budget_us": "budget",
+    "vllm_deciding_us": "vLLM deciding",
+    "vllm_all_us": "vLLM all",
+    "all_ratio": "ratio",
+}
+
+
+def show(rows: Sequence[Row]) -> None:
     """Print the table."""
+    table = Table(*COLUMNS.values(), title="medians per step, in microseconds of CPU time")
+    for row in rows:
+        cells = [row.get(name) for name in COLUMNS]
+        table.add_row(*("" if cell is None else f"{cell:g}" for cell in cells))
+    Console(width=160).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--running", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 4096])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--frontends", type=int, default=2)
-    args = parser.parse_args()
-    names = [*COLUMNS, "sum", "sum/sequence", "plan bytes/seq"]
-    print("medians per step in microseconds")
-    print(f"{'running':>8} {'prompt':>8} {' '.join(f'{name:>13}' for name in names)}")
-    for prompt_tokens in args.prompt_tokens:
-        for num_seqs in args.running:
-            run(num_seqs, prompt_tokens, args.steps, args.frontends)
+    parser.add_argument("--vllm-python", type=Path, help="a Python that can import vllm")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    args = parser.parse_args(arguments)
+    settings = Settings(
+        running=args.running,
+        prompt_tokens=args.prompt_tokens,
+        groups=args.groups,
+        steps=args.steps,
+    )
+    load = ForeignLoad()
+    with ExitStack() as stack:
+        vllm = (
+            stack.enter_context(VllmProcess([args.vllm_python, SCRIPT]))
+            if args.vllm_python
+            else None
+        )
+        rows = [measure(queue, settings.steps, vllm) for queue in settings.queues()]
+        version = vllm.version if vllm is not None else None
+    show(rows)
+    print(f"growth of a row's cost, at worst: {growth(rows)}")
+    figures = {"vllm": version, "steps": settings.steps, "growth": growth(rows), "rows": rows}
+    print(f"written to {save('scheduler_overhead', figures, load, args.results)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""Where figures were measured, who else was using the machine, and the files they go to."""
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("protobuf", "grpcio", "torch", "transformers")
+
+
+def describe() -> dict[str, object]:
+    """The machine and the versions that matter; nothing that names the machine itself."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class ForeignLoad:
+    """How many cores processes other than this one and its children kept busy meanwhile.
+
+    Time in which the hypervisor ran somebody else counts as theirs.
+    """
+
+    def __init__(self) -> None:
+        self._wall = time.monotonic()
+        self._busy = _busy_seconds()
+        self._own = _own_seconds()
+
+    @property
+    def cores(self) -> float:
+        """Mean since this was made. Children count once they have been waited for, or while they
+        live."""
+        foreign = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        return round(max(0.0, foreign) / max(1e-9, time.monotonic() - self._wall), 2)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def _own_seconds() -> float:
+    own = os.times()
+    total = own.user + own.system + own.children_user + own.children_system
+    for child in psutil.Process().children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:2])
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def save(
+    name: str, figures: Mapping[str, object], load: ForeignLoad, folder: Path = RESULTS
+) -> Path:
+    """Write figures to `folder` as NAME.json, with the machine and the date."""
+    content = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": describe(),
+        "foreign_cores": load.cores,
+        **figures,
+    }
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path

@@ -1,0 +1,165 @@
+"""Scheduler cores in steady decoding, without workers, timed step by step."""
+
+import gc
+from dataclasses import dataclass
+from itertools import pairwise
+from time import thread_time_ns
+
+from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
+from pagewire.v1.sampling_pb2 import SamplerParams
+from scheduler_service import wire
+from scheduler_service.core import (
+    GroupCapacity,
+    Request,
+    SchedulerConfig,
+    SchedulerCore,
+    StepPlan,
+)
+
+NUM_FRONTENDS = 2
+PREFILL_TOKENS = 16_384
+"""Prompt tokens of one step, beside the decodes."""
+
+GROWTH_TOKENS = 4096
+"""Output tokens for which every sequence has room."""
+
+TOKEN_ID = 11
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Queue:
+    """What runs: both schedulers are given the same."""
+
+    num_seqs: int
+    prompt_tokens: int
+    block_size: int = 16
+    num_groups: int = 1
+    """Worker groups, among which the sequences are shared out evenly."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one group: enough for all of its sequences."""
+        blocks_each = -(-(self.prompt_tokens + GROWTH_TOKENS) // self.block_size) + 1
+        return self.num_seqs // self.num_groups * blocks_each
+
+    def prompt(self, index: int) -> list[int]:
+        """Of one sequence. Prompts share nothing, and their lengths differ, so that blocks fill up
+        in different steps."""
+        return [100 + index] + [7] * (self.prompt_tokens + index % self.block_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """CPU time of one step, in microseconds."""
+
+    schedule: float
+    encode_plan: float
+    decode_result: float
+    update: float
+    encode_news: float
+    plan_bytes: int
+
+    @property
+    def deciding(self) -> float:
+        """What the pure core takes."""
+        return self.schedule + self.update
+
+    @property
+    def carrying(self) -> float:
+        """What messages to and from bytes take."""
+        return self.encode_plan + self.decode_result + self.encode_news
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.deciding + self.carrying
+
+
+class SteadyCore:
+    """A core with so many running sequences, all decoding."""
+
+    def __init__(self, queue: Queue) -> None:
+        rows = queue.num_seqs // queue.num_groups
+        self._core = SchedulerCore(
+            SchedulerConfig(
+                max_num_seqs=rows,
+                max_num_batched_tokens=rows + PREFILL_TOKENS,
+                max_queue_requests=queue.num_seqs,
+                max_queue_tokens=2**40,
+            )
+        )
+        self._group_ids = [f"g{index}" for index in range(queue.num_groups)]
+        self._now = 0.0
+        for group_id in self._group_ids:
+            self._core.add_group(_capacity(group_id, queue), self._now)
+        for index in range(queue.num_seqs):
+            self._core.submit(_request(index, queue), self._now)
+        while self._core.snapshot().num_waiting:
+            self.round()
+        for _ in range(3):
+            self.round()
+        assert {g.num_running_sequences for g in self._core.snapshot().groups} == {rows}
+        gc.collect()
+
+    def round(self) -> list[StepTimes]:
+        """A step of each group."""
+        return [self._step(group_id) for group_id in self._group_ids]
+
+    def _step(self, group_id: str) -> StepTimes:
+        self._now += 0.01
+        times = [thread_time_ns()]
+        plan = self._core.schedule(group_id, self._now)
+        times.append(thread_time_ns())
+        assert plan is not None
+        plan_bytes = wire.encode_plan(plan, 1).SerializeToString()
+        times.append(thread_time_ns())
+        answer = _answer(plan)
+        times.append(thread_time_ns())
+        result = wire.decode_result(StepResultMessage.FromString(answer))
+        times.append(thread_time_ns())
+        self._core.update(group_id, result, self._now)
+        times.append(thread_time_ns())
+        for outbox in self._core.take_outboxes().values():
+            wire.encode_outbox(outbox).SerializeToString()
+        times.append(thread_time_ns())
+        spent = [(after - before) / 1000 for before, after in pairwise(times)]
+        return StepTimes(
+            schedule=spent[0],
+            encode_plan=spent[1],
+            decode_result=spent[3],
+            update=spent[4],
+            encode_news=spent[5],
+            plan_bytes=len(plan_bytes),
+        )
+
+
+def _capacity(group_id: str, queue: Queue) -> GroupCapacity:
+    return GroupCapacity(
+        group_id=group_id,
+        model="m",
+        num_gpu_blocks=queue.num_blocks,
+        num_cpu_blocks=0,
+        block_size=queue.block_size,
+        max_model_len=queue.prompt_tokens + queue.block_size + GROWTH_TOKENS,
+        vocab_size=32_000,
+    )
+
+
+def _request(index: int, queue: Queue) -> Request:
+    return Request(
+        frontend_id=f"f{index % NUM_FRONTENDS}",
+        handle=index + 1,
+        request_id=f"r{index}",
+        model="m",
+        prompt_token_ids=queue.prompt(index),
+        max_tokens=GROWTH_TOKENS,
+        sampling=SamplerParams(),
+        stop_token_ids=frozenset({2, 3}),
+    )
+
+
+def _answer(plan: StepPlan) -> bytes:
+    num_sampled = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+    token_ids = TOKEN_ID.to_bytes(4, "little") * num_sampled
+    message = StepResultMessage(epoch=1, step_id=plan.step_id, token_ids=token_ids)
+    return message.SerializeToString()
