@@ -25,15 +25,14 @@ def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, 
         if seq.status is not RUNNING and seq.status.is_finished:
             num_dropped += 1
             continue
-        group = seq.group
-        if group.frontend is not frontend:
-            frontend = group.frontend
-            add_handle = frontend.outbox.token_handles.append
-            add_token = frontend.outbox.token_ids.append
+        if seq.frontend is not frontend:
+            frontend = seq.frontend
+            outbox = frontend.outbox
+            handles, tokens = outbox.token_handles, outbox.token_ids
         output = seq.output_token_ids
         output.append(token)
-        add_handle(seq.handle)
-        add_token(token)
+        handles.append(seq.handle)
+        tokens.append(token)
         if token in seq.stop_token_ids:
             finish_choice(seq, token)
             finished.append((seq, STOPPED))

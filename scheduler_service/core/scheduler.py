@@ -194,15 +194,14 @@ class Scheduler:
         Preemption takes sequences off the ends of the lists, that is, only those that the loop
         has not come to yet, or the one it is at.
         """
-        add_seq_id = batch.seq_ids.append
-        add_row = batch.rows.append
+        seq_ids, rows = batch.seq_ids, batch.rows
         for seq in self._running.decoding:
             length = seq.length
             if length > seq.reserved_length and not self._reserve(seq, batch):
                 continue
             seq.length = length + 1
-            add_seq_id(seq.seq_id)
-            add_row(seq)
+            seq_ids.append(seq.seq_id)
+            rows.append(seq)
         batch.budget -= len(batch.rows)
 
     def _schedule_prefills(self, batch: Batch) -> None:

@@ -78,6 +78,11 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)
     """Choices that start from this one's last prompt token. Until then they are RUNNING, that is,
     they have their places in the batch, but the worker does not know them."""
+    frontend: Frontend = field(init=False)
+    """Its group's: a delivered token then needs no look at the group, which is cold memory."""
+
+    def __post_init__(self) -> None:
+        self.frontend = self.group.frontend
 
     @property
     def num_known(self) -> int:
@@ -143,11 +148,11 @@ class SequenceGroup:
     """Whether it has ever been in a batch."""
     error: Exception | None = None
     """Why it failed, if it did."""
+    num_prompt_tokens: int = field(init=False)
+    """Tokens of the prompt."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def longest(self) -> Sequence:
