@@ -43,9 +43,10 @@ class Queue:
         return self.num_seqs // self.num_groups * blocks_each
 
     def prompt(self, index: int) -> list[int]:
-        """Of one sequence. Prompts share nothing, and their lengths differ, so that blocks fill up
-        in different steps."""
-        return [100 + index] + [7] * (self.prompt_tokens + index % self.block_size - 1)
+        """Of one sequence. Prompts share nothing, and their lengths differ within each group, so
+        that every step fills up some blocks."""
+        extra = index // self.num_groups % self.block_size
+        return [100 + index] + [7] * (self.prompt_tokens + extra - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
