@@ -29,7 +29,7 @@ from benchmarks.steady_core import Queue, SteadyCore, StepTimes
 from benchmarks.vllm_process import SCRIPT, VllmProcess, VllmTimes
 
 BUDGETS_US = {256: 500.0, 4096: 8000.0}
-"""DESIGN's limits for a step, by its running sequences."""
+"""Limits for a step's CPU time, by its running sequences."""
 
 TURN_STEPS = 20
 """Steps before it is the other scheduler's turn."""
