@@ -2,17 +2,24 @@
 
 The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`: one
 block, all layers, keys and values, is one contiguous piece of memory, so that swapping it out,
-swapping it in and copying it are one copy each.
+swapping it in and copying it are one copy each. Neighbours that go to neighbouring places are
+swapped by one copy together.
+
+On a GPU the operations run on a stream of their own. Swap-outs and copies are done before the
+step's forward pass, which may write to their sources and read their targets. Swap-ins run beside
+it: their targets are used from the next plan on (`plan.proto`), and only that one waits for them.
+On a CPU all is done at once, by the thread that computes: both share the memory's bandwidth, so
+there is nothing to gain from doing it beside.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagewire_kernels.reference import swap_blocks
+from worker_service.clock import monotonic_us
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
 from worker_service.plan import Int32Array, StepPlan
@@ -34,7 +41,7 @@ class CacheEngine:
     ) -> None:
         self.device_cache = _allocate(spec, block_size, num_gpu_blocks, device)
         self.host_cache = _allocate(spec, block_size, num_cpu_blocks, torch.device("cpu"))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _SideStream(device) if device.type == "cuda" else None
         if self._stream is not None and num_cpu_blocks:
             self.host_cache = self.host_cache.pin_memory()
 
@@ -43,36 +50,124 @@ class CacheEngine:
         return (len(self.device_cache), len(self.host_cache)) == (num_gpu_blocks, num_cpu_blocks)
 
     def execute(self, plan: StepPlan) -> None:
-        """Swap out, swap in and copy, in this order; each reads all its sources, then writes.
+        """Swap out, swap in and copy, as if in this order; no operation writes before it has read
+        all its sources.
 
-        Raises InvalidPlan for a block that neither cache has. On a GPU the copies run on a stream
-        of their own, between the work queued before and the work queued after.
+        Raises InvalidPlan for a block that neither cache has.
         """
-        if len(plan.swap_out) == len(plan.swap_in) == len(plan.copy) == 0:
-            return
         device, host = self.device_cache, self.host_cache
-        moves = (
-            ("swap_out", plan.swap_out, device, host),
-            ("swap_in", plan.swap_in, host, device),
-            ("copy", plan.copy, device, device),
-        )
-        for field, pairs, source, target in moves:
-            _check(pairs, source, target, field)
-        with self._side_stream():
-            for _, pairs, source, target in moves:
-                if len(pairs):
-                    swap_blocks(source, target, torch.from_numpy(pairs.astype(np.int64)))
-
-    @contextmanager
-    def _side_stream(self) -> Iterator[None]:
+        _check(plan.swap_out, device, host, "swap_out")
+        _check(plan.swap_in, host, device, "swap_in")
+        _check(plan.copy, device, device, "copy")
         if self._stream is None:
-            yield
-            return
-        compute_stream = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_event(compute_stream.record_event())
-        with torch.cuda.stream(self._stream):
-            yield
-        compute_stream.wait_event(self._stream.record_event())
+            self._move_out(plan)
+            self._move_in(plan)
+        else:
+            self._stream.wait_for_last()
+            if len(plan.swap_out) or len(plan.swap_in) or len(plan.copy):
+                with self._stream:
+                    self._move_out(plan)
+                    self._stream.let_compute_go_on()
+                    self._move_in(plan)
+
+    def finish(self) -> None:
+        """Wait until all operations are done."""
+        if self._stream is not None:
+            self._stream.finish()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether operations are under way."""
+        return self._stream is not None and self._stream.is_busy
+
+    def device_us(self) -> int:
+        """Microseconds that the last plan's operations have taken so far beside this thread."""
+        return 0 if self._stream is None else self._stream.elapsed_us()
+
+    def _move_out(self, plan: StepPlan) -> None:
+        """What must be done before the forward pass. No swap-in's target is a copy's source or
+        target, so copies need not wait for swap-ins."""
+        _move(plan.swap_out, self.device_cache, self.host_cache)
+        if len(plan.copy):
+            pairs = torch.from_numpy(plan.copy.astype(np.int64))
+            swap_blocks(self.device_cache, self.device_cache, pairs)
+
+    def _move_in(self, plan: StepPlan) -> None:
+        _move(plan.swap_in, self.host_cache, self.device_cache)
+
+
+class _SideStream:
+    """The stream of a GPU's cache operations, and what the compute stream waits for.
+
+    A context in which operations are queued here: after all that was queued to compute before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._context = torch.cuda.stream(self._stream)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._compute = torch.cuda.current_stream(device)
+        self._queued_us = 0
+        self._is_used = False
+        """By the last plan."""
+
+    def wait_for_last(self) -> None:
+        """Let what is computed from now on wait for the last plan's operations."""
+        if self._is_used:
+            torch.cuda.current_stream(self._device).wait_event(self._end)
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._compute = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(self._compute)
+        self._is_used = True
+        self._queued_us = monotonic_us()
+        self._start.record(self._stream)
+        self._context.__enter__()
+
+    def let_compute_go_on(self) -> None:
+        """Let what is computed from now on wait for what is queued so far, and no more."""
+        self._compute.wait_event(self._stream.record_event())
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+        self._end.record(self._stream)
+
+    def finish(self) -> None:
+        """Wait for all that is queued."""
+        self._stream.synchronize()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that was queued is not done."""
+        return not self._stream.query()
+
+    def elapsed_us(self) -> int:
+        """Device time of the last plan's operations; as long as they are not done, the time since
+        they were queued."""
+        if not self._is_used:
+            return 0
+        if not self._end.query():
+            return monotonic_us() - self._queued_us
+        return round(self._start.elapsed_time(self._end) * 1000)
+
+
+def _move(pairs: Int32Array, source: Tensor, target: Tensor) -> None:
+    """Copy blocks between the caches, without waiting for a GPU."""
+    for first, second, count in _runs(pairs):
+        blocks = source[first : first + count]
+        target[second : second + count].copy_(blocks, non_blocking=True)
+
+
+def _runs(pairs: Int32Array) -> Iterator[tuple[int, int, int]]:
+    """Pairs as (source, target, number of blocks), neighbours with neighbours together."""
+    if len(pairs) == 0:
+        return
+    starts = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
+    for run in np.split(pairs, starts):
+        yield int(run[0, 0]), int(run[0, 1]), len(run)
 
 
 def _allocate(spec: KVCacheSpec, block_size: int, num_blocks: int, device: torch.device) -> Tensor:

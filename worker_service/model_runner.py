@@ -96,6 +96,8 @@ class ModelRunner:
         self._advance(rows)
         if logits is not None:
             self._sample(outcome, logits, sampling, rows)
+        if len(plan.seq_ids) == 0:
+            self._cache.finish()  # there is nothing that could run beside
         finished_us = monotonic_us()
         return StepResult(
             epoch=plan.epoch,
@@ -108,7 +110,7 @@ class ModelRunner:
                 received_us=plan.received_us,
                 started_us=started_us,
                 finished_us=finished_us,
-                cache_ops_us=cache_done_us - started_us,
+                cache_ops_us=cache_done_us - started_us + self._cache.device_us(),
                 forward_us=forward_done_us - cache_done_us,
                 sample_us=finished_us - forward_done_us,
             ),

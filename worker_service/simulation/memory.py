@@ -9,7 +9,8 @@ The rules, each of which ends in `InvalidPlan`:
   history at every position of its context, before this step's rows write anything.
 - What is written by a row is held by no other sequence, other than the row's own new forks.
 - What is written by a swap-in or a copy is held by nobody, and by one of them only.
-- What is swapped out is not used by a row of the same step.
+- What is swapped out is not written by a row of a sequence that held it.
+- What is swapped in is not used by a row or a copy of the same step: it comes beside them.
 
 Together they make a context that was checked once stay right for as long as it is held.
 Plain integers only: neither numpy nor protobuf.
@@ -36,6 +37,10 @@ class MemoryModel:
         self._host: list[Slots | None] = [None] * num_cpu_blocks
         self._holders: dict[int, set[int]] = {}
         """Ids of the sequences that hold a block; a block that nobody holds is not in here."""
+        self._leaving: dict[int, frozenset[int]] = {}
+        """Held blocks that this step swaps out, and who held them."""
+        self._arriving: frozenset[int] = _NOBODY
+        """Blocks that this step swaps in."""
 
     def check_block(self, block: int, field: str) -> None:
         """Raises InvalidPlan unless this is a block of the device cache."""
@@ -54,27 +59,36 @@ class MemoryModel:
             if not holders:
                 del self._holders[block]
 
-    def swap_out(self, pairs: Pairs, batch: Collection[int]) -> None:
-        """Device to host. `batch`: ids of the sequences that have a row in this step."""
-        for source, _ in pairs:
-            used = self._holders.get(source, _NOBODY).intersection(batch)
-            if used:
-                problem = f"device block {source} is used in this step by sequence {min(used)}"
-                raise InvalidPlan("swap_out", problem)
+    def swap_out(self, pairs: Pairs) -> None:
+        """Device to host."""
         self._move("swap_out", pairs, self._device, self._host)
+        self._leaving = {
+            source: frozenset(self._holders[source])
+            for source, _ in pairs
+            if source in self._holders
+        }
 
     def swap_in(self, pairs: Pairs) -> None:
         """Host to device."""
         self._check_unheld("swap_in", pairs)
         self._move("swap_in", pairs, self._host, self._device)
+        self._arriving = frozenset(target for _, target in pairs)
 
-    def copy(self, pairs: Pairs, swapped_in: Pairs) -> None:
+    def copy(self, pairs: Pairs) -> None:
         """Device to device, after this step's swap-ins."""
         self._check_unheld("copy", pairs)
-        twice = {target for _, target in pairs} & {target for _, target in swapped_in}
-        if twice:
-            raise InvalidPlan("copy", f"device block {min(twice)} is a target of swap_in, too")
+        for block in self._arriving.intersection(block for pair in pairs for block in pair):
+            raise InvalidPlan("copy", f"device block {block} is a target of swap_in, too")
         self._move("copy", pairs, self._device, self._device)
+
+    def check_use(self, sequence: SimulatedSequence, row: int) -> None:
+        """Raises InvalidPlan if a sequence with a row holds a block that this step swaps in."""
+        for block in self._arriving.intersection(sequence.block_table):
+            raise InvalidPlan(
+                "seq_ids",
+                f"row {row}: sequence {sequence.seq_id} uses device block {block}, which this step"
+                " swaps in",
+            )
 
     def read(self, sequence: SimulatedSequence, row: int) -> None:
         """Check that a sequence finds its computed tokens' KV in its blocks."""
@@ -105,6 +119,7 @@ class MemoryModel:
             index, offset = divmod(start, block_size)
             block = sequence.block_table[index]
             self._check_exclusive(block, sequence.seq_id, row, forks)
+            self._check_stays(block, sequence.seq_id, row)
             slots = self._device[block]
             if slots is None:
                 slots = self._device[block] = [None] * block_size
@@ -123,6 +138,14 @@ class MemoryModel:
                     f"row {row}: sequence {seq_id} writes to device block {block}, which is shared"
                     f" with sequence {min(others)}",
                 )
+
+    def _check_stays(self, block: int, seq_id: int, row: int) -> None:
+        if self._leaving and seq_id in self._leaving.get(block, _NOBODY):
+            raise InvalidPlan(
+                "seq_ids",
+                f"row {row}: sequence {seq_id} writes to device block {block}, which this step"
+                " swaps out",
+            )
 
     def _check_unheld(self, field: str, pairs: Pairs) -> None:
         for _, target in pairs:

@@ -98,10 +98,9 @@ class SimulatedRunner:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         self._table.forget(plan.forget_seq_ids)
-        swap_in: list[list[int]] = plan.swap_in.tolist()
-        self._memory.swap_out(plan.swap_out.tolist(), set(plan.seq_ids.tolist()))
-        self._memory.swap_in(swap_in)
-        self._memory.copy(plan.copy.tolist(), swap_in)
+        self._memory.swap_out(plan.swap_out.tolist())
+        self._memory.swap_in(plan.swap_in.tolist())
+        self._memory.copy(plan.copy.tolist())
 
     def _take_in(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
@@ -110,6 +109,8 @@ class SimulatedRunner:
 
     def _compute(self, batch: Batch) -> None:
         """Attend over what was computed before this step, and only then write this step's KV."""
+        for row in batch.rows:
+            self._memory.check_use(row.sequence, row.index)
         computing = [row for row in batch.rows if row.is_computed]
         for row in computing:
             self._memory.read(row.sequence, row.index)

@@ -56,6 +56,13 @@ class StepPlan(_message.Message):
     batch, sample. So a block freed by a swap-out may be a target of the same step.
     Each of the three cache operations reads all its sources before it writes, and
     none writes a block twice.
+
+    What is swapped in is used from the next step on: no row of this one reads or
+    writes those blocks, and `copy` has none of them. So a worker may run its swap-ins
+    beside the forward pass. A swap-out's source may be read by a row of this step,
+    and written by one of a sequence that did not have it before.
+
+    A step may have no rows, if it has cache operations.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -84,7 +91,10 @@ class StepPlan(_message.Message):
     swap_out: _builtins.bytes
     """Pairs (device block, host block), int32 column: copy device to host."""
     swap_in: _builtins.bytes
-    """Pairs (host block, device block), int32 column: copy host to device."""
+    """Pairs (host block, device block), int32 column: copy host to device, with what
+    swap_out has just written. So a host block that this frees may be a target of
+    swap_out from the next plan on.
+    """
     copy: _builtins.bytes
     """Pairs (source, target) of device blocks, int32 column: copy-on-write."""
     block_updates: _builtins.bytes
@@ -390,7 +400,9 @@ class StepTimings(_message.Message):
     finished_us: _builtins.int
     """The same clock when the result was ready to send."""
     cache_ops_us: _builtins.int
-    """Cache operations, in microseconds."""
+    """Cache operations, in microseconds; what of them ran beside the forward pass is
+    in that, too.
+    """
     forward_us: _builtins.int
     """Input preparation and forward pass, in microseconds."""
     sample_us: _builtins.int

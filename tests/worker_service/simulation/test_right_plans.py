@@ -78,6 +78,8 @@ def test_a_sequence_goes_on_after_it_was_swapped_out_and_in_elsewhere() -> None:
     bench.plans.next_block = 0
     bench.plans.add(2, [1, 2, 3, 4, 5, 6, 7, 8])
     bench.step(Row(2, 8), swap_out=column([0, 5, 1, 3]), forget_seq_ids=column([1]))
+    # It comes back beside the other's rows, one step before its own.
+    bench.step(Row(2), swap_in=column([5, 20, 3, 10]))
     bench.plans.add(
         1,
         PROMPT + tokens,
@@ -87,9 +89,25 @@ def test_a_sequence_goes_on_after_it_was_swapped_out_and_in_elsewhere() -> None:
         sampling=SAMPLED,
     )
     bench.plans.tables[1], bench.plans.lengths[1] = [20, 10], 8
-    tokens += bench.tokens(Row(1), Row(2), swap_in=column([5, 20, 3, 10]))[:1]
+    tokens += bench.tokens(Row(1), Row(2))[:1]
     tokens += bench.decode(1, 4)
     assert tokens == undisturbed(PROMPT, 8, sampling=SAMPLED)
+
+
+def test_a_step_may_move_blocks_and_have_no_rows() -> None:
+    bench = Bench()
+    bench.plans.add(1, PROMPT)
+    bench.step(Row(1, 6))
+    result = bench.step(swap_out=column([0, 5]))
+    assert len(result.token_ids) == 0
+    assert len(bench.step(swap_in=column([5, 9])).token_ids) == 0
+
+
+def test_a_block_that_is_swapped_out_may_be_read_in_the_same_step() -> None:
+    bench = Bench()
+    bench.plans.add(1, PROMPT)
+    tokens = bench.tokens(Row(1, 6)) + bench.tokens(Row(1), swap_out=column([0, 5]))
+    assert tokens == undisturbed(PROMPT, 2)
 
 
 def test_a_sequence_goes_on_after_a_recompute() -> None:

@@ -143,9 +143,18 @@ def test_a_move_that_cannot_be(field: str, pairs: list[int], problem: str) -> No
     refused(started(), field, problem, **{field: column(pairs)})
 
 
-def test_a_swap_out_of_a_block_in_use_by_a_row() -> None:
-    problem = "device block 0 is used in this step by sequence 1"
-    refused(started(), "swap_out", problem, Row(1), swap_out=column([0, 0]))
+def test_a_swap_out_of_a_block_that_its_holder_writes() -> None:
+    problem = "row 0: sequence 1 writes to device block 1, which this step swaps out"
+    refused(started(), "seq_ids", problem, Row(1), swap_out=column([1, 0]))
+
+
+def test_a_row_that_uses_what_its_own_step_swaps_in() -> None:
+    bench = started()
+    bench.step(swap_out=column([0, 0, 1, 1]), forget_seq_ids=column([1]))
+    back = new(1, [*PROMPT, 11], [8, 9], num_computed_tokens=6)
+    problem = "row 0: sequence 1 uses device block 8, which this step swaps in"
+    moves = column([0, 8])
+    refused(bench, "seq_ids", problem, Row(1, 1), swap_in=moves, **with_new(back))
 
 
 def test_a_swap_in_over_a_block_in_use() -> None:
@@ -162,13 +171,20 @@ def test_a_copy_over_a_block_just_swapped_in() -> None:
     refused(bench, "copy", problem, swap_in=column([0, 9]), copy=column([1, 9]))
 
 
+def test_a_copy_of_a_block_just_swapped_in() -> None:
+    bench = started()
+    bench.step(swap_out=column([0, 0]))
+    problem = "device block 9 is a target of swap_in, too"
+    refused(bench, "copy", problem, swap_in=column([0, 9]), copy=column([9, 10]))
+
+
 def test_blocks_swapped_in_the_wrong_way_round() -> None:
     bench = started()
     bench.step(swap_out=column([0, 0, 1, 1]), forget_seq_ids=column([1]))
+    bench.step(swap_in=column([1, 8, 0, 9]))
     back = new(1, [*PROMPT, 11], [8, 9], num_computed_tokens=6)
-    moves = column([1, 8, 0, 9])
     problem = "reads position 0 from device block 8 offset 0, where another history's KV is"
-    refused(bench, "seq_ids", problem, Row(1, 1), swap_in=moves, **with_new(back))
+    refused(bench, "seq_ids", problem, Row(1, 1), **with_new(back))
 
 
 @pytest.mark.parametrize(
