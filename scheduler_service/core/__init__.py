@@ -25,8 +25,13 @@ How it is made, from the outside in:
     scheduler.py      Scheduler, one per worker group: schedule() and update()
     policy.py         who is admitted first and preempted last
     waiting_queue.py  who waits, in that order; heap.py keeps it
+    admitting.py      from there into the batch
+    prefilling.py     from a prompt to its first tokens
     running_set.py    who is in the batch, in that order
+    preemption.py     who leaves it for want of memory, and how
+    swapping.py       who is in host memory, and comes back
     block_manager.py  who has which blocks; block_pool.py counts references
+    host_blocks.py    the same of host memory
     prefix_cache.py   what sequences begin alike; cached_blocks.py knows which blocks hold it
     batch.py          a plan in the making
     pipeline.py       plans without results yet
@@ -44,8 +49,11 @@ Promises to workers, beyond those of plan.proto:
   scheduled: plans are executed in order, so a row that is run in vain (its sequence ended while
   the step was in flight) writes before the new owner does.
 - A new sequence's `num_computed_tokens` are full blocks that earlier plans computed for other
-  sequences, or for itself before a preemption, and whose results are in; nobody writes to them. At
-  least its last token is left to compute.
+  sequences, or for itself before a preemption, and whose results are in; nobody writes to them. Or
+  they are all but its last token, in blocks that an earlier plan swapped in. At least its last
+  token is left to compute.
+- What a plan swaps in is not used by it: neither read nor written by its rows, nor copied. A host
+  block that it reads is not written before the next plan.
 - No plan asks a sequence for more tokens than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.

@@ -16,6 +16,11 @@ class Batch:
         """Tokens that may still be added."""
         self.seq_ids: list[int] = []
         self.rows: list[Sequence] = []
+        self.swap_out: list[int] = []
+        """Pairs of blocks, as in the plan."""
+        self.swap_in: list[int] = []
+        self.has_preempted = False
+        """Whether anything had to leave for want of blocks."""
         self._new_sequences: list[NewSequence] = []
         self._copy: list[int] = []
         self._block_updates: list[int] = []
@@ -44,6 +49,12 @@ class Batch:
         self.budget -= num_tokens
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it for a worker to do. Rows are not all: blocks may have to
+        be on the device before the first of them."""
+        return not (self.rows or self.swap_out or self.swap_in)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of all prefill rows."""
         return sum(self._prefill_tokens)
@@ -53,6 +64,8 @@ class Batch:
         plan = StepPlan(
             step_id=step_id,
             forget_seq_ids=forget_seq_ids,
+            swap_out=self.swap_out,
+            swap_in=self.swap_in,
             copy=self._copy,
             new_sequences=self._new_sequences,
             block_updates=self._block_updates,
@@ -66,5 +79,10 @@ class Batch:
                 plan.sample = [True] * num_decodes + self._prefill_samples
                 pairs = zip(self.rows, plan.sample, strict=True)
                 sampled = [seq for seq, sample in pairs if sample]
-        work = StepWork(num_prefill_tokens=self.num_prefill_tokens, num_moved_blocks=0)
+        num_moved_blocks = (len(self.swap_out) + len(self.swap_in)) // 2
+        work = StepWork(
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_moved_blocks=num_moved_blocks,
+            swaps_in=bool(self.swap_in),
+        )
         return plan, InFlightStep(step_id, self.rows, sampled, self._prefills, work)

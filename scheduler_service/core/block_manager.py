@@ -1,4 +1,4 @@
-"""Which blocks of one worker group's KV cache belong to which sequence."""
+"""Which blocks of one worker group's KV caches belong to which sequence."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,6 +7,7 @@ from enum import Enum
 
 from scheduler_service.core.block_pool import BlockPool
 from scheduler_service.core.cached_blocks import BlockKey
+from scheduler_service.core.host_blocks import HostBlocks
 
 
 class AllocStatus(Enum):
@@ -30,20 +31,26 @@ class BlockUpdate:
 
 
 class BlockManager:
-    """Block tables by sequence id, over one pool of device blocks.
+    """Block tables by sequence id, over one pool of device blocks and one of host blocks.
 
     A freed block may be handed out at once, even while a step that uses it is in flight: the
     worker executes plans in order, so whoever gets the block writes it in a later step, or in the
     same one after nobody reads it any more. A block with a key is full and computed: nothing in
     flight writes to it.
 
+    Swapping moves the tables of sequences that belong together: a block that they share is moved
+    once. The pairs of blocks to move come back as the plan wants them.
+
     Invariant: a block's reference count is the number of tables it is in, and it is in a table at
-    most once.
+    most once. A sequence has a table on the device or on the host, or none.
     """
 
-    def __init__(self, *, num_gpu_blocks: int, block_size: int, watermark: float) -> None:
+    def __init__(
+        self, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, watermark: float
+    ) -> None:
         self.block_size = block_size
         self.gpu_pool = BlockPool(num_gpu_blocks)
+        self.host = HostBlocks(num_cpu_blocks)
         self._watermark_blocks = int(watermark * num_gpu_blocks)
         self._tables: dict[int, list[int]] = {}
 
@@ -52,13 +59,22 @@ class BlockManager:
         """Device blocks that are not in use, those with cached contents included."""
         return self.gpu_pool.num_free_blocks
 
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that no sequence needs."""
+        return self.host.pool.num_free_blocks
+
     def holds(self, seq_id: int) -> bool:
-        """Whether the sequence has a block table."""
+        """Whether the sequence has a block table on the device."""
         return seq_id in self._tables
 
     def seq_ids(self) -> set[int]:
-        """The sequences that have block tables."""
+        """The sequences that have block tables on the device."""
         return set(self._tables)
+
+    def table(self, seq_id: int) -> list[int]:
+        """The sequence's blocks on the device, in order."""
+        return list(self._tables[seq_id])
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -154,8 +170,73 @@ class BlockManager:
         to others, the longest unused first, and of one sequence's the last first."""
         self.gpu_pool.release(self._tables.pop(seq_id))
 
+    # Swapping.
+
+    def num_blocks_of(self, seq_ids: Sequence[int]) -> int:
+        """Distinct blocks of these sequences."""
+        return len({block for seq_id in seq_ids for block in self._tables[seq_id]})
+
+    def num_own_blocks(self, seq_ids: Sequence[int]) -> int:
+        """Distinct blocks of these sequences that nobody else has: what freeing them all frees."""
+        counts = Counter(block for seq_id in seq_ids for block in self._tables[seq_id])
+        return sum(self.gpu_pool.num_references(block) == n for block, n in counts.items())
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
+        """Whether the host has room for all blocks of these sequences."""
+        num_blocks = self.num_blocks_of(seq_ids)
+        if num_blocks > self.host.pool.num_blocks:
+            return AllocStatus.NEVER
+        enough = num_blocks <= self.host.pool.num_free_blocks
+        return AllocStatus.OK if enough else AllocStatus.LATER
+
+    def swap_out(self, seq_ids: Sequence[int]) -> list[int]:
+        """Move these sequences' blocks to the host: (device block, host block) pairs.
+
+        The device blocks are free at once: the worker reads them before anything else happens.
+        """
+        tables = {seq_id: self._tables.pop(seq_id) for seq_id in seq_ids}
+        targets = self.host.put(tables)
+        for table in tables.values():
+            self.gpu_pool.release(table)
+        return [block for pair in targets.items() for block in pair]
+
+    def can_swap_in(self, seq_ids: Sequence[int]) -> AllocStatus:
+        """Whether these swapped-out sequences can come back together, with a block to grow into
+        for each; where nobody else has any, without.
+
+        Never NEVER: they have been on the device together.
+        """
+        num_blocks = self.host.num_blocks_of(list(seq_ids))
+        kept = self._watermark_blocks + len(seq_ids) if self._tables else 0
+        enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
+        return AllocStatus.OK if enough else AllocStatus.LATER
+
+    def swap_in(self, seq_ids: Sequence[int]) -> list[int]:
+        """Move these sequences' blocks to the device: (host block, device block) pairs.
+
+        The host blocks are free once the plan is complete.
+        """
+        tables = self.host.take(list(seq_ids))
+        sources = list(dict.fromkeys(block for table in tables.values() for block in table))
+        targets = dict(zip(sources, self.gpu_pool.allocate(len(sources)), strict=True))
+        for seq_id, table in tables.items():
+            self._tables[seq_id] = [targets[block] for block in table]
+            self.gpu_pool.share(self._tables[seq_id])
+        self.gpu_pool.release(list(targets.values()))  # the first reference was nobody's
+        return [block for pair in targets.items() for block in pair]
+
+    def free_swapped(self, seq_id: int) -> None:
+        """Drop a swapped-out sequence's hold on its blocks."""
+        self.host.free(seq_id)
+
+    def end_plan(self) -> None:
+        """The plan in the making is complete: host blocks that it reads are free after it."""
+        self.host.end_plan()
+
     def check(self) -> None:
-        """Assert the invariant."""
+        """Assert the invariants, between plans."""
+        self.host.check()
+        assert not self._tables.keys() & self.host.tables.keys(), "a table is in both places"
         counts = Counter(block for table in self._tables.values() for block in table)
         self.gpu_pool.check(dict(counts))
         for seq_id, table in self._tables.items():

@@ -31,6 +31,10 @@ class BlockPool:
         """Whether anybody has the block."""
         return self._ref_counts[block] > 0
 
+    def num_references(self, block: int) -> int:
+        """How many have the block."""
+        return self._ref_counts[block]
+
     def is_shared(self, block: int) -> bool:
         """Whether a write to `block` must copy it first (copy-on-write)."""
         return self._ref_counts[block] > 1

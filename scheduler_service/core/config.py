@@ -1,6 +1,18 @@
 """What an operator may choose about scheduling, and what a worker group brings along."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class PreemptionMode(StrEnum):
+    """What becomes of the blocks of a request that must leave the batch for want of memory."""
+
+    AUTO = "auto"
+    """What costs less by the worker group's measured rates; see `preemption.py`."""
+    SWAP = "swap"
+    """They are moved to host memory, as long as there is room."""
+    RECOMPUTE = "recompute"
+    """They are freed, and computed again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +33,9 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     """Whether sequences that begin alike share the KV blocks of what is alike, those of
     sequences that have ended included, as long as nothing else needs the memory."""
+
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    """What becomes of a request's blocks when there are too few for all that run."""
 
     watermark: float = 0.01
     """Fraction of a group's blocks kept free when admitting, so that what runs can grow."""
@@ -53,6 +68,11 @@ class SchedulerConfig:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+        if self.preemption_mode not in tuple(PreemptionMode):
+            expected = ", ".join(PreemptionMode)
+            raise ValueError(
+                f"preemption_mode must be one of {expected}, is {self.preemption_mode}"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
         if not self.queue_retry_delay_s > 0:

@@ -202,14 +202,17 @@ class SchedulerCore:
         """Counts of the present state."""
         groups = self._registry.groups()
         num_running = sum(group.num_running > 0 for group in groups)
+        num_swapped = sum(len(s.swapping) for s in self._schedulers.values())
         return CoreSnapshot(
-            num_waiting=len(groups) - num_running,
+            num_waiting=len(groups) - num_running - num_swapped,
             num_running=num_running,
-            num_swapped=0,
+            num_swapped=num_swapped,
             num_finished=self._totals.num_finished,
             num_generated_tokens=self._totals.num_generated_tokens,
             num_prefill_tokens=self._totals.num_prefill_tokens,
             num_preemptions=self._totals.num_preemptions,
+            num_swapped_out_blocks=self._totals.num_swapped_out_blocks,
+            num_swapped_in_blocks=self._totals.num_swapped_in_blocks,
             groups=[scheduler.snapshot() for scheduler in self._schedulers.values()],
         )
 

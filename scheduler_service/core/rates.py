@@ -26,13 +26,16 @@ class StepWork:
     num_prefill_tokens: int
     num_moved_blocks: int
     """Blocks swapped out and in."""
+    swaps_in: bool
+    """Whether any of them were swapped in, which the worker may do beside the rest."""
 
 
 class StepRates:
     """Moving averages of what things cost a worker group, in microseconds of its own time.
 
     A step without prefills tells what a decode step costs; what a step with prefills takes beyond
-    that is shared out over their tokens. None: nothing of the kind has been measured.
+    that is shared out over their tokens. A step that swaps in tells only what moving blocks costs:
+    it may have run beside the rest. None: nothing of the kind has been measured.
     """
 
     def __init__(self) -> None:
@@ -57,11 +60,13 @@ class StepRates:
 
     def note(self, work: StepWork, result: StepResult) -> None:
         """Take in a step's result."""
+        if work.num_moved_blocks:
+            self._moved_block.add(result.cache_ops_us / work.num_moved_blocks)
+        if work.swaps_in:
+            return
         compute_us = max(0, result.busy_us - result.cache_ops_us)
         if work.num_prefill_tokens:
             beyond_us = max(0.0, compute_us - (self._decode_step.mean or 0.0))
             self._prefill_token.add(beyond_us / work.num_prefill_tokens)
         elif result.token_ids:
             self._decode_step.add(compute_us)
-        if work.num_moved_blocks:
-            self._moved_block.add(result.cache_ops_us / work.num_moved_blocks)

@@ -17,9 +17,9 @@ def _order(seq: Sequence) -> tuple[tuple[int, ...], int]:
 class RunningSet:
     """Who is in the batch, in order of priority.
 
-    A sequence of the batch is in `prefilling`, in `decoding`, or a fork of one in `prefilling`;
-    those in the lists are known to the worker and have blocks. A sequence that leaves because it
-    ended stays in its list until `drop_ended`, so that a step's many ends cost one pass.
+    A sequence of the batch is in `prefilling`, in `decoding`, in `arriving`, or a fork of one in
+    `prefilling`; those in the lists have blocks. A sequence that leaves because it ended stays in
+    its list until `drop_ended`, so that a step's many ends cost one pass.
     """
 
     def __init__(self, blocks: BlockManager, clock: StepClock) -> None:
@@ -27,50 +27,85 @@ class RunningSet:
         """Places taken in the batch."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
+        self.arriving: list[Sequence] = []
+        """Those whose blocks the last plan swaps in; their rows begin in the next one."""
         self._blocks = blocks
         self._clock = clock
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
+        self._unknown: set[Sequence] = set()
+        """Those with blocks that the worker has not been told of."""
 
     def enter(self, seq: Sequence, forks: list[Sequence], now_us: int) -> None:
         """Give a sequence that will prefill, and those that will fork from it, their places."""
         seq.forks = forks
-        for other in (seq, *forks):
-            other.status = RUNNING
-            other.group.num_running += 1
-        self.num_places += 1 + len(forks)
-        group = seq.group
-        group.has_begun = True
-        if group.num_running == 1 + len(forks):
-            group.clock.enter_batch(self._clock, now_us)
+        self._take_places([seq, *forks], now_us)
+        seq.group.has_begun = True
         insort(self.prefilling, seq, key=_order)
 
     def begin_decoding(self, seq: Sequence) -> None:
         """Its prompt is computed, or it has forked."""
         insort(self.decoding, seq, key=_order)
 
+    def arrive(self, sequences: list[Sequence], now_us: int) -> None:
+        """Give sequences of one group, whose blocks this plan swaps in, their places."""
+        self._take_places(sequences, now_us)
+        self.arriving += sequences
+        self._unknown.update(sequences)
+
+    def land(self) -> list[Sequence]:
+        """Let those decode whose blocks the last plan swapped in: they are to be introduced to
+        the worker if they get rows. In order."""
+        landed, self.arriving = sorted(self.arriving, key=_order), []
+        for seq in landed:
+            insort(self.decoding, seq, key=_order)
+        return landed
+
+    def introduce(self, seq: Sequence) -> None:
+        """The worker is told of a sequence that arrived."""
+        self._unknown.remove(seq)
+
+    def last(self) -> Sequence:
+        """The last in order of those in the lists."""
+        ends = [running[-1] for running in (self.decoding, self.prefilling) if running]
+        return max(ends, key=_order)
+
     def pop_last(self) -> Sequence:
-        """The last in order, out of its list; its place and blocks are still to be vacated."""
-        lists = [running for running in (self.decoding, self.prefilling) if running]
-        return max(lists, key=lambda running: running[-1].order).pop()
+        """The last in order, out of its list; it is still to be vacated or swapped out."""
+        last = self.last()
+        running = self.decoding if self.decoding and self.decoding[-1] is last else self.prefilling
+        return running.pop()
+
+    def pop_last_group(self) -> list[Sequence]:
+        """All of the last one's group, out of their lists, in order; they are still to be vacated
+        or swapped out."""
+        group = self.last().group
+        popped = []
+        while (self.decoding or self.prefilling) and self.last().group is group:
+            popped.append(self.pop_last())
+        return popped[::-1]
 
     def vacate(self, seq: Sequence, now_us: int) -> None:
         """Take a sequence's place and blocks, and its forks' places: they wait again."""
         if self._blocks.holds(seq.seq_id):
             self._blocks.free(seq.seq_id)
-            self._forget_seq_ids.append(seq.seq_id)
-        group = seq.group
+            self._forget(seq)
         for other in (seq, *seq.live_forks()):
-            other.restart()
-            self.num_places -= 1
-            group.num_running -= 1
-        if group.num_running == 0:
-            group.clock.leave_batch(now_us, Phase.PREEMPTED)
-        self._has_ended = True
+            self._leave(other, SequenceStatus.WAITING, now_us)
+
+    def swap_out(self, sequences: list[Sequence], now_us: int) -> list[int]:
+        """Take the places of sequences of one group and move their blocks to the host; the pairs
+        of blocks to move."""
+        pairs = self._blocks.swap_out([seq.seq_id for seq in sequences])
+        for seq in sequences:
+            self._forget(seq)
+            self._leave(seq, SequenceStatus.SWAPPED, now_us)
+        return pairs
 
     def drop_ended(self) -> None:
         """Take those that have left out of the lists."""
         if self._has_ended:
+            self.arriving = [seq for seq in self.arriving if seq.status is RUNNING]
             self.decoding = [seq for seq in self.decoding if seq.status is RUNNING]
             self.prefilling = [seq for seq in self.prefilling if seq.status is RUNNING]
             self._has_ended = False
@@ -83,12 +118,40 @@ class RunningSet:
     def check(self, groups: Iterable[SequenceGroup]) -> None:
         """Assert the invariants; `groups` are all that are placed here."""
         running = [s for g in groups for s in g.sequences if s.status is RUNNING]
-        listed = [s for s in self.decoding + self.prefilling if s.status is RUNNING]
+        lists = self.decoding + self.prefilling + self.arriving
+        listed = [s for s in lists if s.status is RUNNING]
         forks = [fork for leader in self.prefilling for fork in leader.live_forks()]
         assert self.num_places == len(running)
         assert len(listed) + len(forks) == len(running), "one place for each"
         assert {*listed, *forks} == set(running)
-        assert {s.seq_id for s in listed} == self._blocks.seq_ids(), "blocks for what is known"
+        assert {s.seq_id for s in listed} == self._blocks.seq_ids(), "one table for each"
+        assert self._unknown <= set(listed)
         for sequences in (self.decoding, self.prefilling):
             orders = [s.order for s in sequences]
             assert orders == sorted(orders)
+
+    def _take_places(self, sequences: list[Sequence], now_us: int) -> None:
+        """`sequences`: all of one group."""
+        group = sequences[0].group
+        if group.num_running == 0:
+            group.clock.enter_batch(self._clock, now_us)
+        for seq in sequences:
+            seq.status = RUNNING
+        group.num_running += len(sequences)
+        self.num_places += len(sequences)
+
+    def _leave(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
+        seq.leave(status)
+        self.num_places -= 1
+        self._has_ended = True
+        group = seq.group
+        group.num_running -= 1
+        if group.num_running == 0:
+            group.clock.leave_batch(now_us, Phase.PREEMPTED)
+
+    def _forget(self, seq: Sequence) -> None:
+        """Have the worker forget a sequence, if it knows it."""
+        if seq in self._unknown:
+            self._unknown.remove(seq)
+        else:
+            self._forget_seq_ids.append(seq.seq_id)

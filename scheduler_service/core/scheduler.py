@@ -1,20 +1,23 @@
 """What one worker group does in its next step, and what came of the last one."""
 
 import logging
-from collections.abc import Iterator
 
 from scheduler_service.core import delivery
+from scheduler_service.core.admitting import Admitting
 from scheduler_service.core.batch import Batch
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.pipeline import Pipeline
-from scheduler_service.core.plan import NewSequence, RowError, StepPlan, StepResult
+from scheduler_service.core.plan import RowError, StepPlan, StepResult
+from scheduler_service.core.preemption import Preemption
+from scheduler_service.core.prefilling import Prefilling, note_reserved
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.rates import StepRates
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import GroupSnapshot, Totals
+from scheduler_service.core.swapping import Swapping
 from scheduler_service.core.waiting_queue import WaitingQueue
 from scheduler_service.errors import GenerationFailed
 
@@ -37,6 +40,7 @@ class Scheduler:
         self.capacity = capacity
         self.blocks = BlockManager(
             num_gpu_blocks=capacity.num_gpu_blocks,
+            num_cpu_blocks=capacity.num_cpu_blocks,
             block_size=capacity.block_size,
             watermark=config.watermark,
         )
@@ -54,6 +58,29 @@ class Scheduler:
         self._totals = totals
         self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
+        self._prefilling = Prefilling(self.blocks, self._running, self._pipeline)
+        self.swapping = Swapping(
+            config.max_num_seqs, self.blocks, self._running, self._pipeline, totals
+        )
+        self._preemption = Preemption(
+            config,
+            self.blocks,
+            self._prefixes,
+            self.waiting,
+            self.swapping,
+            self._running,
+            self.rates,
+            totals,
+        )
+        self._admitting = Admitting(
+            config,
+            self.blocks,
+            self._prefixes,
+            self.waiting,
+            self._running,
+            self._pipeline,
+            self._prefilling,
+        )
         self._outgrown: list[SequenceGroup] = []
         self._ended: list[SequenceGroup] = []
 
@@ -76,7 +103,7 @@ class Scheduler:
 
     def can_take(self, group: SequenceGroup) -> bool:
         """Whether the group would find places and blocks here now, beside those that wait."""
-        if self.is_draining or not self.fits(group):
+        if self.is_draining or self.swapping or not self.fits(group):
             return False
         if self.num_sequences + len(group.waiting()) > self._config.max_num_seqs:
             return False
@@ -130,7 +157,7 @@ class Scheduler:
             num_gpu_blocks=self.capacity.num_gpu_blocks,
             num_free_gpu_blocks=self.blocks.num_free_blocks,
             num_cpu_blocks=self.capacity.num_cpu_blocks,
-            num_free_cpu_blocks=self.capacity.num_cpu_blocks,
+            num_free_cpu_blocks=self.blocks.num_free_host_blocks,
             num_running_sequences=self._running.num_places,
             num_steps=self.num_steps,
         )
@@ -151,11 +178,15 @@ class Scheduler:
             return None
         self._running.drop_ended()
         batch = Batch(now_us, self._config.max_num_batched_tokens)
+        self.swapping.land()
         self._schedule_decodes(batch)
-        self._schedule_prefills(batch)
+        self.swapping.introduce_landed(batch)
+        self._prefilling.go_on(batch)
+        self._swap_in(batch)
         self._admit(batch)
+        plan = self._emit(batch)
         self._fail_outgrown(now_us)
-        return self._emit(batch)
+        return plan
 
     def update(self, result: StepResult, now_us: int) -> None:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
@@ -185,6 +216,7 @@ class Scheduler:
         assert self._running.num_places <= self._config.max_num_seqs
         for group in self.groups:
             assert (group in self.waiting) == bool(group.waiting()), "queued if it waits"
+            self.swapping.check(group)
 
     # The phases of schedule().
 
@@ -204,26 +236,24 @@ class Scheduler:
             rows.append(seq)
         batch.budget -= len(batch.rows)
 
-    def _schedule_prefills(self, batch: Batch) -> None:
-        """The next chunks of prompts that are partly computed."""
-        for seq in list(self._running.prefilling):
-            if batch.budget == 0:
-                return
-            self._prefill(seq, batch)
+    def _swap_in(self, batch: Batch) -> None:
+        """Swapped-out groups, unless what runs is already short of memory."""
+        if not batch.has_preempted:
+            self.swapping.swap_in(batch)
 
     def _admit(self, batch: Batch) -> None:
-        """Waiting groups, as far as places, blocks and tokens go."""
-        while batch.budget > 0:
-            group = self.waiting.head()
-            if group is None or not self._admit_group(group, batch):
-                return
-            self.waiting.discard(group)
+        """Waiting groups, where none is swapped out."""
+        if self.swapping:
+            return
+        outgrown = self._admitting.admit(batch)
+        if outgrown is not None:
+            self._outgrown.append(outgrown)
 
     def _fail_outgrown(self, now_us: int) -> None:
         """End groups with a sequence that has become longer than the whole cache.
 
-        Not before the batch is complete: others of their sequences may have rows in it, and
-        their blocks must not go to another row of the same step.
+        Not before the plan is complete: others of their sequences may have rows in it, and must
+        not be forgotten by it, nor their blocks go to another row of the same step.
         """
         for group in self._outgrown:
             if group.num_unfinished == 0:
@@ -238,7 +268,8 @@ class Scheduler:
         self._outgrown = []
 
     def _emit(self, batch: Batch) -> StepPlan | None:
-        if not batch.rows:
+        self.blocks.end_plan()
+        if batch.is_empty:
             return None
         forget_seq_ids = self._running.take_forget_seq_ids()
         plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
@@ -268,129 +299,17 @@ class Scheduler:
                 self._outgrown.append(seq.group)
             return False  # what is in flight may end it yet
         while not self.blocks.can_append(seq.seq_id, seq.length):
-            victim = self._preempt_last(batch)
-            if victim is seq:
+            if not self._preemption.make_room(seq.group, batch):
+                self._outgrown.append(seq.group)
+                return False
+            if seq.status is not RUNNING:
                 return False
         update = self.blocks.append(seq.seq_id, seq.length)
         if update is not None:
             batch.update_block(seq.seq_id, update)
         self._prefixes.note_decodes(seq)
-        self._note_reserved(seq, self.blocks.round_up(seq.length))
+        note_reserved(seq, self.blocks.round_up(seq.length))
         return True
-
-    def _note_reserved(self, seq: Sequence, num_tokens: int) -> None:
-        max_length = seq.group.num_prompt_tokens + seq.max_output_tokens
-        seq.reserved_length = min(num_tokens, max_length - 1)
-
-    def _preempt_last(self, batch: Batch) -> Sequence:
-        """Take the blocks of the running sequence that is last in order; it is recomputed later."""
-        victim = self._running.pop_last()
-        self._totals.num_preemptions += 1
-        logger.warning(
-            "preempted for want of blocks request_id=%s seq_id=%d num_tokens=%d",
-            victim.group.request.request_id,
-            victim.seq_id,
-            victim.length,
-        )
-        self._vacate(victim, batch.now_us)
-        self.waiting.add(victim.group)
-        return victim
-
-    # Prefills.
-
-    def _prefill(self, seq: Sequence, batch: Batch) -> None:
-        """A row for the sequence's next tokens; with the last of them it begins to decode."""
-        num_tokens = min(batch.budget, seq.length - seq.num_computed)
-        seq.num_computed += num_tokens
-        is_last = seq.num_computed == seq.length
-        batch.add_prefill(seq, num_tokens, is_last)
-        if is_last:
-            self._running.prefilling.remove(seq)
-            self._begin_decoding(
-                seq, self.blocks.num_blocks_for(seq.length) * self.blocks.block_size
-            )
-            for fork in seq.live_forks():
-                self._fork(seq, fork, batch)
-            seq.forks = []
-
-    def _begin_decoding(self, seq: Sequence, reserved_length: int) -> None:
-        self._note_reserved(seq, reserved_length)
-        seq.length += 1
-        self._running.begin_decoding(seq)
-
-    def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
-        """Let a choice sample from its parent's last logits, and share the blocks so far."""
-        block_ids = self.blocks.fork(parent.seq_id, fork.seq_id)
-        fork.follow(parent, self._pipeline.next_step_id)
-        # Whoever writes to the shared last block first must ask.
-        self._note_reserved(parent, fork.length)
-        self._begin_decoding(fork, fork.length)
-        batch.add_new(
-            NewSequence(
-                seq_id=fork.seq_id,
-                choice_index=fork.choice_index,
-                token_ids=[],
-                num_prompt_tokens=0,
-                num_computed_tokens=0,
-                block_ids=block_ids,
-                sampling=fork.group.request.sampling,
-                parent_seq_id=parent.seq_id,
-            )
-        )
-        batch.add_prefill(fork, 0, True)
-
-    # Admission.
-
-    def _admit_group(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Admit the group's sequences; False if some go on waiting."""
-        return all(
-            batch.budget > 0 and self._admit_sequence(seq, forks, batch)
-            for seq, forks in _starts(group)
-        )
-
-    def _admit_sequence(self, seq: Sequence, forks: list[Sequence], batch: Batch) -> bool:
-        """Admit a sequence and those that will fork from it."""
-        if any(other.num_in_flight for other in (seq, *forks)):
-            return False  # its tokens must be known to be sent again
-        if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
-            return False
-        found = self._prefixes.find(seq)
-        num_missing = seq.length - len(found) * self.blocks.block_size
-        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
-            return False
-        verdict = self.blocks.can_allocate(seq.length, found)
-        if verdict is AllocStatus.NEVER:
-            self._outgrown.append(seq.group)
-        if verdict is not AllocStatus.OK:
-            return False
-        self._start(seq, found)
-        self._running.enter(seq, forks, batch.now_us)
-        batch.add_new(self._introduce(seq, found))
-        self._prefill(seq, batch)
-        return True
-
-    def _start(self, seq: Sequence, found: list[int]) -> None:
-        """Count what was found as computed."""
-        seq.first_step_id = self._pipeline.next_step_id
-        seq.num_computed = len(found) * self.blocks.block_size
-        seq.num_offered_blocks = len(found)
-        group = seq.group
-        if not group.has_begun:
-            group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
-
-    def _introduce(self, seq: Sequence, found: list[int]) -> NewSequence:
-        """Allocate its blocks and say all that a worker must know of it."""
-        group = seq.group
-        return NewSequence(
-            seq_id=seq.seq_id,
-            choice_index=seq.choice_index,
-            token_ids=[*group.request.prompt_token_ids, *seq.output_token_ids],
-            num_prompt_tokens=group.num_prompt_tokens,
-            num_computed_tokens=seq.num_computed,
-            block_ids=self.blocks.allocate(seq.seq_id, seq.length, found),
-            sampling=group.request.sampling,
-            prompt_logprobs_start=group.prompt_logprobs_start,
-        )
 
     # Ends.
 
@@ -398,7 +317,10 @@ class Scheduler:
         """End a sequence; what it held is free at once."""
         group = seq.group
         if seq.status is RUNNING:
-            self._vacate(seq, now_us)
+            self._prefixes.note_decodes(seq)  # what it has computed can be found
+            self._running.vacate(seq, now_us)
+        elif seq.status is SequenceStatus.SWAPPED:
+            self.swapping.end(seq)
         group.end(seq, status)
         if group.waiting():
             self.waiting.add(group)
@@ -425,23 +347,3 @@ class Scheduler:
         if seq.status is RUNNING and self.blocks.holds(seq.seq_id):
             self._prefixes.forget(seq)
         self.fail_group(seq.group, GenerationFailed(error.message, reason=error.reason), now_us)
-
-    def _vacate(self, seq: Sequence, now_us: int) -> None:
-        """Take a running sequence's place and blocks; what it has computed can be found."""
-        self._prefixes.note_decodes(seq)
-        self._running.vacate(seq, now_us)
-
-
-def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
-    """The group's waiting sequences to prefill, each with those that fork from it.
-
-    Those without output share the first one's prefill; those with some differ from each other
-    and are computed each on their own.
-    """
-    waiting = group.waiting()
-    fresh = [seq for seq in waiting if not seq.output_token_ids]
-    if fresh:
-        yield fresh[0], fresh[1:]
-    for seq in waiting:
-        if seq.output_token_ids:
-            yield seq, []

@@ -16,9 +16,9 @@ class SequenceStatus(IntEnum):
     WAITING = 0
     """For its first place in a batch, or a new one after a preemption or a worker's loss."""
     RUNNING = 1
-    """In a group's batch, with blocks on the device."""
+    """In a worker group's batch, with blocks on the device."""
     SWAPPED = 2
-    """Its blocks are in host memory."""
+    """Preempted, with its blocks in host memory."""
     FINISHED_STOPPED = 3
     """By a stop token, or by its frontend's stop string."""
     FINISHED_LENGTH_CAPPED = 4
@@ -116,7 +116,11 @@ class Sequence:
 
     def restart(self) -> None:
         """Back to waiting: nothing of it is computed any more."""
-        self.status = SequenceStatus.WAITING
+        self.leave(SequenceStatus.WAITING)
+
+    def leave(self, status: SequenceStatus) -> None:
+        """Out of the batch, to wait or swapped out; its device blocks are others' now."""
+        self.status = status
         self.num_computed = 0
         self.is_prefilled = False
         self.num_offered_blocks = 0
@@ -155,6 +159,12 @@ class SequenceGroup:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
+    def is_lockstep(self) -> bool:
+        """Whether its sequences can go on only together, so that they leave the batch together,
+        too. None of today's requests is such."""
+        return False
+
+    @property
     def longest(self) -> Sequence:
         """Its unfinished sequence with the most known tokens, the first of them."""
         return max(self.unfinished(), key=lambda seq: seq.num_known)
@@ -179,12 +189,20 @@ class SequenceGroup:
         """Its sequences that wait for a place in a batch."""
         return [seq for seq in self.sequences if seq.status is SequenceStatus.WAITING]
 
+    def running(self) -> list[Sequence]:
+        """Its sequences that are in the batch."""
+        return [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
+
+    def swapped(self) -> list[Sequence]:
+        """Its sequences whose blocks are in host memory."""
+        return [seq for seq in self.sequences if seq.status is SequenceStatus.SWAPPED]
+
     def check(self) -> None:
         """Assert the invariants of a live group and its sequences."""
         assert self.num_unfinished == len(list(self.unfinished())) > 0
-        running = [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
-        assert self.num_running == len(running)
-        assert (self.clock.phase is Phase.RUNNING) == bool(running)
+        assert self.num_running == len(self.running())
+        assert (self.clock.phase is Phase.RUNNING) == (self.num_running > 0)
+        assert not (self.num_running and self.swapped()), "what leaves and returns does so together"
         for seq in self.unfinished():
             assert seq.num_in_flight >= 0
             assert len(seq.output_token_ids) <= self.request.max_tokens

@@ -11,6 +11,8 @@ class Totals:
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +26,7 @@ class GroupSnapshot:
     num_free_gpu_blocks: int
     num_cpu_blocks: int
     num_free_cpu_blocks: int
+    """Not needed by swapped-out sequences."""
     num_running_sequences: int
     num_steps: int
     """Results received since the group joined."""
@@ -43,4 +46,8 @@ class CoreSnapshot:
     num_prefill_tokens: int
     """Tokens computed by prefills since start, recomputed ones included."""
     num_preemptions: int
+    num_swapped_out_blocks: int
+    """Blocks moved from devices to hosts since start."""
+    num_swapped_in_blocks: int
+    """And back."""
     groups: list[GroupSnapshot] = field(default_factory=list)

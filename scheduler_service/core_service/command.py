@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from scheduler_service.command_line import LogLevel, run_service
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
 
@@ -46,6 +46,14 @@ def scheduler(
             help="Reuse the KV blocks of prompts and answers that begin alike.",
         ),
     ] = CORE.enable_prefix_caching,
+    preemption_mode: Annotated[
+        PreemptionMode,
+        typer.Option(
+            envvar="PAGEWIRE_PREEMPTION_MODE",
+            help="What becomes of a request's KV blocks when memory runs out: swap moves them to "
+            "host memory, recompute drops them, auto does what costs less.",
+        ),
+    ] = CORE.preemption_mode,
     watermark: Annotated[
         float,
         typer.Option(
@@ -103,6 +111,7 @@ def scheduler(
                 max_num_batched_tokens=max_num_batched_tokens,
                 enable_chunked_prefill=enable_chunked_prefill,
                 enable_prefix_caching=enable_prefix_caching,
+                preemption_mode=preemption_mode,
                 watermark=watermark,
                 pipeline_depth=pipeline_depth,
                 max_queue_requests=max_queue_requests,

@@ -42,6 +42,8 @@ class StatusBoard:
             num_generated_tokens=core.num_generated_tokens,
             num_prefill_tokens=core.num_prefill_tokens,
             num_preemptions=core.num_preemptions,
+            num_swapped_out_blocks=core.num_swapped_out_blocks,
+            num_swapped_in_blocks=core.num_swapped_in_blocks,
             groups=[
                 self._group_status(worker, groups.get(worker.registration.group_id))
                 for worker in self._registry
@@ -57,13 +59,17 @@ class StatusBoard:
             if now != before:
                 logger.info(
                     "summary num_running=%d num_waiting=%d num_finished=%d "
-                    "generated_tokens_per_s=%.1f prefill_tokens_per_s=%.1f num_preemptions=%d",
+                    "generated_tokens_per_s=%.1f prefill_tokens_per_s=%.1f num_preemptions=%d "
+                    "num_swapped=%d num_swapped_out_blocks=%d num_swapped_in_blocks=%d",
                     now.num_running,
                     now.num_waiting,
                     now.num_finished - before.num_finished,
                     (now.num_generated_tokens - before.num_generated_tokens) / interval_s,
                     (now.num_prefill_tokens - before.num_prefill_tokens) / interval_s,
                     now.num_preemptions - before.num_preemptions,
+                    now.num_swapped,
+                    now.num_swapped_out_blocks - before.num_swapped_out_blocks,
+                    now.num_swapped_in_blocks - before.num_swapped_in_blocks,
                 )
             before = now
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import NATIVE_FAMILIES, TRANSFORMERS_FAMILIES, make_checkpoint
 from tests.support.in_process import InProcessEngine, Output
 
@@ -68,6 +68,30 @@ def test_a_prefix_found_in_the_cache_gives_the_same_tokens(
     assert [o.cached_tokens for o in computed] == [0] * len(chats)
     assert [o.token_ids for o in found] == [o.token_ids for o in computed]
     assert [o.logprobs for o in found] == [o.logprobs for o in computed]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_cpu_blocks", [4, 64])
+def test_swapping_gives_the_same_tokens(num_cpu_blocks: int, caching: bool, tmp_path: Path) -> None:
+    engine = InProcessEngine(make_checkpoint("llama", tmp_path / "llama"), config=ROOMY)
+    prompts = prompts_for(engine.loaded.model.vocab_size)
+    sampling = {"num_choices": 2, "temperature": 0.9, "seed": 11, "logprobs": 0}
+    expected = engine.generate(prompts, MAX_TOKENS, **sampling)
+    swapping = dataclasses.replace(
+        TIGHT, preemption_mode=PreemptionMode.SWAP, enable_prefix_caching=caching
+    )
+    for depth in (1, 3):
+        engine.reset(
+            num_gpu_blocks=TIGHT_BLOCKS,
+            num_cpu_blocks=num_cpu_blocks,
+            config=dataclasses.replace(swapping, pipeline_depth=depth),
+        )
+        generated = engine.generate(prompts, MAX_TOKENS, **sampling)
+        assert [o.token_ids for o in generated] == [o.token_ids for o in expected]
+        assert [o.logprobs for o in generated] == [o.logprobs for o in expected]
+        status = engine.core.snapshot()
+        assert status.num_swapped_in_blocks == status.num_swapped_out_blocks > 0
+        assert status.groups[0].num_free_cpu_blocks == num_cpu_blocks
 
 
 @pytest.mark.parametrize("family", [*NATIVE_FAMILIES, *TRANSFORMERS_FAMILIES])

@@ -1,19 +1,21 @@
 """The same work on a GPU: the tokens of the CPU, and cache operations on a stream of their own."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.metadata import AttentionMetadata
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine
+from tests.support.plans import moving_plan
 from worker_service.cache_engine import CacheEngine
 from worker_service.config import CacheConfig
 from worker_service.memory import profile_blocks
 from worker_service.models.interface import KVCacheSpec
-from worker_service.plan import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -62,33 +64,51 @@ def test_attention_on_a_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output.cpu(), expected, atol=1e-2, rtol=1e-2)
 
 
-def column(*pairs: tuple[int, ...], width: int = 2) -> np.ndarray:
-    return np.array(pairs, np.int32).reshape(-1, width)
-
-
 def test_blocks_move_between_gpu_and_host() -> None:
     device = torch.device("cuda")
-    engine = CacheEngine(SPEC, block_size=16, num_gpu_blocks=4, num_cpu_blocks=4, device=device)
-    for block in range(4):
+    engine = CacheEngine(SPEC, block_size=16, num_gpu_blocks=6, num_cpu_blocks=4, device=device)
+    for block in range(6):
         engine.device_cache[block] = block + 1
-    nothing = column(width=1).flatten()
-    plan = StepPlan(
-        epoch=1,
-        step_id=1,
-        forget_seq_ids=nothing,
-        swap_out=column((0, 2), (3, 1)),
-        swap_in=column((2, 3)),
-        copy=column((1, 0)),
-        new_sequences=(),
-        block_updates=column(width=3),
-        seq_ids=nothing,
-        num_tokens=nothing,
-        sample=nothing.astype(bool),
+    engine.execute(
+        moving_plan(swap_out=[(0, 2), (3, 1)], swap_in=[(2, 3), (1, 4)], copy=[(1, 0), (2, 5)])
     )
-    engine.execute(plan)
-    torch.cuda.synchronize()
-    assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == [2.0, 2.0, 3.0, 1.0]
+    engine.finish()
+    assert engine.device_us() > 0
+    assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == [2.0, 2.0, 3.0, 1.0, 4.0, 3.0]
     assert engine.host_cache[[1, 2], 0, 0, 0, 0, 0].tolist() == [4.0, 1.0]
+
+
+def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them() -> None:
+    device = torch.device("cuda")
+    spec = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    engine = CacheEngine(spec, block_size=16, num_gpu_blocks=514, num_cpu_blocks=512, device=device)
+    engine.host_cache[:] = 3.0
+    engine.device_cache[512] = 5.0
+    pairs = [(block, block) for block in range(512)]  # a gigabyte
+    for _ in range(2):  # the first time includes start-up
+        engine.finish()
+        engine.execute(moving_plan(swap_in=pairs, copy=[(512, 513)]))
+        computed = engine.device_cache[513].sum()
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()
+        swap_in_is_done = not engine.is_busy
+    assert not swap_in_is_done
+    assert float(computed) > 0
+    engine.execute(moving_plan())
+    assert float(engine.device_cache[511].min()) == 3.0
+
+
+def test_swapping_on_a_gpu_gives_the_tokens_of_a_roomy_cache() -> None:
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (9, 17, 26, 9, 30, 8)]
+    engine = InProcessEngine(checkpoint("llama"), device="cuda")
+    expected = engine.generate(prompts, 12)
+    config = dataclasses.replace(CHUNKED, preemption_mode=PreemptionMode.SWAP, watermark=0.0)
+    engine.reset(num_gpu_blocks=20, num_cpu_blocks=64, config=config)
+    outputs = engine.generate(prompts, 12)
+    assert engine.core.snapshot().num_swapped_in_blocks > 0
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
 def test_profiling_leaves_room_for_what_else_is_on_the_gpu() -> None:

@@ -29,6 +29,8 @@ LONG = range(NUM_QUICK, NUM_LONG)
 
 KINDS = (
     "preemptions",
+    "swapped-out blocks",
+    "swapped-in blocks",
     "recomputed answers",
     "cached tokens",
     "chunks",

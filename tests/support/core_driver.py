@@ -108,6 +108,7 @@ class CoreDriver:
         self.core.add_group(capacity, self.now)
         worker = SymbolicWorker(
             num_gpu_blocks=capacity.num_gpu_blocks,
+            num_cpu_blocks=capacity.num_cpu_blocks,
             block_size=capacity.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -268,7 +269,7 @@ class CoreDriver:
     def _check_rest(self) -> None:
         """Nothing is running, and what waits fits no group that takes anything."""
         status = self.core.snapshot()
-        assert status.num_running == 0
+        assert status.num_running == status.num_swapped == 0
         open_groups = {group.group_id for group in status.groups if not group.draining}
         for record in self.records.values():
             for group_id in open_groups if record.is_live else ():
@@ -428,4 +429,5 @@ class CoreDriver:
         assert self.core.next_deadline() is None
         for group in snapshot.groups:
             assert group.num_free_gpu_blocks == group.num_gpu_blocks
+            assert group.num_free_cpu_blocks == group.num_cpu_blocks
             assert group.num_running_sequences == 0

@@ -92,6 +92,7 @@ class InProcessEngine:
         model: Path,
         *,
         num_gpu_blocks: int = 512,
+        num_cpu_blocks: int = 0,
         block_size: int = 4,
         dtype: str = "float32",
         device: str = "cpu",
@@ -100,37 +101,50 @@ class InProcessEngine:
         self.device = torch.device(device)
         self.loaded = load_model(ModelConfig(model=str(model), device=device, dtype=dtype))
         self.block_size = block_size
-        self.reset(num_gpu_blocks=num_gpu_blocks, config=config or SchedulerConfig())
+        self.reset(
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            config=config or SchedulerConfig(),
+        )
 
-    def reset(self, *, num_gpu_blocks: int, config: SchedulerConfig) -> None:
+    def reset(
+        self, *, num_gpu_blocks: int, num_cpu_blocks: int = 0, config: SchedulerConfig
+    ) -> None:
         """Begin again with the same weights, another cache and another scheduler."""
         self.worker = InProcessWorker(
             self.loaded.model,
             num_gpu_blocks=num_gpu_blocks,
             block_size=self.block_size,
+            num_cpu_blocks=num_cpu_blocks,
             device=self.device,
         )
         self.core = SchedulerCore(config)
         self.core.add_group(self.worker.capacity(GROUP), now=0.0)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: object
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        num_choices: int = 1,
+        **sampling: object,
     ) -> list[Output]:
-        """Run all prompts together to `max_tokens` tokens each, whatever they generate."""
+        """Run all prompts together to `max_tokens` tokens each, whatever they generate; the
+        choices of the first prompt, then those of the second, and so on."""
         params = sampling_pb2.SamplerParams(**(GREEDY | sampling))  # type: ignore[arg-type]
         for number, prompt in enumerate(prompts):
             request = Request(
                 frontend_id=FRONTEND,
-                handle=number + 1,
+                handle=number * num_choices + 1,
                 request_id=str(number),
                 model=MODEL,
                 prompt_token_ids=list(prompt),
                 max_tokens=max_tokens,
+                num_choices=num_choices,
                 sampling=params,
                 wants_logprobs=params.HasField("logprobs"),
             )
             self.core.submit(request, now=0.0)
-        outputs = [Output() for _ in prompts]
+        outputs = [Output() for _ in range(len(prompts) * num_choices)]
         self._run(outputs)
         return outputs
 

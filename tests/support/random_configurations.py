@@ -10,7 +10,7 @@ from random import Random
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import to_column
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 
 MODELS = ("embedded", "llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "qwen3_moe")
 """The embedded model, and families of tests/support/checkpoints.py."""
@@ -129,6 +129,7 @@ def _draw_scheduler(draw: Random, max_model_len: int) -> SchedulerConfig:
         enable_prefix_caching=draw.random() < 0.7,
         watermark=draw.choice((0.0, 0.01, 0.1, 0.3)),
         pipeline_depth=draw.choice((1, 2, 2, 3)),
+        preemption_mode=draw.choice((*PreemptionMode, PreemptionMode.SWAP)),
     )
 
 

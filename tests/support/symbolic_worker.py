@@ -28,6 +28,8 @@ History = bytes
 
 START: History = b""
 Slot = tuple[int, int]
+Content = tuple[History, int]
+"""What a slot holds, and the step that computed it."""
 
 
 class PlanError(AssertionError):
@@ -127,11 +129,16 @@ class SymbolicWorker:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int = 2**31
+    num_cpu_blocks: int = 0
     sequences: dict[int, WorkerSequence] = field(default_factory=dict)
-    cache: dict[Slot, History] = field(default_factory=dict)
+    cache: dict[Slot, Content] = field(default_factory=dict)
     """What slots hold; it stays when a block comes free, until somebody writes there."""
-    written: dict[Slot, int] = field(default_factory=dict)
-    """The step in which it was written."""
+    host: dict[Slot, Content] = field(default_factory=dict)
+    """The same of host memory."""
+    arriving: set[int] = field(default_factory=set)
+    """Blocks that this step swaps in: the worker may do so beside its rows."""
+    leaving: dict[int, set[int]] = field(default_factory=dict)
+    """Blocks that this step swaps out, and who had them."""
     num_steps: int = 0
     num_results_taken: int = 0
     """Steps whose results the core has; whoever brings them counts them here."""
@@ -140,8 +147,9 @@ class SymbolicWorker:
         """Run one step."""
         require(plan.step_id == self.num_steps + 1, f"step {plan.step_id} is out of order")
         self.num_steps += 1
-        require(not plan.swap_out and not plan.swap_in, "this worker has no host cache")
+        require(bool(plan.seq_ids or plan.swap_out or plan.swap_in), "nothing to do")
         self._forget(plan.forget_seq_ids)
+        self._swap(plan)
         self._copy(plan)
         forks = {new.seq_id for new in plan.new_sequences if new.parent_seq_id is not None}
         for new in plan.new_sequences:
@@ -157,28 +165,57 @@ class SymbolicWorker:
             require(seq_id in self.sequences, f"told to forget unknown sequence {seq_id}")
             del self.sequences[seq_id]
 
-    def _copy(self, plan: StepPlan) -> None:
+    def _swap(self, plan: StepPlan) -> None:
+        out, back = grouped(plan.swap_out, 2), grouped(plan.swap_in, 2)
+        self.leaving = {source: set(self._owners(source)) for source, _ in out}
+        self.arriving = {target for _, target in back}
+        for source, target in out:
+            self._check_block(source)
+            require(0 <= target < self.num_cpu_blocks, f"host block {target} does not exist")
+        self._move(out, self.cache, self.host, "swap_out")
+        for source, target in back:
+            require(0 <= source < self.num_cpu_blocks, f"host block {source} does not exist")
+            self._check_block(target)
+            require(not self._owners(target), f"swap_in into block {target} in use")
+        self._move(back, self.host, self.cache, "swap_in")
+
+    def _move(
+        self,
+        pairs: list[tuple[int, ...]],
+        sources: dict[Slot, Content],
+        targets: dict[Slot, Content],
+        what: str,
+    ) -> None:
         """All reads before all writes: a batched copy may do them in any order."""
-        pairs = grouped(plan.copy, 2)
-        targets = [target for _, target in pairs]
-        require(len(targets) == len(set(targets)), "two copies into one block")
-        updated = {block for _, _, block in grouped(plan.block_updates, 3)}
+        blocks = [target for _, target in pairs]
+        require(len(blocks) == len(set(blocks)), f"{what} into one block twice")
         contents = {
-            (target, offset): self.cache.get((source, offset))
+            (target, offset): sources.get((source, offset))
             for source, target in pairs
             for offset in range(self.block_size)
         }
         for source, target in pairs:
+            is_written = contents[target, 0] is not None
+            require(is_written, f"{what} from block {source}, which nobody has written")
+        for slot, content in contents.items():
+            targets.pop(slot, None)
+            if content is not None:
+                targets[slot] = content
+
+    def _copy(self, plan: StepPlan) -> None:
+        pairs = grouped(plan.copy, 2)
+        updated = {block for _, _, block in grouped(plan.block_updates, 3)}
+        coming = {block for new in plan.new_sequences for block in new.block_ids}
+        for source, target in pairs:
             self._check_block(source)
             self._check_block(target)
-            require(bool(self._owners(source)), f"copy from block {source} that nobody has")
+            for block in (source, target):
+                require(block not in self.arriving, f"copy of block {block} that is on its way")
+            is_had = source in coming or bool(self._owners(source))
+            require(is_had, f"copy from block {source} that nobody has")
             require(not self._owners(target), f"copy into block {target} in use")
             require(target in updated, f"copy into block {target} that nobody gets")
-        for slot, history in contents.items():
-            self.cache.pop(slot, None)
-            if history is not None:
-                self.cache[slot] = history
-                self.written[slot] = self.num_steps
+        self._move(pairs, self.cache, self.cache, "copy")
 
     def _learn(self, new: NewSequence) -> None:
         seq_id = new.seq_id
@@ -233,12 +270,13 @@ class SymbolicWorker:
         for position in range(seq.num_computed):
             index, offset = divmod(position, self.block_size)
             require(index < len(seq.block_table), f"{seq.seq_id} has no block for its prefix")
-            slot = seq.block_table[index], offset
+            block = seq.block_table[index]
+            history, step = self.cache.get((block, offset), (None, 0))
             require(
-                self.cache.get(slot) == seq.histories[position],
-                f"{seq.seq_id} finds something else at position {position}, block {slot[0]}",
+                history == seq.histories[position],
+                f"{seq.seq_id} finds something else at position {position}, block {block}",
             )
-            steps.append(self.written[slot])
+            steps.append(step)
         last = max(steps, default=0)
         require(
             last <= self.num_results_taken, f"{seq.seq_id} reuses step {last} before its result"
@@ -263,7 +301,7 @@ class SymbolicWorker:
         num_tokens = [1] * count if plan.num_tokens is None else plan.num_tokens
         sample = [True] * count if plan.sample is None else plan.sample
         require(count == len(num_tokens) == len(sample), "the batch's columns differ in length")
-        require(0 < count <= self.max_num_seqs, f"{count} rows")
+        require(count <= self.max_num_seqs, f"{count} rows")
         require(sum(num_tokens) <= self.max_num_batched_tokens, f"{sum(num_tokens)} tokens")
         require(count == len(set(plan.seq_ids)), "a sequence has two rows")
         unknown = set(plan.seq_ids) - self.sequences.keys()
@@ -301,8 +339,10 @@ class SymbolicWorker:
                     sharers.issuperset(self._owners(block)),
                     f"{seq.seq_id} writes to block {block}, shared by {self._owners(block)}",
                 )
-                self.cache[block, offset] = seq.histories[position]
-                self.written[block, offset] = self.num_steps
+                require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
+                had = seq.seq_id in self.leaving.get(block, ())
+                require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
+                self.cache[block, offset] = seq.histories[position], self.num_steps
             seq.num_computed = end
         return starts
 
@@ -312,8 +352,9 @@ class SymbolicWorker:
             for position in range(seq.num_computed):
                 index, offset = divmod(position, self.block_size)
                 block = seq.block_table[index]
+                require(block not in self.arriving, f"{seq.seq_id} reads {block} too early")
                 require(
-                    self.cache.get((block, offset)) == seq.histories[position],
+                    self.cache.get((block, offset), (None,))[0] == seq.histories[position],
                     f"{seq.seq_id} reads position {position} from block {block}, which holds "
                     "something else",
                 )

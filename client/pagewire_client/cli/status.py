@@ -50,6 +50,7 @@ def _render(snapshot: EngineStatus) -> RenderableType:
         ("requests", _requests(snapshot)),
         ("tokens", f"{snapshot.num_prefill_tokens} in, {snapshot.num_generated_tokens} out"),
         ("preemptions", str(snapshot.num_preemptions)),
+        ("swapped blocks", _swaps(snapshot)),
         ("frontends", str(snapshot.num_frontends)),
     ):
         facts.add_row(name, value)
@@ -61,6 +62,10 @@ def _requests(snapshot: EngineStatus) -> str:
         f"{snapshot.num_waiting} waiting, {snapshot.num_running} running, "
         f"{snapshot.num_swapped} swapped, {snapshot.num_finished} finished"
     )
+
+
+def _swaps(snapshot: EngineStatus) -> str:
+    return f"{snapshot.num_swapped_out_blocks} out, {snapshot.num_swapped_in_blocks} in"
 
 
 def _workers(groups: Any) -> Table:

@@ -74,6 +74,7 @@ FLAGS = (
         "Reuse the KV blocks of prompts and answers that begin alike.",
         negatable=True,
     ),
+    Flag("preemption_mode", str, ("scheduler",), "auto, swap or recompute."),
     Flag("watermark", float, ("scheduler",), "Share of blocks kept free when admitting."),
     Flag("pipeline_depth", int, ("scheduler",), "Steps planned ahead."),
     Flag("lease_ms", int, ("scheduler",), "Silence after which a worker counts as lost."),

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagewire/v1/status.proto\x12\x0bpagewire.v1\"\xb0\x02\n\x0c\x45ngineStatus\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_swapped\x18\x06 \x01(\r\x12\x15\n\rnum_frontends\x18\x07 \x01(\r\x12\x14\n\x0cnum_finished\x18\x08 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\t \x01(\x04\x12\x1a\n\x12num_prefill_tokens\x18\n \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\x04\x12.\n\x06groups\x18\x0c \x03(\x0b\x32\x1e.pagewire.v1.WorkerGroupStatus\"\xb2\x02\n\x11WorkerGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.pagewire.v1.WorkerState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x16\n\x0enum_gpu_blocks\x18\x05 \x01(\r\x12\x1b\n\x13num_free_gpu_blocks\x18\x06 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x07 \x01(\r\x12\x1b\n\x13num_free_cpu_blocks\x18\x08 \x01(\r\x12\x1d\n\x15num_running_sequences\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x17\n\x0fheartbeat_age_s\x18\x0c \x01(\x01*\x90\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagewire/v1/status.proto\x12\x0bpagewire.v1\"\xef\x02\n\x0c\x45ngineStatus\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_swapped\x18\x06 \x01(\r\x12\x15\n\rnum_frontends\x18\x07 \x01(\r\x12\x14\n\x0cnum_finished\x18\x08 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\t \x01(\x04\x12\x1a\n\x12num_prefill_tokens\x18\n \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\x04\x12.\n\x06groups\x18\x0c \x03(\x0b\x32\x1e.pagewire.v1.WorkerGroupStatus\x12\x1e\n\x16num_swapped_out_blocks\x18\r \x01(\x04\x12\x1d\n\x15num_swapped_in_blocks\x18\x0e \x01(\x04\"\xb2\x02\n\x11WorkerGroupStatus\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.pagewire.v1.WorkerState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x16\n\x0enum_gpu_blocks\x18\x05 \x01(\r\x12\x1b\n\x13num_free_gpu_blocks\x18\x06 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x07 \x01(\r\x12\x1b\n\x13num_free_cpu_blocks\x18\x08 \x01(\r\x12\x1d\n\x15num_running_sequences\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x17\n\x0fheartbeat_age_s\x18\x0c \x01(\x01*\x90\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=658
-  _globals['_WORKERSTATE']._serialized_end=802
+  _globals['_WORKERSTATE']._serialized_start=721
+  _globals['_WORKERSTATE']._serialized_end=865
   _globals['_ENGINESTATUS']._serialized_start=42
-  _globals['_ENGINESTATUS']._serialized_end=346
-  _globals['_WORKERGROUPSTATUS']._serialized_start=349
-  _globals['_WORKERGROUPSTATUS']._serialized_end=655
+  _globals['_ENGINESTATUS']._serialized_end=409
+  _globals['_WORKERGROUPSTATUS']._serialized_start=412
+  _globals['_WORKERGROUPSTATUS']._serialized_end=718
 # @@protoc_insertion_point(module_scope)

@@ -69,6 +69,8 @@ class EngineStatus(_message.Message):
     NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _builtins.int
     uptime_s: _builtins.float
     """Seconds since the core started."""
     version: _builtins.str
@@ -89,6 +91,10 @@ class EngineStatus(_message.Message):
     """Prompt tokens computed since start, those recomputed after preemption included."""
     num_preemptions: _builtins.int
     """Preemptions since start."""
+    num_swapped_out_blocks: _builtins.int
+    """KV blocks moved from devices to host memory since start."""
+    num_swapped_in_blocks: _builtins.int
+    """KV blocks moved from host memory to devices since start."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models that can be served now."""
@@ -112,10 +118,12 @@ class EngineStatus(_message.Message):
         num_prefill_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         groups: _abc.Iterable[Global___WorkerGroupStatus] | None = ...,
+        num_swapped_out_blocks: _builtins.int = ...,
+        num_swapped_in_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_waiting", b"num_waiting", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_waiting", b"num_waiting", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

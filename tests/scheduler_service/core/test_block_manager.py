@@ -32,16 +32,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     sequences = Bundle("sequences")
 
-    @initialize(num_blocks=st.integers(1, 12), watermark=st.sampled_from([0.0, 0.25]))
-    def start(self, num_blocks: int, watermark: float) -> None:
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        num_host_blocks=st.sampled_from([0, 2, 6, 20]),
+        watermark=st.sampled_from([0.0, 0.25]),
+    )
+    def start(self, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
         self.num_blocks = num_blocks
         self.watermark_blocks = int(watermark * num_blocks)
         self.manager = BlockManager(
-            num_gpu_blocks=num_blocks, block_size=BLOCK_SIZE, watermark=watermark
+            num_gpu_blocks=num_blocks,
+            num_cpu_blocks=num_host_blocks,
+            block_size=BLOCK_SIZE,
+            watermark=watermark,
         )
+        self.num_host_blocks = num_host_blocks
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.memory: dict[tuple[int, int], bytes] = {}
+        self.host_memory: dict[tuple[int, int], bytes] = {}
+        self.swapped: list[dict[int, list[int]]] = []
+        """Groups of block tables, in device blocks as they were."""
         self.num_sequences = 0
 
     def write(self, seq_id: int, token: int) -> None:
@@ -138,6 +149,93 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.tokens[seq_id] = list(self.tokens[parent_id])
         return seq_id
 
+    @rule(
+        seq_ids=st.lists(sequences, min_size=1, max_size=3),
+        comes_back=st.booleans(),
+        pick=st.integers(0, 100),
+    )
+    def swap(self, seq_ids: list[int | None], comes_back: bool, pick: int) -> None:
+        """A plan that swaps out a group and may bring back another, planned first or last."""
+        if comes_back and pick % 2:
+            back = self.plan_swap_in(pick)
+            self.move(self.plan_swap_out(seq_ids), self.memory, self.host_memory)
+        else:
+            self.move(self.plan_swap_out(seq_ids), self.memory, self.host_memory)
+            back = self.plan_swap_in(pick) if comes_back else []
+        self.move(back, self.host_memory, self.memory)
+        self.manager.end_plan()
+
+    def move(
+        self,
+        pairs: list[int],
+        sources: dict[tuple[int, int], bytes],
+        targets: dict[tuple[int, int], bytes],
+    ) -> None:
+        """Whole blocks, in the order in which the worker does it: out, then in."""
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            for offset in range(BLOCK_SIZE):
+                targets.pop((target, offset), None)
+                if (source, offset) in sources:
+                    targets[target, offset] = sources[source, offset]
+
+    def plan_swap_out(self, seq_ids: list[int | None]) -> list[int]:
+        group = {seq_id: self.tables[seq_id] for seq_id in seq_ids if seq_id in self.tables}
+        if not group:
+            return []
+        ids = list(group)
+        blocks = {block for table in group.values() for block in table}
+        free = self.manager.num_free_host_blocks
+        verdict = self.manager.can_swap_out(ids)
+        if len(blocks) > self.num_host_blocks:
+            assert verdict is AllocStatus.NEVER
+        else:
+            assert verdict is (AllocStatus.OK if len(blocks) <= free else AllocStatus.LATER)
+        if verdict is not AllocStatus.OK:
+            return []
+        own = self.manager.num_own_blocks(ids)
+        num_free = self.manager.num_free_blocks
+        pairs = self.manager.swap_out(ids)
+        assert self.manager.num_free_blocks == num_free + own
+        assert sorted(pairs[::2]) == sorted(blocks), "each block is moved once"
+        assert len(set(pairs[1::2])) == len(blocks) == free - self.manager.num_free_host_blocks
+        for seq_id in ids:
+            del self.tables[seq_id]
+        self.swapped.append(group)
+        return pairs
+
+    def plan_swap_in(self, pick: int) -> list[int]:
+        if not self.swapped:
+            return []
+        group = self.swapped[pick % len(self.swapped)]
+        blocks = {block for table in group.values() for block in table}
+        kept = self.watermark_blocks + len(group) if self.tables else 0
+        enough = self.num_blocks - len(self.used()) - len(blocks) >= kept
+        verdict = self.manager.can_swap_in(list(group))
+        assert verdict is (AllocStatus.OK if enough else AllocStatus.LATER)
+        if not enough:
+            return []
+        self.swapped.remove(group)
+        num_free = self.manager.num_free_host_blocks
+        pairs = self.manager.swap_in(list(group))
+        assert self.manager.num_free_host_blocks == num_free, "read until the plan is done"
+        assert len(pairs) // 2 == len(set(pairs[::2])) == len(blocks), "each is moved once"
+        assert not set(pairs[1::2]) & self.used()
+        self.tables |= {seq_id: self.manager.table(seq_id) for seq_id in group}
+        for ours, theirs in ((a, b) for a in group for b in group):
+            same = [x == y for x, y in zip(group[ours], group[theirs], strict=False)]
+            pairs_now = zip(self.tables[ours], self.tables[theirs], strict=False)
+            assert [x == y for x, y in pairs_now] == same, "shared as before"
+        return pairs
+
+    @rule(pick=st.integers(0, 100))
+    def free_swapped(self, pick: int) -> None:
+        if self.swapped:
+            group = self.swapped[pick % len(self.swapped)]
+            seq_id, _ = group.popitem()
+            self.manager.free_swapped(seq_id)
+            del self.tokens[seq_id]
+            self.swapped = [group for group in self.swapped if group]
+
     @rule(seq_id=consumes(sequences))
     def free(self, seq_id: int | None) -> None:
         if seq_id in self.tables:
@@ -148,11 +246,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def blocks_are_free_or_counted(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check()
+            held = sum(
+                len({b for table in group.values() for b in table}) for group in self.swapped
+            )
+            assert self.manager.num_free_host_blocks == self.num_host_blocks - held
             assert self.manager.num_free_blocks == self.num_blocks - len(self.used())
 
     @invariant()
     def every_sequence_finds_its_tokens(self) -> None:
         for seq_id, tokens in getattr(self, "tokens", {}).items():
+            if seq_id not in self.tables:
+                continue  # when it is back
             for position in range(len(tokens)):
                 index, offset = divmod(position, BLOCK_SIZE)
                 wanted = bytes(tokens[: position + 1])
@@ -161,12 +265,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManager = BlockManagerMachine.TestCase
 TestBlockManager.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
 )
 
 
+def make_manager(num_gpu_blocks: int, num_cpu_blocks: int = 0) -> BlockManager:
+    return BlockManager(
+        num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, block_size=4, watermark=0.0
+    )
+
+
 def test_only_the_last_owner_writes_to_a_shared_block_in_place() -> None:
-    manager = BlockManager(num_gpu_blocks=4, block_size=4, watermark=0.0)
+    manager = make_manager(4)
     assert manager.allocate(1, 2) == [0]
     assert manager.fork(1, 2) == [0]
     assert manager.fork(1, 3) == [0]
@@ -176,13 +286,13 @@ def test_only_the_last_owner_writes_to_a_shared_block_in_place() -> None:
 
 
 def test_a_promise_to_others_counts_like_blocks_in_use() -> None:
-    manager = BlockManager(num_gpu_blocks=4, block_size=4, watermark=0.0)
+    manager = make_manager(4)
     assert manager.can_allocate(8, num_blocks_promised=2) is AllocStatus.OK
     assert manager.can_allocate(8, num_blocks_promised=3) is AllocStatus.LATER
 
 
 def test_blocks_found_in_use_cost_nothing_and_free_ones_one_each() -> None:
-    manager = BlockManager(num_gpu_blocks=4, block_size=4, watermark=0.0)
+    manager = make_manager(4)
     keys = [b"a", b"b"]
     table = manager.allocate(1, 8)
     manager.set_keys(1, 0, keys)
@@ -197,7 +307,7 @@ def test_blocks_found_in_use_cost_nothing_and_free_ones_one_each() -> None:
 
 
 def test_a_search_ends_at_the_first_key_that_no_block_has() -> None:
-    manager = BlockManager(num_gpu_blocks=4, block_size=4, watermark=0.0)
+    manager = make_manager(4)
     [first, _, third] = manager.allocate(1, 12)
     manager.set_keys(1, 0, [b"a"])
     manager.set_keys(1, 2, [b"c"])
@@ -206,7 +316,7 @@ def test_a_search_ends_at_the_first_key_that_no_block_has() -> None:
 
 
 def test_free_blocks_without_keys_go_first_then_the_longest_unused_and_deepest() -> None:
-    manager = BlockManager(num_gpu_blocks=5, block_size=4, watermark=0.0)
+    manager = make_manager(5)
     older, newer = manager.allocate(1, 8), manager.allocate(2, 8)
     manager.set_keys(1, 0, [b"a", b"b"])
     manager.set_keys(2, 0, [b"c", b"d"])
@@ -218,7 +328,7 @@ def test_free_blocks_without_keys_go_first_then_the_longest_unused_and_deepest()
 
 
 def test_a_block_that_is_found_counts_as_used_again() -> None:
-    manager = BlockManager(num_gpu_blocks=2, block_size=4, watermark=0.0)
+    manager = make_manager(2)
     [older], [newer] = manager.allocate(1, 4), manager.allocate(2, 4)
     manager.set_keys(1, 0, [b"a"])
     manager.set_keys(2, 0, [b"b"])
@@ -230,7 +340,7 @@ def test_a_block_that_is_found_counts_as_used_again() -> None:
 
 
 def test_of_two_blocks_with_the_same_contents_the_first_goes_on_being_found() -> None:
-    manager = BlockManager(num_gpu_blocks=2, block_size=4, watermark=0.0)
+    manager = make_manager(2)
     first, second = manager.allocate(1, 4), manager.allocate(2, 4)
     manager.set_keys(1, 0, [b"a"])
     manager.set_keys(2, 0, [b"a"])
@@ -252,3 +362,58 @@ def test_a_freed_table_is_given_out_again_from_its_head() -> None:
     blocks = pool.allocate(3)
     pool.release(blocks)
     assert pool.allocate(4) == [*blocks, 3]
+
+
+def test_blocks_swapped_out_are_free_at_once_and_host_blocks_swapped_in_after_the_plan() -> None:
+    manager = make_manager(2, 2)
+    manager.allocate(1, 8)
+    assert manager.swap_out([1]) == [0, 0, 1, 1]
+    assert manager.allocate(2, 8) == [0, 1]
+    manager.end_plan()
+    manager.free(2)
+    assert manager.swap_in([1]) == [0, 0, 1, 1]
+    assert manager.can_swap_out([1]) is AllocStatus.LATER
+    manager.end_plan()
+    assert manager.can_swap_out([1]) is AllocStatus.OK
+
+
+def test_what_sequences_share_is_moved_once_and_shared_again() -> None:
+    manager = make_manager(4, 4)
+    manager.allocate(1, 6)
+    manager.fork(1, 2)
+    manager.append(1, 7)
+    assert [manager.table(1), manager.table(2)] == [[0, 2], [0, 1]]
+    assert manager.swap_out([1, 2]) == [0, 0, 2, 1, 1, 2]
+    manager.end_plan()
+    assert manager.num_free_host_blocks == 1
+    assert len(manager.swap_in([1, 2])) == 6
+    [first, second] = [manager.table(1), manager.table(2)]
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert manager.append(2, 7) is None, "its last block is its own"
+
+
+def test_swapped_out_blocks_come_back_beside_others_only_with_room_to_grow() -> None:
+    manager = make_manager(4, 4)
+    manager.allocate(1, 12)
+    manager.swap_out([1])
+    manager.end_plan()
+    manager.allocate(2, 4)
+    assert manager.can_swap_in([1]) is AllocStatus.LATER
+    manager.free(2)
+    assert manager.can_swap_in([1]) is AllocStatus.OK
+
+
+def test_more_blocks_than_the_host_has_are_never_swapped_out() -> None:
+    manager = make_manager(4, 2)
+    manager.allocate(1, 12)
+    assert manager.can_swap_out([1]) is AllocStatus.NEVER
+
+
+def test_only_blocks_that_nobody_else_has_are_freed_by_leaving() -> None:
+    manager = make_manager(8, 0)
+    table = manager.allocate(1, 12)
+    manager.set_keys(1, 0, [b"a", b"b"])
+    manager.allocate(2, 12, table[:2])
+    assert manager.num_own_blocks([1]) == manager.num_own_blocks([2]) == 1
+    assert manager.num_own_blocks([1, 2]) == manager.num_blocks_of([1, 2]) == 4

@@ -6,6 +6,7 @@ the tokens of an undisturbed run.
 
 from contextlib import suppress
 from random import Random
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_service.core import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
 from tests.support.symbolic_worker import Sampling
@@ -46,6 +48,8 @@ class CoreMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.2]),
         blocks=st.sampled_from([SMALL, LARGE]),
         caching=st.sampled_from([True, True, True, False]),
+        mode=st.sampled_from([*PreemptionMode, PreemptionMode.SWAP]),
+        host_blocks=st.sampled_from([0, 4, 12, 100, 100]),
     )
     def start(
         self,
@@ -56,8 +60,11 @@ class CoreMachine(RuleBasedStateMachine):
         watermark: float,
         blocks: int,
         caching: bool,
+        mode: PreemptionMode,
+        host_blocks: int,
     ) -> None:
         self.block_size = 4
+        self.host_blocks = host_blocks
         self.num_groups = 0
         budget = max_num_seqs + extra_tokens
         config = SchedulerConfig(
@@ -65,6 +72,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN + max_num_seqs,
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
+            preemption_mode=mode,
             watermark=watermark,
             pipeline_depth=depth,
             max_queue_requests=12,
@@ -78,6 +86,7 @@ class CoreMachine(RuleBasedStateMachine):
         capacity = make_capacity(
             f"g{self.num_groups}",
             num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=self.host_blocks,
             block_size=self.block_size,
             max_model_len=MAX_MODEL_LEN,
         )
@@ -218,6 +227,42 @@ class CoreMachine(RuleBasedStateMachine):
         self.driver.check_empty()
 
 
+class CrowdedMachine(CoreMachine):
+    """Few blocks for many requests that fit alone: much is swapped, most of it comes back."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        max_num_seqs=st.integers(4, 8),
+        extra_tokens=st.sampled_from([0, 3, 12]),
+        mode=st.sampled_from([PreemptionMode.SWAP, PreemptionMode.AUTO]),
+        host_blocks=st.sampled_from([6, 12, 100]),
+        caching=st.booleans(),
+    )
+    def start(self, **values: Any) -> None:
+        super().start(chunked=True, watermark=0.0, blocks=SMALL, **values)
+
+    @rule(
+        count=st.integers(1, 4),
+        length=st.integers(1, 12),
+        num_alike=st.sampled_from([0, 5, 8]),
+        seed=st.integers(0, 1000),
+        max_tokens=st.integers(4, 20),
+        n=st.sampled_from([1, 1, 2, 3]),
+    )
+    def submit(self, count: int, length: int, **values: Any) -> None:
+        for i in range(count):
+            super().submit(
+                count=1,
+                length=1 + (length + 5 * i) % 12,
+                num_stop_tokens=0,
+                frontend_id="f0",
+                logprobs=False,
+                fails_at=None,
+                timeout=None,
+                **values,
+            )
+
+
 def machine_settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
@@ -234,8 +279,21 @@ class TestCore(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = machine_settings(120)
 
 
+class TestCrowdedCore(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
+    """In CI."""
+
+    settings = machine_settings(60)
+
+
 @pytest.mark.long
 class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
+    """By `make test-long`."""
+
+    settings = machine_settings(5000)
+
+
+@pytest.mark.long
+class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
 
     settings = machine_settings(5000)

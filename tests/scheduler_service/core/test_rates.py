@@ -5,9 +5,15 @@ from scheduler_service.core.rates import StepRates, StepWork
 
 
 def note(
-    rates: StepRates, busy_us: int, *, prefill: int = 0, moved: int = 0, ops_us: int = 0
+    rates: StepRates,
+    busy_us: int,
+    *,
+    prefill: int = 0,
+    moved: int = 0,
+    swaps_in: bool = False,
+    ops_us: int = 0,
 ) -> None:
-    work = StepWork(num_prefill_tokens=prefill, num_moved_blocks=moved)
+    work = StepWork(num_prefill_tokens=prefill, num_moved_blocks=moved, swaps_in=swaps_in)
     result = StepResult(step_id=1, token_ids=[1], busy_us=busy_us, cache_ops_us=ops_us)
     rates.note(work, result)
 
@@ -32,6 +38,13 @@ def test_cache_operations_are_not_counted_as_computing() -> None:
     note(rates, 1500, moved=5, ops_us=500)
     assert rates.us_per_decode_step == 1000
     assert rates.us_per_moved_block == 100
+
+
+def test_a_step_that_swaps_in_tells_nothing_of_what_ran_beside() -> None:
+    rates = StepRates()
+    note(rates, 1500, moved=10, swaps_in=True, ops_us=1400)
+    assert rates.us_per_decode_step is None
+    assert rates.us_per_moved_block == 140
 
 
 def test_averages_follow_the_worker() -> None:

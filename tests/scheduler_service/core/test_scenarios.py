@@ -8,7 +8,8 @@ each command what it prints. To write the printed lines anew, and read the diffe
 Commands (sizes in tokens; `name` is a request's):
 
     config KEY=VALUE ...        fields of SchedulerConfig; first line
-    group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, `blocks` for short
+    group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, for short `blocks`
+                                on the device and `host` blocks
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
            [like=NAME:N] [logprobs=true]
                                 stop_at: the token at that output position is a stop token
@@ -30,11 +31,13 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.core import Outbox, SchedulerConfig, StepPlan
+from scheduler_service.core import GroupSnapshot, Outbox, SchedulerConfig, StepPlan
+from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
 from tests.support.symbolic_worker import Sampling, undisturbed
 
+SHORT_NAMES = {"blocks": "num_gpu_blocks", "host": "num_cpu_blocks"}
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 
 
@@ -50,6 +53,8 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     lines = [f"step {plan.step_id}"]
     if plan.forget_seq_ids:
         lines.append(f"forget {' '.join(map(str, plan.forget_seq_ids))}")
+    lines += [f"swap block {block} to host block {h}" for block, h in pairs(plan.swap_out, 2)]
+    lines += [f"swap host block {h} to block {block}" for h, block in pairs(plan.swap_in, 2)]
     lines += [f"copy block {source} to {target}" for source, target in pairs(plan.copy, 2)]
     for new in plan.new_sequences:
         if new.parent_seq_id is not None:
@@ -66,7 +71,7 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     sample = plan.sample or [True] * len(plan.seq_ids)
     columns = zip(plan.seq_ids, num_tokens, sample, strict=True)
     rows = [f"{seq_id}:{count}{'*' if samples else ''}" for seq_id, count, samples in columns]
-    return [*lines, f"rows {' '.join(rows)}"]
+    return [*lines, f"rows {' '.join(rows) or 'none'}"]
 
 
 def parse_options(words: list[str]) -> dict[str, str]:
@@ -74,10 +79,12 @@ def parse_options(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def convert(value: str) -> bool | int | float:
+def convert(value: str) -> bool | int | float | PreemptionMode:
     """A configuration value."""
     if value in ("true", "false"):
         return value == "true"
+    if value in tuple(PreemptionMode):
+        return PreemptionMode(value)
     return float(value) if "." in value else int(value)
 
 
@@ -108,7 +115,7 @@ class Scenario:
     def do_group(self, group_id: str, *words: str) -> list[str] | None:
         options = parse_options(list(words))
         changes: dict[str, object] = {
-            {"blocks": "num_gpu_blocks"}.get(key, key): value if key == "model" else int(value)
+            SHORT_NAMES.get(key, key): value if key == "model" else int(value)
             for key, value in options.items()
         }
         try:
@@ -187,8 +194,9 @@ class Scenario:
 
     def do_status(self) -> list[str]:
         status = self.driver.core.snapshot()
+        swapped = f"swapped={status.num_swapped} " if status.num_swapped else ""
         lines = [
-            f"waiting={status.num_waiting} running={status.num_running} "
+            f"waiting={status.num_waiting} running={status.num_running} {swapped}"
             f"finished={status.num_finished} preemptions={status.num_preemptions} "
             f"generated={status.num_generated_tokens} prefilled={status.num_prefill_tokens}"
         ]
@@ -197,9 +205,15 @@ class Scenario:
             lines.append(
                 f"{group.group_id}: {group.num_free_gpu_blocks} of {group.num_gpu_blocks} blocks "
                 f"free, {group.num_running_sequences} sequences"
+                + self._host_status(group)
                 + (" drained" if drained else " draining" if group.draining else "")
             )
         return lines
+
+    def _host_status(self, group: GroupSnapshot) -> str:
+        if group.num_cpu_blocks == 0:
+            return ""
+        return f", {group.num_free_cpu_blocks} of {group.num_cpu_blocks} host blocks free"
 
     def read_news(self) -> list[str]:
         """What the frontends hear, checked by the driver, in words."""

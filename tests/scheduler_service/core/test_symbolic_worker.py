@@ -141,9 +141,78 @@ def test_a_block_given_away_too_early_is_found_when_it_is_read() -> None:
     worker = worker_with_two_choices()
     worker.execute(StepPlan(step_id=2, forget_seq_ids=[2], seq_ids=[1]))
     # As if sequence 1's first block had been overwritten by another's computation.
-    worker.cache[0, 2] = b"other"
+    worker.cache[0, 2] = b"other", 2
     with pytest.raises(PlanError, match="1 reads position 2 from block 0"):
         worker.execute(StepPlan(step_id=3, block_updates=[], seq_ids=[1]))
+
+
+def worker_with_host_blocks() -> SymbolicWorker:
+    """Sequence 1 has 6 tokens in blocks 0 and 1, and one sampled; 8 blocks, 4 host blocks."""
+    worker = SymbolicWorker(
+        num_gpu_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, num_cpu_blocks=4
+    )
+    worker.execute(StepPlan(step_id=1, new_sequences=[new(1, [0, 1])], seq_ids=[1], num_tokens=[6]))
+    worker.num_results_taken = 1
+    return worker
+
+
+def come_back(blocks: list[int]) -> NewSequence:
+    """Sequence 1 again, with the token it has sampled."""
+    token = undisturbed([3] * 6, 0, SAMPLING, frozenset(), 1)[0]
+    tokens = [3] * 6 + [token]
+    return new(1, blocks, 7, token_ids=tokens, num_prompt_tokens=6, num_computed_tokens=6)
+
+
+def test_a_sequence_that_was_swapped_out_and_in_goes_on() -> None:
+    worker = worker_with_host_blocks()
+    worker.execute(StepPlan(step_id=2, forget_seq_ids=[1], swap_out=[0, 2, 1, 3]))
+    worker.execute(StepPlan(step_id=3, swap_in=[2, 5, 3, 0]))
+    plan = StepPlan(step_id=4, new_sequences=[come_back([5, 0])], seq_ids=[1])
+    expected = undisturbed([3] * 6, 0, SAMPLING, frozenset(), 2)[1:]
+    assert worker.execute(plan).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "nothing to do"),
+        ({"swap_out": [5, 0]}, "which nobody has written"),
+        ({"swap_in": [2, 5]}, "which nobody has written"),
+        ({"swap_out": [0, 0, 1, 0]}, "into one block twice"),
+        ({"swap_out": [0, 4]}, "host block 4 does not exist"),
+        ({"swap_out": [8, 0]}, "block 8 does not exist"),
+        ({"swap_out": [0, 0], "swap_in": [0, 1]}, "in use"),
+        ({"swap_out": [1, 0], "seq_ids": [1]}, "which is swapped out"),
+        (
+            {"swap_out": [0, 0], "swap_in": [0, 5], "copy": [5, 6], "block_updates": [1, 2, 6]},
+            "on its way",
+        ),
+        (
+            {
+                "swap_out": [0, 0],
+                "swap_in": [0, 5],
+                "new_sequences": [new(2, [5, 6], num_computed_tokens=4)],
+                "seq_ids": [2],
+                "num_tokens": [2],
+            },
+            "reads 5 too early",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_swap_is_found_in_its_step(changes: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        worker_with_host_blocks().execute(StepPlan(step_id=2, **changes))  # type: ignore[arg-type]
+
+
+def test_a_live_host_block_that_was_written_again_is_found_when_its_sequence_returns() -> None:
+    worker = worker_with_host_blocks()
+    worker.execute(StepPlan(step_id=2, forget_seq_ids=[1], swap_out=[0, 2, 1, 3]))
+    worker.execute(StepPlan(step_id=3, swap_out=[1, 2]))
+    worker.execute(StepPlan(step_id=4, swap_in=[2, 5, 3, 0]))
+    plan = StepPlan(step_id=5, new_sequences=[come_back([5, 0])], seq_ids=[1])
+    with pytest.raises(PlanError, match="finds something else at position 0, block 5"):
+        worker.execute(plan)
 
 
 def test_a_fork_may_not_come_before_its_parent() -> None:

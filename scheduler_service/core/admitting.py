@@ -1,0 +1,117 @@
+"""From the waiting queue into the batch."""
+
+from collections.abc import Iterator
+
+from scheduler_service.core.batch import Batch
+from scheduler_service.core.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.pipeline import Pipeline
+from scheduler_service.core.plan import NewSequence
+from scheduler_service.core.prefilling import Prefilling
+from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.waiting_queue import WaitingQueue
+
+
+class Admitting:
+    """Admits waiting groups in order, as far as places, blocks and tokens go."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        prefixes: PrefixCache | NoPrefixCache,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        pipeline: Pipeline,
+        prefilling: Prefilling,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._prefixes = prefixes
+        self._waiting = waiting
+        self._running = running
+        self._pipeline = pipeline
+        self._prefilling = prefilling
+
+    def admit(self, batch: Batch) -> SequenceGroup | None:
+        """Fill the batch from the queue; the group that stopped it by being longer than the whole
+        cache, if one did."""
+        while batch.budget > 0 and (group := self._waiting.head()) is not None:
+            verdict = self._admit_group(group, batch)
+            if verdict is not AllocStatus.OK:
+                return group if verdict is AllocStatus.NEVER else None
+            self._waiting.discard(group)
+        return None
+
+    def _admit_group(self, group: SequenceGroup, batch: Batch) -> AllocStatus:
+        """Admit the group's sequences; LATER if some go on waiting."""
+        for seq, forks in _starts(group):
+            if batch.budget == 0:
+                return AllocStatus.LATER
+            verdict = self._admit_sequence(seq, forks, batch)
+            if verdict is not AllocStatus.OK:
+                return verdict
+        return AllocStatus.OK
+
+    def _admit_sequence(self, seq: Sequence, forks: list[Sequence], batch: Batch) -> AllocStatus:
+        """Admit a sequence and those that will fork from it."""
+        if any(other.num_in_flight for other in (seq, *forks)):
+            return AllocStatus.LATER  # its tokens must be known to be sent again
+        if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
+            return AllocStatus.LATER
+        found = self._prefixes.find(seq)
+        num_missing = seq.length - len(found) * self._blocks.block_size
+        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
+            return AllocStatus.LATER
+        verdict = self._blocks.can_allocate(seq.length, found)
+        if verdict is AllocStatus.OK:
+            self._start(seq, found)
+            self._running.enter(seq, forks, batch.now_us)
+            batch.add_new(self._introduce(seq, found))
+            self._prefilling.add_row(seq, batch)
+        return verdict
+
+    def _start(self, seq: Sequence, found: list[int]) -> None:
+        """Count what was found as computed."""
+        seq.first_step_id = self._pipeline.next_step_id
+        seq.num_computed = len(found) * self._blocks.block_size
+        seq.num_offered_blocks = len(found)
+        group = seq.group
+        if not group.has_begun:
+            group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
+
+    def _introduce(self, seq: Sequence, found: list[int]) -> NewSequence:
+        """Allocate its blocks and say all that a worker must know of it."""
+        return introduce(seq, self._blocks.allocate(seq.seq_id, seq.length, found))
+
+
+def introduce(seq: Sequence, block_ids: list[int]) -> NewSequence:
+    """All that a worker must know of a sequence that has `num_computed` tokens in its blocks."""
+    group = seq.group
+    return NewSequence(
+        seq_id=seq.seq_id,
+        choice_index=seq.choice_index,
+        token_ids=[*group.request.prompt_token_ids, *seq.output_token_ids],
+        num_prompt_tokens=group.num_prompt_tokens,
+        num_computed_tokens=seq.num_computed,
+        block_ids=block_ids,
+        sampling=group.request.sampling,
+        prompt_logprobs_start=group.prompt_logprobs_start,
+    )
+
+
+def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
+    """The group's waiting sequences to prefill, each with those that fork from it.
+
+    Those without output share the first one's prefill; those with some differ from each other
+    and are computed each on their own.
+    """
+    waiting = group.waiting()
+    fresh = [seq for seq in waiting if not seq.output_token_ids]
+    if fresh:
+        yield fresh[0], fresh[1:]
+    for seq in waiting:
+        if seq.output_token_ids:
+            yield seq, []
