@@ -1,4 +1,4 @@
-"""`best_of`: more candidates than choices; the client gets the most probable when all have ended."""
+"""`best_of`: more candidates than choices; the client gets the best when all have ended."""
 
 import struct
 
