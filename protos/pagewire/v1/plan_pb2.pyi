@@ -286,13 +286,15 @@ class RowLogprobs(_message.Message):
     row: _builtins.int
     """Index of the row in the batch."""
     token_ids: _builtins.bytes
-    """The sampled token, then the most probable ones, most probable first. int32 column."""
+    """The sampled token, then the most probable ones, most probable first, of equal
+    ones the lowest token id. int32 column.
+    """
     logprobs: _builtins.bytes
     """Their log probabilities, natural logarithm. Little-endian float32, one after
     the other.
     """
     sampled_rank: _builtins.int
-    """Rank of the sampled token, 1 is the most probable."""
+    """Rank of the sampled token: one more than the number of tokens more probable."""
     def __init__(
         self,
         *,
@@ -353,7 +355,10 @@ Global___RowPromptLogprobs: _TypeAlias = RowPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class RowError(_message.Message):
-    """A row that could not be computed or sampled. The core ends its request."""
+    """A row that could not be computed or sampled. The core ends its request. Until the
+    sequence is forgotten it stands still: rows of it in later plans, which may be on
+    their way already, fail for the same reason.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -363,6 +363,21 @@ Global___BeamSearch: _TypeAlias = BeamSearch  # noqa: Y015
 class SamplerParams(_message.Message):
     """What a worker's sampler needs to know of a sequence: SamplingParams with all
     defaults filled in. A zero therefore is a value, never an absence.
+
+    A token is chosen in this order. Tokens that would complete a bad word and
+    suppressed tokens are excluded; biases are added; the repetition, then the
+    frequency and the presence penalty are applied. Temperature 0 takes the largest
+    logit, of equal ones the lowest token id. Any other divides the logits; then
+    tokens whose probability is below min_p times the largest, and those beyond the
+    top_k most probable, are dropped; of what is left, top_p keeps the smallest set of
+    most probable tokens whose share reaches it. A token as probable as the last one
+    kept is kept too. Of the tokens kept, in the order of their ids, the first is
+    taken at which their cumulative probability exceeds the draw times their sum.
+
+    The draw is a number from 0 to below 1: Philox4x32-10 (Salmon et al. 2011) with the
+    key (low word of the seed, high word) and the counter (choice index, output
+    position, 0, 0) gives words w0 to w3; the draw is the upper 53 bits of
+    w0 * 2^32 + w1, divided by 2^53. The first output token has position 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -415,7 +430,9 @@ class SamplerParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
-        """Token sequences that must not be completed."""
+        """Token sequences that must not be completed in the output; the prompt does not
+        count.
+        """
 
     def __init__(
         self,

@@ -28,7 +28,9 @@ GRPC_VERSION: str
 
 class WorkerServiceStub:
     """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
-    InitializeCache, ExecuteSteps.
+    InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
+    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
+    says SERVING once the model is loaded, and server reflection.
     """
 
     @_typing.overload
@@ -40,12 +42,25 @@ class WorkerServiceStub:
     GetModelAssets: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WorkerServiceGetModelAssetsRequest, _worker_service_pb2.WorkerServiceGetModelAssetsResponse]
     """The model's files that frontends need."""
     ProfileBlocks: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.ProfileBlocksRequest, _worker_service_pb2.ProfileBlocksResponse]
-    """How many KV blocks fit, after a forward pass of the largest batch to be planned."""
+    """How many KV blocks fit, after a forward pass of the largest batch to be planned.
+    Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+    """
     InitializeCache: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]
-    """Makes the KV caches and forgets all sequences. Weights stay loaded."""
+    """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+    that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
+    than any before, with INVALID_ARGUMENT if there are no device blocks.
+    """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]
-    """Executes plans in order and answers each. One stream at a time: a stream with a
-    greater epoch ends an older one with ABORTED.
+    """Executes plans in order and answers each, whether or not the next has come. One
+    stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
+    epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
+    a stream before the first InitializeCache.
+
+    A plan that is malformed, or contradicts what the worker knows, ends the stream
+    with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+    field and a colon. Results of the plans before it are sent first. When the core
+    sends no more, the stream ends with OK after its last result. However a stream
+    ends, its sequences are forgotten and the worker is ready for a greater epoch.
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.StartProfileRequest, _worker_service_pb2.StartProfileResponse]
     """Starts a torch profiler trace."""
@@ -55,7 +70,9 @@ class WorkerServiceStub:
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
     """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
-    InitializeCache, ExecuteSteps.
+    InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
+    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
+    says SERVING once the model is loaded, and server reflection.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -64,12 +81,25 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetModelAssets: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WorkerServiceGetModelAssetsRequest, _worker_service_pb2.WorkerServiceGetModelAssetsResponse]  # type: ignore[assignment]
     """The model's files that frontends need."""
     ProfileBlocks: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.ProfileBlocksRequest, _worker_service_pb2.ProfileBlocksResponse]  # type: ignore[assignment]
-    """How many KV blocks fit, after a forward pass of the largest batch to be planned."""
+    """How many KV blocks fit, after a forward pass of the largest batch to be planned.
+    Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+    """
     InitializeCache: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]  # type: ignore[assignment]
-    """Makes the KV caches and forgets all sequences. Weights stay loaded."""
+    """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+    that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
+    than any before, with INVALID_ARGUMENT if there are no device blocks.
+    """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
-    """Executes plans in order and answers each. One stream at a time: a stream with a
-    greater epoch ends an older one with ABORTED.
+    """Executes plans in order and answers each, whether or not the next has come. One
+    stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
+    epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
+    a stream before the first InitializeCache.
+
+    A plan that is malformed, or contradicts what the worker knows, ends the stream
+    with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+    field and a colon. Results of the plans before it are sent first. When the core
+    sends no more, the stream ends with OK after its last result. However a stream
+    ends, its sequences are forgotten and the worker is ready for a greater epoch.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.StartProfileRequest, _worker_service_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts a torch profiler trace."""
@@ -78,7 +108,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
-    InitializeCache, ExecuteSteps.
+    InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
+    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
+    says SERVING once the model is loaded, and server reflection.
     """
 
     @_abc_1.abstractmethod
@@ -103,7 +135,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.ProfileBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.ProfileBlocksResponse, _abc.Awaitable[_worker_service_pb2.ProfileBlocksResponse]]:
-        """How many KV blocks fit, after a forward pass of the largest batch to be planned."""
+        """How many KV blocks fit, after a forward pass of the largest batch to be planned.
+        Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+        """
 
     @_abc_1.abstractmethod
     def InitializeCache(
@@ -111,7 +145,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.InitializeCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.InitializeCacheResponse, _abc.Awaitable[_worker_service_pb2.InitializeCacheResponse]]:
-        """Makes the KV caches and forgets all sequences. Weights stay loaded."""
+        """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+        that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
+        than any before, with INVALID_ARGUMENT if there are no device blocks.
+        """
 
     @_abc_1.abstractmethod
     def ExecuteSteps(
@@ -119,8 +156,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_service_pb2.ExecuteStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_worker_service_pb2.ExecuteStepsResponse]]:
-        """Executes plans in order and answers each. One stream at a time: a stream with a
-        greater epoch ends an older one with ABORTED.
+        """Executes plans in order and answers each, whether or not the next has come. One
+        stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
+        epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
+        a stream before the first InitializeCache.
+
+        A plan that is malformed, or contradicts what the worker knows, ends the stream
+        with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+        field and a colon. Results of the plans before it are sent first. When the core
+        sends no more, the stream ends with OK after its last result. However a stream
+        ends, its sequences are forgotten and the worker is ready for a greater epoch.
         """
 
     @_abc_1.abstractmethod
