@@ -16,6 +16,7 @@ PACKAGES = {
     "worker_service": ROOT / "worker_service",
     "scheduler_service": ROOT / "scheduler_service",
     "pagewire_client": ROOT / "client/pagewire_client",
+    "conformance": ROOT / "conformance",
 }
 OURS = set(PACKAGES)
 TENSOR_LIBRARIES = {"torch", "triton", "numba", "transformers", "safetensors"}
@@ -28,6 +29,7 @@ FORBIDDEN = {
     "scheduler_service": {"worker_service", "pagewire_client", "pagewire_kernels"}
     | TENSOR_LIBRARIES,
     "pagewire_client": OURS - {"pagewire_client", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
+    "conformance": OURS - {"conformance", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
 }
 
 
@@ -71,6 +73,7 @@ def test_the_pure_core_knows_neither_protobuf_nor_an_event_loop() -> None:
         ("scheduler_service.__main__", ["torch", "transformers", "worker_service"]),
         ("scheduler_service.frontend.server", ["torch", "transformers", "worker_service"]),
         ("pagewire_client.cli", ["torch", "transformers", "numpy", "scheduler_service"]),
+        ("conformance.__main__", ["torch", "numpy", "grpc_health", "worker_service"]),
     ],
 )
 def test_a_role_starts_without_the_libraries_of_another(module: str, absent: list[str]) -> None:

@@ -12,10 +12,10 @@ load it at scales that no machine's models reach, and to find plans that break t
 | `sequence.py`, `table.py` | sequences, and what plans may say of them |
 | `rows.py` | the rules of a step's rows |
 | `tokens.py`, `logprobs.py` | the simulated model: histories, next tokens, log probabilities |
+| `sampler.py`, `draw.py` | which token is chosen, by the same rules as for a real model |
 | `cost.py`, `config.py` | how long a step takes; all settings |
 
 A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and says what
-was wrong. A token is a function of the tokens before it, seed, choice and position alone; greedy
-requests get the most probable one. Of what changes a distribution, `min_tokens` with its suppressed
-tokens is honoured; filters, penalties, biases and bad words are checked for form, to no effect.
+was wrong. A token is a function of the tokens before it, its parameters, choice and position alone,
+and chosen by the rules of sampling.proto.
 """

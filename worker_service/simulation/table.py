@@ -7,32 +7,27 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import Int32Array, NewSequence, RowErrorReason
 from worker_service.sampler.params import SamplerParams
 from worker_service.simulation.memory import MemoryModel
+from worker_service.simulation.sampler import SimulatedSampler
 from worker_service.simulation.sequence import SimulatedSequence
-from worker_service.simulation.tokens import NextToken, draw, draw_key
+from worker_service.simulation.tokens import NextToken
 
 
 class KnownSequence(SimulatedSequence):
     """A simulated sequence and how its tokens are chosen."""
 
-    __slots__ = ("draw_key", "failure", "prompt_logprobs_start", "sampling", "suppressed")
+    __slots__ = ("_sampler", "failure", "prompt_logprobs_start", "sampling")
 
     def __init__(self, new: NewSequence, num_prompt_tokens: int) -> None:
         super().__init__(seq_id=new.seq_id, num_prompt_tokens=num_prompt_tokens)
-        self.draw_key = draw_key(new.sampling.seed, new.choice_index)
         self.sampling: SamplerParams = new.sampling
         self.prompt_logprobs_start = new.prompt_logprobs_start
-        self.suppressed = frozenset(new.sampling.suppressed_token_ids.tolist())
         self.failure: RowErrorReason | None = None
         """Why no token could be sampled: the sequence stands still until it is forgotten."""
+        self._sampler = SimulatedSampler(new.sampling, new.choice_index)
 
     def next_token(self, distribution: NextToken) -> int | None:
-        """The token sampled after the last; None if every token is suppressed."""
-        sampling = self.sampling
-        position = len(self.tokens) - self.num_prompt_tokens
-        excluded = self.suppressed if position < sampling.min_tokens else frozenset()
-        is_greedy = sampling.temperature == 0.0
-        rank = 0 if is_greedy else draw(self.draw_key, position)
-        return distribution.pick(rank, excluded)
+        """The token sampled after the last; None if every token is excluded."""
+        return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
 
 
 class SequenceTable:

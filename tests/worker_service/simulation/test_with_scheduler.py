@@ -11,7 +11,8 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
-from worker_service.simulation.tokens import START, NextToken, draw, draw_key, extend
+from worker_service.simulation.draw import draw
+from worker_service.simulation.tokens import START, NextToken, extend
 
 NUM_REQUESTS = 50
 NUM_TOKENS = 120
@@ -36,14 +37,14 @@ def requests() -> list[pb.GenerateRequest]:
 
 def expected(request: pb.GenerateRequest, choice_index: int) -> list[int]:
     """The tokens that a choice must get, from the definition of the simulated model."""
-    key = draw_key(request.sampling_params.seed, choice_index)
+    seed = request.sampling_params.seed
     history = START
     for token in request.token_ids.ids:
         history = extend(history, token)
     tokens = []
     for position in range(NUM_TOKENS):
-        rank = draw(key, position)
-        tokens.append(NextToken(history, VOCAB_SIZE).token(rank))
+        bits = draw(seed, choice_index, position)
+        tokens.append(NextToken(history, VOCAB_SIZE).drawn(bits))
         history = extend(history, tokens[-1])
     return tokens
 

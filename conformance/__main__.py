@@ -1,0 +1,101 @@
+"""The command line: `python -m conformance ADDRESS`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+
+from conformance import cases, report, runner
+from conformance.case import Case, Failed
+from conformance.desk import Desk
+from conformance.worker import Worker
+
+EXIT_FAILED = 1
+EXIT_WRONG_OPTION = 2
+
+
+def main(
+    address: Annotated[
+        str | None,
+        typer.Argument(help="Where the worker listens: HOST:PORT or unix:PATH."),
+    ] = None,
+    core_listen: Annotated[
+        str | None,
+        typer.Option(
+            help="Listen here as a core, take in the worker that registers, and check that, too. "
+            "ADDRESS may then be left out. At the end the worker is told to stop."
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Only cases with this text in `group: name`. May be repeated."),
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Also write a JUnit file.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each call and each step stream.", min=1.0)
+    ] = 60.0,
+    list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
+) -> None:
+    """Check whether a worker keeps the contract of `pagewire.v1`."""
+    chosen = _choose(only)
+    if list_cases:
+        for case in chosen:
+            typer.echo(f"{case.full_name}\n      {case.file}: {case.promise}")
+        return
+    if address is None and core_listen is None:
+        raise typer.BadParameter("expected ADDRESS or --core-listen")
+    sys.exit(_run(chosen, address, core_listen, timeout, junit))
+
+
+def _choose(only: list[str] | None) -> list[Case]:
+    chosen = [
+        case
+        for case in cases.ALL
+        if not only or any(text.lower() in case.full_name.lower() for text in only)
+    ]
+    if not chosen:
+        raise typer.BadParameter(f"no case has {' or '.join(map(repr, only or []))} in its name")
+    return chosen
+
+
+def _run(
+    chosen: list[Case],
+    address: str | None,
+    core_listen: str | None,
+    timeout_s: float,
+    junit: Path | None,
+) -> int:
+    desk = None
+    try:
+        if core_listen is not None:
+            desk = Desk(core_listen)
+        if address is None:
+            assert desk is not None, "checked with the options"
+            address = desk.wait(timeout_s).address
+        worker = Worker(address, timeout_s=timeout_s, desk=desk)
+    except grpc.RpcError as error:
+        return _give_up(f"no worker answers at {address}: {error.code().name} {error.details()}")
+    except (Failed, RuntimeError) as error:
+        return _give_up(str(error))
+    outcomes = []
+    for outcome in runner.run(chosen, worker):
+        outcomes.append(outcome)
+        typer.echo(report.lines(outcome))
+    typer.echo(report.summary(outcomes))
+    if junit is not None:
+        report.write_junit(outcomes, junit)
+    if desk is not None:
+        desk.close()
+    failed = any(outcome.verdict is runner.Verdict.FAIL for outcome in outcomes)
+    return EXIT_FAILED if failed else 0
+
+
+def _give_up(problem: str) -> int:
+    typer.echo(f"error: {problem}", err=True)
+    return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,89 @@
+"""Step numbers, and several plans on their way."""
+
+import grpc
+
+from conformance import columns
+from conformance.case import case, expect_true
+from conformance.generation import Generation
+from conformance.worker import Worker
+
+DEPTH = 12
+
+
+@case(
+    "worker_service", "Executes plans in order and answers each, whether or not the next has come."
+)
+def plans_are_taken_before_earlier_results_are_read(worker: Worker) -> None:
+    prompt = worker.prompt(1)
+    with worker.open() as session:
+        sequence = session.new(prompt)
+        for _ in range(DEPTH):
+            session.send(sequence.row())
+        steps = [session.receive().sampled[sequence.seq_id] for _ in range(DEPTH)]
+    worker.expect_as_alone("pipelined decodes", Generation(steps), prompt)
+
+
+@case(
+    "worker_service", "Executes plans in order and answers each, whether or not the next has come."
+)
+def a_result_does_not_wait_for_the_next_plan(worker: Worker) -> None:
+    with worker.open() as session:
+        sequence = session.new(worker.prompt(1))
+        for _ in range(3):
+            session.step(sequence.row())
+
+
+@case("plan", "Counts up by one, from 1 at the start of the stream.")
+def a_stream_that_does_not_begin_with_step_1_is_refused(worker: Worker) -> None:
+    for step_id in (0, 2):
+        with worker.open() as session:
+            plan = session.plan(session.new(worker.prompt(1)).row())
+            plan.step_id = step_id
+            session.send_plan(plan)
+            session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+
+
+@case("plan", "Anything else ends the stream with FAILED_PRECONDITION.")
+def a_step_left_out_ends_the_stream(worker: Worker) -> None:
+    with worker.open() as session:
+        sequence = session.new(worker.prompt(1))
+        session.step(sequence.row())
+        plan = session.plan(sequence.row())
+        plan.step_id += 1
+        session.send_plan(plan)
+        session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+
+
+@case("plan", "Anything else ends the stream with FAILED_PRECONDITION.")
+def a_step_sent_twice_ends_the_stream(worker: Worker) -> None:
+    with worker.open() as session:
+        sequence = session.new(worker.prompt(1))
+        session.step(sequence.row())
+        plan = session.plan(sequence.row())
+        session.send_plan(plan, [sequence.row(1)])
+        session.receive()
+        session.send_plan(plan)
+        session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+
+
+@case("worker_service", "Results of the plans before it are sent first.")
+def a_wrong_plan_does_not_swallow_the_results_before_it(worker: Worker) -> None:
+    prompt = worker.prompt(2)
+    with worker.open() as session:
+        sequence = session.new(prompt)
+        for _ in range(4):
+            session.send(sequence.row())
+        plan = session.plan()
+        plan.seq_ids = columns.pack([sequence.seq_id + 1])
+        session.send_plan(plan)
+        steps = [session.receive().sampled[sequence.seq_id] for _ in range(4)]
+        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+    worker.expect_as_alone("the results before a wrong plan", Generation(steps), prompt)
+
+
+@case("plan", "Counts up by one, from 1 at the start of the stream.")
+def a_new_stream_counts_from_1_again(worker: Worker) -> None:
+    for _ in range(2):
+        with worker.open() as session:
+            session.generate(session.new(worker.prompt(1)), 2)
+            expect_true(session.step_id == 2, "the kit itself must count from 1")

@@ -1,0 +1,103 @@
+"""The worker as the core's member. Needs `--core-listen`; at the end the worker is told to stop."""
+
+from itertools import pairwise
+
+from conformance.case import Skipped, case, expect, expect_true
+from conformance.desk import LEASE_MS, Desk
+from conformance.worker import Worker
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import status_pb2
+
+NUM_HEARTBEATS = 4
+END_TIMEOUT_S = 20.0
+
+
+def desk_of(worker: Worker) -> Desk:
+    """Where the worker registered; skips the case if it did not."""
+    if worker.desk is None:
+        raise Skipped("needs --core-listen and a worker that registers there")
+    return worker.desk
+
+
+@case("scheduler_service", "In the stream's first message only.")
+def the_first_heartbeat_carries_the_registration(worker: Worker) -> None:
+    heartbeats = desk_of(worker).wait_for_heartbeats(2, worker.timeout_s)
+    carries = [each.heartbeat.HasField("registration") for each in heartbeats]
+    expect("heartbeats with a registration", carries[:2], [True, False])
+
+
+@case("scheduler_service", "Who a worker is.")
+def the_registration_is_complete(worker: Worker) -> None:
+    registration = desk_of(worker).wait(worker.timeout_s)
+    for field in ("worker_id", "group_id", "address", "version"):
+        expect_true(bool(getattr(registration, field)), f"registration.{field} is empty")
+    expect_true(registration.world_size >= 1, "registration.world_size is 0")
+    expect_true(registration.rank < registration.world_size, "registration.rank is too large")
+
+
+@case("scheduler_service", "The loaded model.")
+def the_registration_says_what_get_info_says(worker: Worker) -> None:
+    registration = desk_of(worker).wait(worker.timeout_s)
+    expect("registration.worker_id", registration.worker_id, worker.info.worker_id)
+    expect("registration.model", registration.model, worker.info.model)
+
+
+@case("scheduler_service", "Time without a heartbeat after which it counts as lost")
+def heartbeats_keep_the_lease(worker: Worker) -> None:
+    desk = desk_of(worker)
+    so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
+    heartbeats = desk.wait_for_heartbeats(so_far + NUM_HEARTBEATS, worker.timeout_s)
+    moments = [each.at_s for each in heartbeats[so_far:]]
+    longest_s = max(later - earlier for earlier, later in pairwise(moments))
+    expect_true(
+        longest_s * 1000 < LEASE_MS,
+        f"expected one within the lease of {LEASE_MS} ms, got one after {longest_s * 1000:.0f} ms",
+    )
+
+
+@case("scheduler_service", "Steps executed since the process started.")
+def heartbeats_count_steps(worker: Worker) -> None:
+    desk = desk_of(worker)
+    with worker.open() as session:
+        session.generate(session.new(worker.prompt(1)), 3)
+    so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
+    before = desk.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
+    with worker.open() as session:
+        session.generate(session.new(worker.prompt(2)), 5)
+    so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
+    after = desk.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
+    expect("steps counted while 5 were executed", after - before, 5)
+
+
+@case("scheduler_service", "STARTING, READY or DRAINING")
+def a_worker_that_serves_says_ready(worker: Worker) -> None:
+    last = desk_of(worker).wait_for_heartbeats(1, worker.timeout_s)[-1].heartbeat
+    expect("state", last.state, status_pb2.WORKER_STATE_READY)
+
+
+@case("scheduler_service", "Finish what runs, take nothing new.")
+def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
+    desk = desk_of(worker)
+    prompt = worker.prompt(1)
+    expected = worker.alone(prompt, 4)
+    with worker.open() as session:
+        sequence = session.new(prompt)
+        first = session.generate(sequence, 2)
+        so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
+        desk.tell(pb.WorkerDirective(drain=pb.Drain()))
+        # One heartbeat may have been on its way.
+        states = [
+            each.heartbeat.state
+            for each in desk.wait_for_heartbeats(so_far + 2, worker.timeout_s)[so_far:]
+        ]
+        expect("state after the directive", states[-1], status_pb2.WORKER_STATE_DRAINING)
+        rest = session.generate(sequence, 2)
+    expect("tokens", first.tokens + rest.tokens, expected.tokens)
+
+
+@case("scheduler_service", "End the process.")
+def a_worker_told_to_stop_ends_its_stream(worker: Worker) -> None:
+    desk = desk_of(worker)
+    desk.tell(pb.WorkerDirective(stop=pb.Stop(reason="the conformance kit is done")))
+    ended = desk.wait_for_end(END_TIMEOUT_S)
+    expect_true(ended, f"the registration's stream was still open after {END_TIMEOUT_S:g} s")

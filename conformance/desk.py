@@ -1,0 +1,124 @@
+"""The core's side of a registration: takes one worker in, and tells it what to do."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+
+import grpc
+
+from conformance.case import fail
+from pagewire.v1 import scheduler_service_pb2 as pb
+
+SERVICE = "pagewire.v1.SchedulerService"
+LEASE_MS = 800
+"""Short, so that a run need not wait long for several heartbeats."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One heartbeat and when it came."""
+
+    heartbeat: pb.WorkerHeartbeat
+    at_s: float
+
+
+@dataclass(slots=True)
+class Registration:
+    """One `RegisterWorker` stream."""
+
+    heartbeats: list[Arrival] = field(default_factory=list)
+    has_ended: bool = False
+
+
+class Desk:
+    """Listens where a core would, until closed."""
+
+    def __init__(self, address: str) -> None:
+        """Raises RuntimeError if the address cannot be listened on."""
+        self._changed = threading.Condition()
+        self._registration: Registration | None = None
+        self._directives: queue.SimpleQueue[pb.WorkerDirective | None] = queue.SimpleQueue()
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)]
+        )
+        register = grpc.stream_stream_rpc_method_handler(
+            self._register_worker,
+            request_deserializer=pb.RegisterWorkerRequest.FromString,
+            response_serializer=pb.RegisterWorkerResponse.SerializeToString,
+        )
+        handlers = grpc.method_handlers_generic_handler(SERVICE, {"RegisterWorker": register})
+        self._server.add_generic_rpc_handlers((handlers,))
+        self.port = self._server.add_insecure_port(address)
+        self._server.start()
+
+    def _register_worker(
+        self,
+        request_iterator: Iterator[pb.RegisterWorkerRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[pb.RegisterWorkerResponse]:
+        """Welcome a worker, and hand on directives until its stream ends."""
+        registration = Registration()
+        reader = threading.Thread(
+            target=self._read, args=(request_iterator, registration), daemon=True
+        )
+        reader.start()
+        yield _response(pb.WorkerDirective(serve=pb.Serve(lease_ms=LEASE_MS)))
+        while (directive := self._directives.get()) is not None:
+            yield _response(directive)
+
+    def wait(self, timeout_s: float) -> pb.WorkerRegistration:
+        """The first worker that registers."""
+        heartbeats = self.wait_for_heartbeats(1, timeout_s)
+        return heartbeats[0].heartbeat.registration
+
+    def wait_for_heartbeats(self, count: int, timeout_s: float) -> list[Arrival]:
+        """All heartbeats so far, once there are that many."""
+        with self._changed:
+            enough = self._changed.wait_for(
+                lambda: (
+                    self._registration is not None and len(self._registration.heartbeats) >= count
+                ),
+                timeout_s,
+            )
+            got = 0 if self._registration is None else len(self._registration.heartbeats)
+            if not enough or self._registration is None:
+                fail(f"expected {count} heartbeats within {timeout_s:g} s, got {got}")
+            return list(self._registration.heartbeats)
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Whether the worker's stream ends in time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._registration is not None and self._registration.has_ended, timeout_s
+            )
+
+    def tell(self, directive: pb.WorkerDirective) -> None:
+        """Send a directive to the worker."""
+        self._directives.put(directive)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._directives.put(None)
+        self._server.stop(None)
+
+    def _read(
+        self, requests: Iterator[pb.RegisterWorkerRequest], registration: Registration
+    ) -> None:
+        try:
+            for request in requests:
+                with self._changed:
+                    self._registration = registration
+                    registration.heartbeats.append(Arrival(request.heartbeat, time.monotonic()))
+                    self._changed.notify_all()
+        except grpc.RpcError:
+            pass  # the worker broke its stream off, which ends it as well
+        with self._changed:
+            registration.has_ended = True
+            self._changed.notify_all()
+
+
+def _response(directive: pb.WorkerDirective) -> pb.RegisterWorkerResponse:
+    return pb.RegisterWorkerResponse(directive=directive)

@@ -1,0 +1,93 @@
+"""What the kit remembers of a sequence, and the rows it makes of it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance import columns
+from pagewire.v1 import plan_pb2, sampling_pb2
+
+NUM_LOGPROBS = 4
+"""Most probable tokens reported along, so that a wrong context shows even where it leads to the
+same token."""
+
+
+def sampler_params(**fields: Any) -> sampling_pb2.SamplerParams:
+    """Parameters that filter, penalise and exclude nothing, with some fields changed."""
+    neutral = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "logprobs": NUM_LOGPROBS,
+    }
+    return sampling_pb2.SamplerParams(**(neutral | fields))
+
+
+GREEDY = sampler_params(temperature=0.0)
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Sequence:
+    """One sequence of one session."""
+
+    seq_id: int
+    tokens: list[int]
+    """Prompt and output, as far as it is known."""
+
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the blocks once all plans that were sent are done."""
+
+    blocks: list[int] = field(default_factory=list)
+    sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
+    choice_index: int = 0
+    prompt_logprobs_start: int = 0
+    parent: "Sequence | None" = None
+    num_own_tokens: int = 0
+    """In a fork: tokens that follow the parent's."""
+
+    num_pending: int = 0
+    """Tokens that are being sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has once all plans that were sent are done."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    def message(self) -> plan_pb2.NewSequence:
+        """How the worker hears of it."""
+        message = plan_pb2.NewSequence(
+            seq_id=self.seq_id,
+            choice_index=self.choice_index,
+            block_ids=columns.pack(self.blocks),
+            sampling=self.sampling,
+            prompt_logprobs_start=self.prompt_logprobs_start,
+        )
+        if self.parent is not None:
+            message.parent_seq_id = self.parent.seq_id
+            own = self.tokens[len(self.tokens) - self.num_own_tokens :]
+            message.token_ids = columns.pack(own)
+        else:
+            message.token_ids = columns.pack(self.tokens)
+            message.num_prompt_tokens = self.num_prompt_tokens
+            message.num_computed_tokens = self.num_computed_tokens
+        return message
+
+    def row(self, num_tokens: int | None = None, *, sample: bool = True) -> "Row":
+        """A row that computes so many tokens; without a number, all that are not computed."""
+        if num_tokens is None:
+            num_tokens = self.num_tokens - self.num_computed_tokens
+        return Row(self, num_tokens, sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a plan."""
+
+    sequence: Sequence
+    num_tokens: int
+    sample: bool

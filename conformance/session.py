@@ -1,0 +1,253 @@
+"""One epoch's step stream, from the core's side: plans go out, results come back."""
+
+import queue
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from conformance import columns
+from conformance.case import Failed, expect, expect_true, fail
+from conformance.generation import Generation, Sampled, sampled
+from conformance.sequence import Row, Sequence
+from pagewire.v1 import plan_pb2
+from pagewire.v1 import worker_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+
+Pairs = Items[tuple[int, int]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """One step's result, taken apart."""
+
+    message: plan_pb2.StepResult
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    """By sequence id, for the rows that sampled; the token is -1 where the row failed."""
+
+    errors: dict[int, plan_pb2.RowErrorReason.ValueType] = field(default_factory=dict)
+    """By sequence id."""
+
+    def token(self, sequence: Sequence) -> int:
+        """The token that a sequence sampled."""
+        return self.sampled[sequence.seq_id].token
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The status that ended a stream or a call."""
+
+    code: grpc.StatusCode
+    message: str
+
+    def expect(self, code: grpc.StatusCode, *names: str) -> None:
+        """Fail unless it has this code, and names one of these fields, if any."""
+        got = f"{self.code.name} ({self.message})"
+        expect_true(self.code is code, f"expected the status {code.name}, got {got}")
+        field_name = self.message.partition(":")[0]
+        if names:
+            found = any(name in field_name for name in names)
+            wanted = " or ".join(names)
+            expect_true(found, f"expected a message that begins with `{wanted}:`, got {got}")
+
+
+class Session:
+    """Plans and results of one epoch. Blocks are handed out in rising order, and once each."""
+
+    def __init__(
+        self,
+        stub: WorkerServiceStub,
+        *,
+        epoch: int,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        timeout_s: float,
+    ) -> None:
+        self.epoch = epoch
+        self.block_size = block_size
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.step_id = 0
+        """Of the plan sent last."""
+        self._requests: queue.SimpleQueue[pb.ExecuteStepsRequest | None] = queue.SimpleQueue()
+        self._call = stub.ExecuteSteps(iter(self._requests.get, None), timeout=timeout_s)
+        self._next_seq_id = 1
+        self._next_block = 0
+        self._new: list[Sequence] = []
+        self._in_flight: deque[tuple[int, list[Row]]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._requests.put(None)
+        self._call.cancel()
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Device blocks that nothing was done with."""
+        first = self._next_block
+        self._next_block += count
+        if self._next_block > self.num_gpu_blocks:
+            fail(f"the kit needs more than the {self.num_gpu_blocks} device blocks profiled")
+        return list(range(first, self._next_block))
+
+    def new(self, tokens: Collection[int], **fields: Any) -> Sequence:
+        """A sequence that the next plan introduces; all tokens are prompt unless told."""
+        defaults = {"num_prompt_tokens": len(tokens)}
+        return self._introduce(tokens=list(tokens), **(defaults | fields))
+
+    def fork(self, parent: Sequence, tokens: Collection[int] = (), **fields: Any) -> Sequence:
+        """A fork that the next plan introduces; without `blocks` it shares its parent's."""
+        defaults = {"blocks": list(parent.blocks), "num_own_tokens": len(tokens)}
+        return self._introduce(
+            tokens=[*parent.tokens, *tokens],
+            num_prompt_tokens=parent.num_prompt_tokens,
+            num_computed_tokens=parent.num_computed_tokens,
+            parent=parent,
+            **(defaults | fields),
+        )
+
+    def _introduce(self, **fields: Any) -> Sequence:
+        sequence = Sequence(**({"seq_id": self._next_seq_id} | fields))
+        self._next_seq_id = max(self._next_seq_id, sequence.seq_id) + 1
+        self._new.append(sequence)
+        return sequence
+
+    def plan(
+        self,
+        *rows: Row,
+        forget: Collection[Sequence] = (),
+        swap_out: Pairs = (),
+        swap_in: Pairs = (),
+        copy: Pairs = (),
+        block_updates: Items[tuple[int, int, int]] = (),
+    ) -> plan_pb2.StepPlan:
+        """The next plan: it brings the new sequences, and blocks for what its rows compute."""
+        updates = [*block_updates, *self._grow(rows)]
+        places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
+        new = sorted(self._new, key=lambda sequence: places.get(sequence.seq_id, len(rows)))
+        self._new = []
+        self.step_id += 1
+        plan = plan_pb2.StepPlan(
+            epoch=self.epoch,
+            step_id=self.step_id,
+            forget_seq_ids=columns.pack([sequence.seq_id for sequence in forget]),
+            swap_out=columns.pack_rows(swap_out),
+            swap_in=columns.pack_rows(swap_in),
+            copy=columns.pack_rows(copy),
+            new_sequences=[sequence.message() for sequence in new],
+            block_updates=columns.pack_rows(updates),
+            seq_ids=columns.pack([row.sequence.seq_id for row in rows]),
+        )
+        if any(row.num_tokens != 1 for row in rows):
+            plan.num_tokens = columns.pack([row.num_tokens for row in rows])
+        if not all(row.sample for row in rows):
+            plan.sample = bytes(row.sample for row in rows)
+        self._advance(rows)
+        return plan
+
+    def send(self, *rows: Row, **fields: Any) -> None:
+        """Send the next plan without waiting for its result."""
+        self.send_plan(self.plan(*rows, **fields), rows)
+
+    def send_plan(self, plan: plan_pb2.StepPlan, rows: Items[Row] = ()) -> None:
+        """Send a plan made by hand. `rows`: those whose result is due."""
+        self._in_flight.append((plan.step_id, list(rows)))
+        self._requests.put(pb.ExecuteStepsRequest(plan=plan))
+
+    def receive(self) -> Result:
+        """The next result, which must be that of the oldest plan in flight."""
+        try:
+            message = next(self._call).result
+        except StopIteration:
+            fail("the stream ended instead of bringing a result")
+        step_id, rows = self._in_flight.popleft()
+        expect("the result's epoch", message.epoch, self.epoch)
+        expect("the result's step_id", message.step_id, step_id)
+        return self._read(message, rows)
+
+    def step(self, *rows: Row, **fields: Any) -> Result:
+        """Send the next plan and wait for its result."""
+        self.send(*rows, **fields)
+        return self.receive()
+
+    def generate(self, sequence: Sequence, num_tokens: int, **fields: Any) -> Generation:
+        """Compute what is left of a sequence, then decode; `fields` go into the first plan."""
+        steps = [self.step(sequence.row(), **fields).sampled[sequence.seq_id]]
+        while len(steps) < num_tokens:
+            steps.append(self.step(sequence.row()).sampled[sequence.seq_id])
+        return Generation(steps)
+
+    def refusal(self) -> Refusal:
+        """The error that ends the stream; no result may come before it."""
+        try:
+            came = f"the result of step {next(self._call).result.step_id}"
+        except StopIteration:
+            came = "its end with OK"
+        except grpc.RpcError as error:
+            return Refusal(error.code(), error.details() or "")
+        raise Failed(f"expected the stream to end with an error, got {came}")
+
+    def send_no_more(self) -> None:
+        """Close the sending side of the stream."""
+        self._requests.put(None)
+
+    def finish(self) -> None:
+        """Send no more; fail unless the stream then ends with OK."""
+        self.send_no_more()
+        for response in self._call:
+            fail(f"the result of step {response.result.step_id} came without a plan")
+
+    def cancel(self) -> None:
+        """Break the stream off."""
+        self._call.cancel()
+
+    def _grow(self, rows: Items[Row]) -> list[tuple[int, int, int]]:
+        """Give each row's sequence blocks; the updates for those that the worker knows."""
+        updates = []
+        for row in rows:
+            sequence = row.sequence
+            if row.num_tokens == 0 and sequence.parent is not None:
+                sequence.blocks = list(sequence.parent.blocks)
+                continue
+            end = sequence.num_computed_tokens + row.num_tokens
+            missing = -(-end // self.block_size) - len(sequence.blocks)
+            for block in self.take_blocks(max(missing, 0)):
+                updates.append((sequence.seq_id, len(sequence.blocks), block))
+                sequence.blocks.append(block)
+        new_ids = {sequence.seq_id for sequence in self._new}
+        return [update for update in updates if update[0] not in new_ids]
+
+    def _advance(self, rows: Items[Row]) -> None:
+        for row in rows:
+            sequence = row.sequence
+            if row.num_tokens == 0 and sequence.parent is not None:
+                sequence.num_computed_tokens = sequence.parent.num_computed_tokens
+            sequence.num_computed_tokens += row.num_tokens
+            sequence.num_pending += row.sample
+
+    def _read(self, message: plan_pb2.StepResult, rows: list[Row]) -> Result:
+        sampling = [(index, row.sequence) for index, row in enumerate(rows) if row.sample]
+        tokens = columns.unpack(message.token_ids)
+        expect("tokens in the result, one per sampling row", len(tokens), len(sampling))
+        entries = {entry.row: entry for entry in message.logprobs}
+        result = Result(message=message)
+        for error in message.errors:
+            expect_true(error.row < len(rows), f"the result has an error for row {error.row}")
+            result.errors[rows[error.row].sequence.seq_id] = error.reason
+        for (index, sequence), token in zip(sampling, tokens, strict=True):
+            result.sampled[sequence.seq_id] = sampled(token, entries.get(index))
+            sequence.num_pending -= 1
+            if token >= 0:
+                sequence.tokens.append(token)
+        return result

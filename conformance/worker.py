@@ -1,0 +1,151 @@
+"""The worker under test: its facts, new epochs, and what its sequences do when left alone."""
+
+import random
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import grpc
+
+from conformance.case import Failed
+from conformance.generation import Generation, expect_same
+from conformance.sequence import GREEDY
+from conformance.session import Refusal, Session
+from pagewire.v1 import sampling_pb2
+from pagewire.v1 import worker_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+
+if TYPE_CHECKING:
+    from conformance.desk import Desk
+
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 2048
+"""The largest batch that the cases plan, told to the worker when it counts its blocks."""
+
+MAX_GPU_BLOCKS = 1024
+MAX_CPU_BLOCKS = 64
+"""Caches that the cases ask for, where the worker has as many."""
+
+SEED = 20
+"""Of the kit's own prompts: every run asks the same."""
+
+
+class Worker:
+    """A worker that listens at an address."""
+
+    def __init__(
+        self, address: str, *, timeout_s: float = 60.0, desk: "Desk | None" = None
+    ) -> None:
+        """`timeout_s`: for each call and each step stream. Raises grpc.RpcError if none answers."""
+        self.timeout_s = timeout_s
+        self.desk = desk
+        """The core's side of its registration, if it was made with the kit."""
+        self.channel = grpc.insecure_channel(address)
+        self.stub = WorkerServiceStub(self.channel)
+        self.info = self.get_info(wait=True)
+        self.is_fresh = self.info.last_epoch == 0
+        """Whether no core has used it before the kit."""
+        self.blocks = self.stub.ProfileBlocks(
+            pb.ProfileBlocksRequest(
+                max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+            ),
+            timeout=timeout_s,
+        )
+        self.epoch = self.info.last_epoch
+        """The greatest epoch used."""
+        self._alone: dict[tuple[tuple[int, ...], int, int, bytes], Generation] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.info.model.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.info.model.vocab_size
+
+    def get_info(self, *, wait: bool = False) -> pb.GetInfoResponse:
+        """Who the worker says it is; `wait`: until it listens."""
+        return self.stub.GetInfo(pb.GetInfoRequest(), timeout=self.timeout_s, wait_for_ready=wait)
+
+    def next_epoch(self) -> int:
+        """An epoch greater than any before."""
+        self.epoch += 1
+        return self.epoch
+
+    def initialize(self, epoch: int) -> None:
+        """Have the caches made."""
+        request = pb.InitializeCacheRequest(
+            num_gpu_blocks=min(self.blocks.num_gpu_blocks, MAX_GPU_BLOCKS),
+            num_cpu_blocks=min(self.blocks.num_cpu_blocks, MAX_CPU_BLOCKS),
+            epoch=epoch,
+        )
+        self.stub.InitializeCache(request, timeout=self.timeout_s)
+
+    def stream(self, epoch: int) -> Session:
+        """A step stream of an epoch, as it is."""
+        return Session(
+            self.stub,
+            epoch=epoch,
+            block_size=self.block_size,
+            num_gpu_blocks=min(self.blocks.num_gpu_blocks, MAX_GPU_BLOCKS),
+            num_cpu_blocks=min(self.blocks.num_cpu_blocks, MAX_CPU_BLOCKS),
+            timeout_s=self.timeout_s,
+        )
+
+    def open(self) -> Session:
+        """New caches in a new epoch, and its stream."""
+        epoch = self.next_epoch()
+        self.initialize(epoch)
+        return self.stream(epoch)
+
+    def prompt(self, number: int, num_tokens: int | None = None) -> list[int]:
+        """Random tokens, the same for the same number; two and a half blocks unless told."""
+        if num_tokens is None:
+            num_tokens = max(5 * self.block_size // 2, 6)
+        generator = random.Random(1000 * SEED + number)
+        return [generator.randrange(self.vocab_size) for _ in range(num_tokens)]
+
+    def alone(
+        self,
+        prompt: Collection[int],
+        num_tokens: int,
+        sampling: sampling_pb2.SamplerParams = GREEDY,
+        choice_index: int = 0,
+    ) -> Generation:
+        """What a sequence samples with the worker to itself, its prompt in one piece."""
+        key = (tuple(prompt), num_tokens, choice_index, sampling.SerializeToString())
+        if key not in self._alone:
+            with self.open() as session:
+                sequence = session.new(prompt, sampling=sampling, choice_index=choice_index)
+                self._alone[key] = session.generate(sequence, num_tokens)
+        return self._alone[key]
+
+    def expect_as_alone(
+        self,
+        what: str,
+        found: Generation,
+        prompt: Collection[int],
+        sampling: sampling_pb2.SamplerParams = GREEDY,
+        *,
+        start: int = 0,
+        choice_index: int = 0,
+    ) -> None:
+        """Fail unless this is what the sequence samples alone, from output position `start` on."""
+        alone = self.alone(prompt, start + len(found.steps), sampling, choice_index)
+        expect_same(what, found, alone.after(start), exact=self.info.model.batch_invariant)
+
+    def expect_healthy(self) -> None:
+        """Fail unless a new epoch works, with the tokens of before."""
+        prompt = self.prompt(0)
+        with self.open() as session:
+            found = session.generate(session.new(prompt), 2)
+        self.expect_as_alone("a sequence in a new epoch", found, prompt)
+
+    def refusal(self, call: Callable[[], object]) -> Refusal:
+        """The status of a call that must not succeed."""
+        try:
+            call()
+        except grpc.RpcError as error:
+            return Refusal(error.code(), error.details() or "")
+        raise Failed("expected the call to be refused, it succeeded")
