@@ -51,7 +51,7 @@ class ModelInfo(_message.Message):
     bos_token_id: _builtins.int
     """The token put before a prompt, where the model has one."""
     dtype: _builtins.str
-    """Compute type: float32, bfloat16 or float16."""
+    """Compute type, such as float32, bfloat16 or float16."""
     block_size: _builtins.int
     """Tokens per KV block."""
     block_bytes: _builtins.int

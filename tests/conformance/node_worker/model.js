@@ -1,0 +1,42 @@
+// A language model of sorts: what is in a slot of the cache depends on all slots before it, as a
+// real model's keys and values do, and the logits depend on the last slot.
+
+const VOCAB_SIZE = 64;
+
+export const facts = {
+  name: "node",
+  fingerprint: "node-worker-1",
+  architecture: "NodeHash",
+  max_model_len: 4096,
+  vocab_size: VOCAB_SIZE,
+  dtype: "float64",
+  batch_invariant: true,
+};
+
+/** A 32-bit word that looks like nothing the words it is made of had in common. */
+function mix(...words) {
+  let hash = 0x9e3779b9;
+  for (const word of words) {
+    hash = Math.imul(hash ^ word, 0x85ebca6b);
+    hash = Math.imul(hash ^ (hash >>> 13), 0xc2b2ae35);
+    hash ^= hash >>> 16;
+  }
+  return hash >>> 0;
+}
+
+/** What the slot of `token` holds; `context` reads the slots of the positions before. */
+export function computeSlot(token, position, context) {
+  let attended = 0;
+  for (let before = 0; before < position; before++) {
+    attended = (attended + mix(context(before), before)) >>> 0;
+  }
+  return mix(token, position, attended);
+}
+
+/** Logits of the next token, given the last slot: Gumbel distributed, about half below 0. */
+export function logitsAfter(slot) {
+  return Array.from({ length: VOCAB_SIZE }, (_, token) => {
+    const uniform = (mix(slot, token + 1) + 0.5) / 2 ** 32;
+    return -2 * Math.log(-Math.log(uniform));
+  });
+}

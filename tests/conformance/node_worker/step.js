@@ -1,0 +1,162 @@
+// One step from plan to result.
+
+import { column, pack, packFloats } from "./columns.js";
+import { PlanError } from "./errors.js";
+import { computeSlot, logitsAfter } from "./model.js";
+import { choose, logprobsOf } from "./sampler.js";
+
+const NO_TOKEN = -1;
+
+export const nowUs = () => Number(process.hrtime.bigint() / 1000n);
+
+/** Does what a plan says; throws PlanError. */
+export function executeStep(plan, sequences, cache, receivedUs) {
+  const startedUs = nowUs();
+  const moves = {
+    swapOut: column(plan.swap_out, "swap_out", 2),
+    swapIn: column(plan.swap_in, "swap_in", 2),
+    copy: column(plan.copy, "copy", 2),
+  };
+  const updates = column(plan.block_updates, "block_updates", 3);
+  sequences.forget(column(plan.forget_seq_ids, "forget_seq_ids"));
+  cache.move(moves);
+  const cacheDoneUs = nowUs();
+  const newcomers = new Set(
+    plan.new_sequences.map((message, index) => sequences.add(message, `new_sequences[${index}]`)),
+  );
+  updates.forEach((update) => sequences.update(update));
+  const rows = readRows(plan, sequences);
+  const byId = new Map(rows.map((row) => [row.sequence.id, row]));
+  for (const row of rows) checkRow(row, byId, newcomers, cache.blockSize);
+  const promptLogprobs = rows.flatMap((row) => compute(row, byId, cache));
+  const forwardDoneUs = nowUs();
+  const outcome = sampleAll(rows);
+  const finishedUs = nowUs();
+  return {
+    epoch: plan.epoch,
+    step_id: plan.step_id,
+    ...outcome,
+    prompt_logprobs: promptLogprobs,
+    timings: {
+      received_us: receivedUs,
+      started_us: startedUs,
+      finished_us: finishedUs,
+      cache_ops_us: cacheDoneUs - startedUs,
+      forward_us: forwardDoneUs - cacheDoneUs,
+      sample_us: finishedUs - forwardDoneUs,
+    },
+  };
+}
+
+function readRows(plan, sequences) {
+  const ids = column(plan.seq_ids, "seq_ids");
+  if (new Set(ids).size !== ids.length) throw new PlanError("seq_ids", "a sequence has two rows");
+  const numTokens = plan.num_tokens.length ? column(plan.num_tokens, "num_tokens") : ids.map(() => 1);
+  if (numTokens.length !== ids.length || numTokens.some((number) => number < 0)) {
+    throw new PlanError("num_tokens", `expected ${ids.length} numbers of 0 or more, or none`);
+  }
+  const sample = plan.sample.length ? [...plan.sample] : ids.map(() => 1);
+  if (sample.length !== ids.length) {
+    throw new PlanError("sample", `expected ${ids.length} bytes, or none`);
+  }
+  return ids.map((id, index) => ({
+    index,
+    sequence: sequences.get(id, "seq_ids"),
+    numTokens: numTokens[index],
+    sample: sample[index] !== 0,
+  }));
+}
+
+/** A row may compute tokens that exist, into blocks that exist, and samples from the last one. */
+function checkRow(row, byId, newcomers, blockSize) {
+  const { sequence, numTokens } = row;
+  if (sequence.failure) return;
+  const known = sequence.tokens.length;
+  if (numTokens === 0) {
+    const parent = byId.get(sequence.parent);
+    const isFork = newcomers.has(sequence) && row.sample && parent?.index < row.index;
+    const end = isFork ? parent.sequence.numComputed + parent.numTokens : NO_TOKEN;
+    if (!isFork || parent.numTokens === 0 || end !== known || end !== parent.sequence.tokens.length) {
+      throw new PlanError("num_tokens", `row ${row.index} computes nothing and is no new fork`);
+    }
+    return;
+  }
+  const end = sequence.numComputed + numTokens;
+  if (end > known) throw new PlanError("num_tokens", `row ${row.index}: ${end} tokens of ${known}`);
+  if (row.sample && end !== known) {
+    throw new PlanError("sample", `row ${row.index} samples before its last token`);
+  }
+  if (end > sequence.blocks.length * blockSize) {
+    throw new PlanError("num_tokens", `row ${row.index} lacks blocks`);
+  }
+}
+
+/** Write the row's slots; its last logits stay with the sequence. Returns prompt logprobs. */
+function compute(row, byId, cache) {
+  const { sequence, numTokens, index } = row;
+  if (sequence.failure) return [];
+  if (numTokens === 0) {
+    const parent = byId.get(sequence.parent).sequence;
+    sequence.numComputed = parent.numComputed;
+    sequence.lastLogits = parent.lastLogits;
+    return [];
+  }
+  const first = sequence.numComputed;
+  const read = (position) => cache.device[cache.slot(sequence.blocks, position)];
+  const lines = [];
+  for (let position = first; position < first + numTokens; position++) {
+    const slot = computeSlot(sequence.tokens[position], position, read);
+    cache.device[cache.slot(sequence.blocks, position)] = slot;
+    sequence.lastLogits = logitsAfter(slot);
+    const next = position + 1;
+    const isAsked = sequence.params.promptLogprobs !== null && next < sequence.numPrompt;
+    if (isAsked && next >= sequence.promptLogprobsStart) {
+      const width = sequence.params.promptLogprobs;
+      lines.push(logprobsOf(sequence.lastLogits, sequence.tokens[next], width));
+    }
+  }
+  sequence.numComputed += numTokens;
+  if (lines.length === 0) return [];
+  return [
+    {
+      row: index,
+      start: Math.max(first + 1, sequence.promptLogprobsStart),
+      width: lines[0].tokenIds.length,
+      token_ids: pack(lines.flatMap((line) => line.tokenIds)),
+      logprobs: packFloats(lines.flatMap((line) => line.logprobs)),
+      ranks: pack(lines.map((line) => line.rank)),
+    },
+  ];
+}
+
+function sampleAll(rows) {
+  const [tokens, logprobs, errors] = [[], [], []];
+  for (const row of rows) {
+    const { sequence, index } = row;
+    const { params, numPrompt } = sequence;
+    if (row.sample && !sequence.failure) {
+      const [prompt, output] = [sequence.tokens.slice(0, numPrompt), sequence.tokens.slice(numPrompt)];
+      const token = choose(sequence.lastLogits, params, sequence.choiceIndex, prompt, output);
+      if (token !== null) {
+        tokens.push(token);
+        sequence.tokens.push(token);
+        if (params.logprobs !== null) {
+          const entry = logprobsOf(sequence.lastLogits, token, params.logprobs);
+          logprobs.push({
+            row: index,
+            token_ids: pack(entry.tokenIds),
+            logprobs: packFloats(entry.logprobs),
+            sampled_rank: entry.rank,
+          });
+        }
+        continue;
+      }
+      sequence.failure = "ROW_ERROR_REASON_NO_CANDIDATES";
+    }
+    if (sequence.failure) {
+      errors.push({ row: index, reason: sequence.failure, message: "every token was excluded" });
+      if (row.sample) tokens.push(NO_TOKEN);
+    }
+  }
+  return { token_ids: pack(tokens), logprobs, errors };
+}
