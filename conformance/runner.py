@@ -56,7 +56,7 @@ def _judge(case: Case, worker: Worker) -> tuple[Verdict, str]:
             Verdict.FAIL,
             f"a call that must succeed ended with {error.code().name}: {error.details()}",
         )
-    except (ValueError, LookupError) as error:
+    except (ValueError, LookupError, ArithmeticError) as error:
         # Answers are taken apart as the contract lays them out; this one could not be.
         return Verdict.FAIL, f"an answer is not made as expected: {type(error).__name__}: {error}"
     return Verdict.PASS, ""

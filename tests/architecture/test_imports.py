@@ -73,7 +73,7 @@ def test_the_pure_core_knows_neither_protobuf_nor_an_event_loop() -> None:
         ("scheduler_service.__main__", ["torch", "transformers", "worker_service"]),
         ("scheduler_service.frontend.server", ["torch", "transformers", "worker_service"]),
         ("pagewire_client.cli", ["torch", "transformers", "numpy", "scheduler_service"]),
-        ("conformance.__main__", ["torch", "numpy", "grpc_health", "worker_service"]),
+        ("conformance.__main__", ["torch", "numpy", "scheduler_service", "worker_service"]),
     ],
 )
 def test_a_role_starts_without_the_libraries_of_another(module: str, absent: list[str]) -> None:

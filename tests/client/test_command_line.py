@@ -232,7 +232,12 @@ def test_the_version_is_the_distributions() -> None:
 
 @pytest.mark.parametrize(
     ("role", "option"),
-    [("worker", "--model"), ("scheduler", "--max-num-seqs"), ("frontend", "--core")],
+    [
+        ("worker", "--model"),
+        ("scheduler", "--max-num-seqs"),
+        ("frontend", "--core"),
+        ("conformance", "--core-listen"),
+    ],
 )
 def test_a_role_passes_all_arguments_on_help_too(role: str, option: str) -> None:
     done = run(role, "--help", env={"COLUMNS": "200"})

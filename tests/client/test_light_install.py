@@ -80,6 +80,12 @@ def test_the_command_line_works_without_torch(
     assert len(frontend.requests) == 1
 
 
+def test_the_conformance_kit_works_without_extras(environment: dict[str, str]) -> None:
+    done = run(environment, "-m", "pagewire_client.cli", "conformance", "--list")
+    assert done.returncode == 0, done.stderr
+    assert "epochs: a stream of an older epoch is refused" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("command", "extra"),
     [("worker", "worker"), ("scheduler", "scheduler"), ("frontend", "scheduler")],

@@ -38,12 +38,19 @@ def health(address: str) -> int | None:
 class Service:
     """One process with its log."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        program: Sequence[str] = (sys.executable, "-m"),
+    ) -> None:
+        """`command`: what follows the program, for our own services a module and its flags."""
         self.name = name
         self.log_path = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [*program, *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment(),
@@ -91,8 +98,8 @@ class Cluster:
         self.workers: list[Service] = []
         self.frontends: list[Service] = []
 
-    def _start(self, name: str, command: Sequence[str]) -> Service:
-        service = Service(name, command, self.folder / f"{name}.log")
+    def _start(self, name: str, command: Sequence[str], **program: Sequence[str]) -> Service:
+        service = Service(name, command, self.folder / f"{name}.log", **program)
         self.services.append(service)
         return service
 
@@ -119,6 +126,11 @@ class Cluster:
         command = ["worker_service", "--core", self.core_address, "--listen", address]
         command += ["--model", self.model, *self.worker_flags, *flags]
         self.workers.append(self._start(f"worker-{index}", command))
+        return self.workers[-1]
+
+    def start_foreign_worker(self, command: Sequence[str]) -> Service:
+        """Start a worker that is not ours; its flags must name the core's address."""
+        self.workers.append(self._start(f"worker-{len(self.workers)}", command, program=()))
         return self.workers[-1]
 
     def start(self, *, num_workers: int = 1, num_frontends: int = 1) -> Self:

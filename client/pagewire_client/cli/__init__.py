@@ -7,7 +7,7 @@
 | `demo` | the same with the embedded model, shown and ended |
 | `generate`, `chat` | one answer; a conversation |
 | `status` | how a deployment is doing |
-| `roles` | one service alone, as a cluster runs it |
+| `roles` | one service alone, as a cluster runs it; the conformance kit |
 | `options` | groups of options that commands share |
 | `terminal` | where answers, notes and errors are written |
 

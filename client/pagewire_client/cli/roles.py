@@ -1,4 +1,4 @@
-"""One service alone: becomes `python -m …` with the same arguments, `--help` among them."""
+"""Another program of ours: becomes `python -m …` with the same arguments, `--help` among them."""
 
 import os
 import sys
@@ -25,6 +25,11 @@ def frontend(context: typer.Context) -> None:
     """Run a frontend: clients call it."""
     programs.require("frontend")
     _become("frontend", context.args)
+
+
+def conformance(context: typer.Context) -> None:
+    """Check whether a worker, of any make, keeps the contract."""
+    _become("conformance", context.args)
 
 
 def _become(service: str, arguments: list[str]) -> NoReturn:

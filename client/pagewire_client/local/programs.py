@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pagewire_client.errors import LocalServiceError
 
-_PACKAGES = ("scheduler_service", "worker_service", "pagewire_kernels", "pagewire")
+_PACKAGES = ("scheduler_service", "worker_service", "conformance", "pagewire_kernels", "pagewire")
 
 # The modules by which an extra is recognised as installed.
 _NEEDS = {
@@ -28,8 +28,9 @@ COMMANDS = {
     "worker": ("worker_service",),
     "scheduler": ("scheduler_service", "scheduler"),
     "frontend": ("scheduler_service", "frontend"),
+    "conformance": ("conformance",),
 }
-"""What follows `python -m` to start each service."""
+"""What follows `python -m` to start each program."""
 
 
 def require(*services: str) -> None:

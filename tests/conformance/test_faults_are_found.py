@@ -1,0 +1,394 @@
+"""The kit can fail: each fault that a worker may have makes the case fail that is there for it."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from conformance import cases, columns
+from conformance.runner import Outcome, Verdict, run
+from conformance.worker import Worker
+from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import worker_service_pb2 as pb
+from tests.support.mutant import Fault, mutant
+from tests.support.processes import node_worker, running
+
+TIMEOUT_S = 5.0
+
+
+def on_plan(change: Callable[[plan_pb2.StepPlan], None]) -> Callable[[], Fault]:
+    return lambda: Fault(plan=change)
+
+
+def on_result(change: Callable[[plan_pb2.StepResult], None]) -> Callable[[], Fault]:
+    return lambda: Fault(result=change)
+
+
+def on_new(change: Callable[[plan_pb2.NewSequence], None]) -> Callable[[], Fault]:
+    """A fault in how new sequences are taken in."""
+
+    def change_all(plan: plan_pb2.StepPlan) -> None:
+        for new in plan.new_sequences:
+            change(new)
+
+    return on_plan(change_all)
+
+
+def on_params(**fields: Any) -> Callable[[], Fault]:
+    """A worker that takes these parameters to be something else."""
+
+    def change(new: plan_pb2.NewSequence) -> None:
+        for name, value in fields.items():
+            if value is None:
+                new.sampling.ClearField(name)
+            elif callable(value):
+                setattr(new.sampling, name, value(getattr(new.sampling, name)))
+            else:
+                setattr(new.sampling, name, value)
+
+    return on_new(change)
+
+
+def ignores(*fields: str) -> Callable[[], Fault]:
+    """A worker that does not read these fields of plans."""
+
+    def change(plan: plan_pb2.StepPlan) -> None:
+        for name in fields:
+            plan.ClearField(name)
+
+    return on_plan(change)
+
+
+def _copies_backwards(plan: plan_pb2.StepPlan) -> None:
+    plan.copy = columns.pack(columns.unpack(plan.copy)[::-1])
+
+
+def _computes_prefixes_anew() -> Fault:
+    """Ignores what is in the blocks; on the way it writes to blocks that are shared."""
+
+    def change(plan: plan_pb2.StepPlan) -> None:
+        ids = columns.unpack(plan.seq_ids)
+        num_tokens = columns.unpack(plan.num_tokens) or [1] * len(ids)
+        for new in plan.new_sequences:
+            if new.seq_id in ids:
+                num_tokens[ids.index(new.seq_id)] += new.num_computed_tokens
+                new.num_computed_tokens = 0
+        plan.num_tokens = columns.pack(num_tokens)
+
+    return Fault(plan=change)
+
+
+def _reverses_rows(result: plan_pb2.StepResult) -> None:
+    result.token_ids = columns.pack(columns.unpack(result.token_ids)[::-1])
+
+
+def _repeats_the_first_row(result: plan_pb2.StepResult) -> None:
+    tokens = columns.unpack(result.token_ids)
+    result.token_ids = columns.pack(tokens[:1] * len(tokens))
+
+
+def _takes_steps_in_any_order() -> Fault:
+    told, expected, answered = [], count(1), count()
+
+    def change(plan: plan_pb2.StepPlan) -> None:
+        told.append(plan.step_id)
+        plan.step_id = next(expected)
+
+    def restore(result: plan_pb2.StepResult) -> None:
+        result.step_id = told[next(answered)]
+
+    return Fault(plan=change, result=restore)
+
+
+def _reports_too_few_logprobs(result: plan_pb2.StepResult) -> None:
+    for entry in result.logprobs:
+        entry.token_ids, entry.logprobs = entry.token_ids[:-4], entry.logprobs[:-4]
+
+
+def _leaves_the_sampled_token_out(result: plan_pb2.StepResult) -> None:
+    for entry in result.logprobs:
+        entry.token_ids, entry.logprobs = entry.token_ids[4:], entry.logprobs[4:]
+
+
+def _counts_ranks_from_0(result: plan_pb2.StepResult) -> None:
+    for entry in result.logprobs:
+        entry.sampled_rank -= 1
+
+
+def _numbers_logprobs_by_themselves(result: plan_pb2.StepResult) -> None:
+    for index, entry in enumerate(result.logprobs):
+        entry.row = index
+
+
+def _counts_prompt_positions_from_0(result: plan_pb2.StepResult) -> None:
+    for entry in result.prompt_logprobs:
+        entry.start -= 1
+
+
+def _takes_output_for_prompt(new: plan_pb2.NewSequence) -> None:
+    if not new.HasField("parent_seq_id"):
+        new.num_prompt_tokens = len(new.token_ids) // 4
+
+
+def _takes_prompt_for_output(new: plan_pb2.NewSequence) -> None:
+    new.num_prompt_tokens = min(new.num_prompt_tokens, 1)
+
+
+def _breaks_words(new: plan_pb2.NewSequence) -> None:
+    for word in new.sampling.bad_words:
+        word.token_ids = word.token_ids[-4:]
+
+
+def _clears(message: Any, *names: str) -> None:
+    for name in names:
+        message.ClearField(name)
+
+
+def _clamps(limit: int) -> Callable[[int], int]:
+    return lambda value: min(value, limit)
+
+
+def _hides(code: grpc.StatusCode) -> Callable[[], Fault]:
+    """A worker that ends well where it should end with this code."""
+
+    def status(found: grpc.StatusCode, details: str) -> tuple[grpc.StatusCode, str]:
+        return (grpc.StatusCode.OK if found is code else found), details
+
+    return lambda: Fault(status=status)
+
+
+FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
+    # Cache operations.
+    "ignores swap_in": (ignores("swap_in"), ["blocks come back from the host as they were"]),
+    "ignores swap_out": (
+        ignores("swap_out"),
+        ["blocks come back from the host", "a block swapped out may be written in the same step"],
+    ),
+    "ignores copy": (
+        ignores("copy"),
+        ["a copied block holds", "an entry may be replaced", "target may be another copys source"],
+    ),
+    "copies backwards": (on_plan(_copies_backwards), ["a copy leaves its source as it is"]),
+    "ignores what is in the blocks": (_computes_prefixes_anew, ["the blocks contents matter"]),
+    "ignores changes of block tables": (ignores("block_updates"), ["a table grows by block"]),
+    # Sequences.
+    "ignores what to forget": (
+        ignores("forget_seq_ids"),
+        ["a forgotten sequence is unknown", "an id may be forgotten and given anew"],
+    ),
+    "ignores forks' own tokens": (
+        on_new(lambda new: _clears(new, "token_ids") if new.parent_seq_id else None),
+        ["a forks own tokens follow its parents"],
+    ),
+    "takes output for prompt": (
+        on_new(_takes_output_for_prompt),
+        ["a recomputed sequence draws at its own position"],
+    ),
+    "takes prompt for output": (
+        on_new(_takes_prompt_for_output),
+        ["the prompt does not count for frequency and presence", "the prompt begins"],
+    ),
+    # Order, epochs, statuses.
+    "takes steps in any order": (
+        _takes_steps_in_any_order,
+        ["a step left out ends the stream", "a step sent twice", "begin with step 1"],
+    ),
+    "forgets epochs": (
+        lambda: Fault(forgets_epochs=True),
+        ["a cache for an older epoch is refused", "a stream of an older epoch is refused"],
+    ),
+    "answers one step late": (
+        lambda: Fault(is_lazy=True),
+        ["a result does not wait for the next plan"],
+    ),
+    "ends well after a wrong plan": (
+        _hides(grpc.StatusCode.INVALID_ARGUMENT),
+        ["a row of an unknown sequence", "a copy column of 7 bytes", "without device blocks"],
+    ),
+    "ends well when taken over": (
+        _hides(grpc.StatusCode.ABORTED),
+        ["new caches end the stream", "a stream of a greater epoch ends the older one"],
+    ),
+    "does not name fields": (
+        lambda: Fault(status=lambda code, details: (code, "wrong")),
+        ["two rows of one sequence", "a block beyond the cache", "sampling before the last"],
+    ),
+    # Results.
+    "reverses rows": (on_result(_reverses_rows), ["results are in the order of the rows"]),
+    "repeats the first row": (
+        on_result(_repeats_the_first_row),
+        ["tokens do not depend on the rest of the batch"],
+    ),
+    "tells no times": (
+        on_result(lambda result: _clears(result, "timings")),
+        ["a steps times follow each other"],
+    ),
+    "tells no row errors": (
+        on_result(lambda result: _clears(result, "errors")),
+        ["a row without candidates fails", "fails again until forgotten"],
+    ),
+    "has no fingerprint": (
+        lambda: Fault(info=lambda info: _clears(info.model, "fingerprint")),
+        ["the model is described completely"],
+    ),
+    "serves neither health nor reflection": (
+        Fault,
+        ["the health service says serving", "reflection lists"],
+    ),
+    # Sampling.
+    "cuts seeds to 32 bits": (
+        on_params(seed=lambda seed: seed & 0xFFFFFFFF),
+        ["draws are those of philox"],
+    ),
+    "ignores seeds": (on_params(seed=0), ["seeds and choices draw differently"]),
+    "ignores choices": (
+        on_new(lambda new: _clears(new, "choice_index")),
+        ["seeds and choices draw differently", "draws are those of philox"],
+    ),
+    "is always greedy": (on_params(temperature=0.0), ["draws are those of philox"]),
+    "ignores the temperature": (
+        on_params(temperature=1.0),
+        ["temperature 0 takes the most probable", "a low temperature", "a high temperature"],
+    ),
+    "ignores top_k": (on_params(top_k=0), ["top k of 1 is greedy", "top k keeps"]),
+    "ignores top_p": (on_params(top_p=1.0), ["top p keeps the smallest set"]),
+    "ignores min_p": (on_params(min_p=0.0), ["min p drops the improbable"]),
+    "ignores biases": (on_params(logit_bias=None), ["a bias lifts", "a negative bias"]),
+    "ignores presence penalties": (on_params(presence_penalty=0.0), ["a presence penalty"]),
+    "ignores frequency penalties": (on_params(frequency_penalty=0.0), ["a frequency penalty"]),
+    "ignores repetition penalties": (on_params(repetition_penalty=1.0), ["a repetition penalty"]),
+    "ignores min_tokens": (on_params(min_tokens=0), ["min tokens holds", "without candidates"]),
+    "ignores which tokens to suppress": (
+        on_params(suppressed_token_ids=b""),
+        ["min tokens holds suppressed tokens back"],
+    ),
+    "holds tokens back one too long": (
+        on_params(min_tokens=lambda number: number + 1),
+        ["min tokens holds suppressed tokens back"],
+    ),
+    "ignores bad words": (on_params(bad_words=None), ["a bad word of one", "a bad word of two"]),
+    "excludes the ends of bad words": (
+        on_new(_breaks_words),
+        ["a bad word of two tokens is not completed"],
+    ),
+    # Log probabilities.
+    "reports too few log probabilities": (
+        on_result(_reports_too_few_logprobs),
+        ["the sampled token comes first", "only rows that asked"],
+    ),
+    "leaves the sampled token out": (
+        on_result(_leaves_the_sampled_token_out),
+        ["the sampled token comes first", "logprobs of 0 reports the sampled token alone"],
+    ),
+    "counts ranks from 0": (on_result(_counts_ranks_from_0), ["the rank counts"]),
+    "numbers log probabilities by themselves": (
+        on_result(_numbers_logprobs_by_themselves),
+        ["only rows that asked get log probabilities"],
+    ),
+    "reports log probabilities unasked": (
+        on_params(logprobs=_clamps(1), prompt_logprobs=_clamps(1)),
+        ["nothing is reported unasked", "only rows that asked get log probabilities"],
+    ),
+    "counts prompt positions from 0": (
+        on_result(_counts_prompt_positions_from_0),
+        ["every prompt token but the first", "chunks report their own tokens"],
+    ),
+    "ignores where prompt log probabilities begin": (
+        on_new(lambda new: _clears(new, "prompt_logprobs_start")),
+        ["those known before are left out"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A worker without a fault."""
+    folder: Path = tmp_path_factory.mktemp("healthy")
+    address = f"unix:{folder}/worker.sock"
+    with running(node_worker("--listen", address), folder):
+        Worker(address)  # waits until it listens
+        yield address
+
+
+def outcomes(address: str, names: list[str]) -> list[Outcome]:
+    """What becomes of the cases with these names."""
+    for name in names:
+        assert any(name in case.full_name for case in cases.ALL), f"no case is called {name}"
+    chosen = [case for case in cases.ALL if any(name in case.full_name for name in names)]
+    return list(run(chosen, Worker(address, timeout_s=TIMEOUT_S)))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_it_finds_a_worker_that(name: str, healthy: str) -> None:
+    make_fault, expected = FAULTS[name]
+    with mutant(healthy, make_fault) as address:
+        for outcome in outcomes(address, expected):
+            assert outcome.verdict is Verdict.FAIL, outcome.case.full_name
+            assert outcome.explanation
+
+
+def test_a_proxy_without_a_fault_passes_what_the_others_fail(healthy: str) -> None:
+    names = sorted({case for _, expected in FAULTS.values() for case in expected})
+    not_forwarded = ("the health service says serving", "reflection lists")
+    with mutant(healthy, Fault) as address:
+        found = outcomes(address, [name for name in names if name not in not_forwarded])
+    failed = [each.case.full_name for each in found if each.verdict is not Verdict.PASS]
+    assert failed == []
+
+
+def _garbles(result: plan_pb2.StepResult) -> None:
+    """Other tokens, log probabilities and ranks than the worker's, and never the same."""
+    tokens = columns.unpack(result.token_ids)
+    result.token_ids = columns.pack([random.randrange(30) for _ in tokens])
+    for entry in (*result.logprobs, *result.prompt_logprobs):
+        ids = columns.unpack(entry.token_ids)
+        entry.token_ids = columns.pack([random.randrange(30) for _ in ids])
+        entry.logprobs = random.randbytes(3 * len(ids)) + b"\x3f" * len(ids)
+
+
+def _has_special_tokens_beyond_the_vocabulary(info: pb.GetInfoResponse) -> None:
+    info.num_weight_loads = random.randrange(2**31)
+    info.model.bos_token_id = info.model.vocab_size
+
+
+def _says_nothing(info: pb.GetInfoResponse) -> None:
+    _clears(info, "pid", "num_weight_loads", "last_epoch")
+    _clears(info.model, "fingerprint")
+
+
+def _is_late(result: plan_pb2.StepResult) -> None:
+    result.step_id += 1
+
+
+BROAD = {
+    "garbles results": on_result(_garbles),
+    "numbers results wrong": on_result(_is_late),
+    "hides every error": lambda: Fault(status=lambda _, details: (grpc.StatusCode.OK, details)),
+    "says nothing of itself": lambda: Fault(info=_says_nothing),
+    "says too much of itself": lambda: Fault(
+        info=_has_special_tokens_beyond_the_vocabulary,
+        files=[("a.json", b"{"), ("b.json", b"{}"), ("a.json", b"}")],
+        profile_path="",
+    ),
+    "has no room": lambda: Fault(num_gpu_blocks=0),
+}
+
+
+def test_every_case_can_fail(healthy: str) -> None:
+    left = {case.full_name: case for case in cases.ALL if case.group != "registration"}
+    for make_fault in BROAD.values():
+        with mutant(healthy, make_fault) as address:
+            for outcome in run(list(left.values()), Worker(address, timeout_s=TIMEOUT_S)):
+                if outcome.verdict is Verdict.FAIL:
+                    del left[outcome.case.full_name]
+    assert " + ".join(sorted(left)) == ""
+
+
+def test_there_is_a_fault_for_every_parameter_of_the_sampler() -> None:
+    fields = {field.name for field in sampling_pb2.SamplerParams.DESCRIPTOR.fields}
+    tried = Path(__file__).read_text()
+    assert [name for name in sorted(fields) if name not in tried] == []

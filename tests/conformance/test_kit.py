@@ -1,0 +1,134 @@
+"""The kit itself: its cases cite the contract, its arithmetic is right, its command line helps."""
+
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance import cases, columns
+from conformance.generation import Generation, Sampled, first_difference
+from conformance.sampler import draw, expected_token, philox4x32
+from conformance.sequence import sampler_params
+from tests.support.cluster import ROOT
+from tests.support.processes import python_worker, run_kit, running
+
+
+def comments(file: str) -> str:
+    """All comments of a .proto file, as one line."""
+    lines = (ROOT / "protos/pagewire/v1" / file).read_text().splitlines()
+    return " ".join(line.split("//", 1)[1].strip() for line in lines if "//" in line)
+
+
+def test_every_case_cites_the_contract() -> None:
+    wrong = [case.full_name for case in cases.ALL if case.promise not in comments(case.file)]
+    assert wrong == []
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    names = [case.full_name for case in cases.ALL]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z_ ]+: [a-z0-9_ ]+", name) for name in names)
+
+
+def test_columns_are_little_endian_int32() -> None:
+    assert columns.pack([1, -2]) == b"\x01\x00\x00\x00\xfe\xff\xff\xff"
+    assert columns.unpack(columns.pack([5, -7, 2**31 - 1])) == [5, -7, 2**31 - 1]
+    with pytest.raises(ValueError, match="not a multiple of 4"):
+        columns.unpack(b"abc")
+
+
+def test_philox_is_that_of_its_authors() -> None:
+    # Known answers of Random123, kat_vectors.
+    assert philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    ones = 0xFFFFFFFF
+    assert philox4x32((ones,) * 4, (ones,) * 2) == (
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    )
+
+
+def test_draws_are_from_0_to_below_1() -> None:
+    draws = [draw(seed, 0, position) for seed in range(50) for position in range(20)]
+    assert 0 <= min(draws) < 0.01
+    assert 0.99 < max(draws) < 1
+    assert sum(draws) / len(draws) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("fields", "uniform", "token"),
+    [
+        ({}, 0.2, 3),
+        ({}, 0.35, 5),
+        ({}, 0.9, 9),
+        ({}, 0.3, None),  # on the edge between two tokens
+        ({"top_k": 1}, 0.99, 5),
+        ({"top_p": 0.4}, 0.99, 5),
+        ({"top_p": 0.6}, 0.1, 3),
+        ({"top_p": 0.5}, 0.1, None),  # exactly the nucleus: rounding decides
+        ({"min_p": 0.7}, 0.99, 5),
+        ({"temperature": 0.01}, 0.5, 5),
+    ],
+)
+def test_a_token_is_predicted_unless_it_is_too_close_to_tell(
+    fields: dict[str, float], uniform: float, token: int | None
+) -> None:
+    logprobs = {9: math.log(0.2), 5: math.log(0.5), 3: math.log(0.3)}
+    assert expected_token(logprobs, sampler_params(**fields), uniform) == token
+
+
+def test_generations_differ_in_tokens_and_log_probabilities() -> None:
+    one = Generation([Sampled(1, [1, 1, 2], [-0.5, -0.5, -1.0])])
+    near = Generation([Sampled(2, [2, 1, 2], [-0.9, -0.6, -0.9])])
+    far = Generation([Sampled(1, [1, 1, 2], [-0.5, -0.5, -4.0])])
+    assert first_difference(one, one, exact=True) is None
+    assert "position 0" in str(first_difference(near, one, exact=True))
+    assert first_difference(near, one, exact=False) is None
+    assert "too far" in str(first_difference(far, one, exact=False))
+    assert "0 tokens instead of 1" in str(first_difference(Generation(), one, exact=True))
+
+
+def test_cases_are_listed_with_their_promises() -> None:
+    run = run_kit("--list", "--only", "swap")
+    assert run.returncode == 0, run.stderr
+    assert "cache operations: a block swapped out may be written in the same step" in run.stdout
+    assert "plan.proto: So a block freed by a swap-out may be a target" in run.stdout
+    assert "epochs:" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [([], "expected ADDRESS or --core-listen"), (["--only", "nonsense"], "no case has")],
+)
+def test_wrong_options_are_refused(arguments: list[str], problem: str) -> None:
+    run = run_kit(*arguments)
+    assert run.returncode == 2
+    assert problem in run.stderr
+
+
+def test_a_worker_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    for arguments in ([f"unix:{tmp_path}/none.sock"], ["--core-listen", f"unix:{tmp_path}/c.sock"]):
+        run = run_kit(*arguments, "--timeout", "1")
+        assert run.returncode == 1
+        assert run.stderr.startswith("error: ")
+        assert "Traceback" not in run.stderr
+
+
+def test_a_run_is_told_line_by_line_and_as_junit(tmp_path: Path) -> None:
+    listen, junit = f"unix:{tmp_path}/worker.sock", tmp_path / "junit.xml"
+    flags = ["--simulate", "--simulate-cpu-blocks", "0", "--listen", listen]
+    with running(python_worker(*flags), tmp_path):
+        run = run_kit(listen, "--only", "cache operations", "--junit", str(junit))
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    assert "PASS  cache operations: the blocks contents matter" in lines
+    skipped = "SKIP  cache operations: blocks come back from the host as they were"
+    assert any(line.startswith(f"{skipped} (the worker has 0 host blocks") for line in lines)
+    assert re.fullmatch(r"\d+ passed, 0 failed, 3 skipped in [\d.]+ s", lines[-1])
+    suite = ElementTree.parse(junit).getroot()
+    assert suite.get("failures") == "0"
+    assert suite.get("skipped") == "3"
+    assert len(suite) == int(suite.get("tests", "0")) == len(lines) - 1

@@ -1,0 +1,29 @@
+"""Three workers that keep the contract: ours with a model, the simulated one, and one in Node."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import node_worker, python_worker, run_kit, running
+
+COMMANDS = {
+    "model": python_worker("--model", "embedded", "--dtype", "float32", "--swap-space", "64MiB"),
+    "simulated": python_worker("--simulate", "--simulate-vocab-size", "997"),
+    "node": node_worker(),
+}
+NO_PROFILER = ["info: a profile can be started and stopped"]
+SKIPPED = {"model": [], "simulated": NO_PROFILER, "node": NO_PROFILER}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_it_passes_all_cases_and_registers_drains_and_stops(kind: str, tmp_path: Path) -> None:
+    listen, core = f"unix:{tmp_path}/worker.sock", f"unix:{tmp_path}/core.sock"
+    command = [*COMMANDS[kind], "--listen", listen, "--core", core]
+    with running(command, tmp_path) as process:
+        run = run_kit("--core-listen", core, "--timeout", "60")
+        assert run.returncode == 0, run.stdout + run.stderr
+        process.wait(timeout=20)
+    lines = run.stdout.splitlines()
+    skipped = [line.split("  ")[1].split(" (")[0] for line in lines if line.startswith("SKIP")]
+    assert skipped == SKIPPED[kind]
+    assert sum(line.startswith("PASS") for line in lines) > 150
