@@ -8,7 +8,7 @@ from conformance.worker import Worker
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 
-NUM_HEARTBEATS = 4
+NUM_HEARTBEATS = 3
 END_TIMEOUT_S = 20.0
 
 

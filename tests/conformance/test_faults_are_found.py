@@ -12,7 +12,7 @@ import pytest
 from conformance import cases, columns
 from conformance.runner import Outcome, Verdict, run
 from conformance.worker import Worker
-from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.mutant import Fault, mutant
 from tests.support.processes import node_worker, running
@@ -386,9 +386,3 @@ def test_every_case_can_fail(healthy: str) -> None:
                 if outcome.verdict is Verdict.FAIL:
                     del left[outcome.case.full_name]
     assert " + ".join(sorted(left)) == ""
-
-
-def test_there_is_a_fault_for_every_parameter_of_the_sampler() -> None:
-    fields = {field.name for field in sampling_pb2.SamplerParams.DESCRIPTOR.fields}
-    tried = Path(__file__).read_text()
-    assert [name for name in sorted(fields) if name not in tried] == []
