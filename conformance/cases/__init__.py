@@ -20,6 +20,7 @@ from conformance.cases import (
     sequences,
     setup,
     steps,
+    swaps,
 )
 
 _TOPICS = (
@@ -33,6 +34,7 @@ _TOPICS = (
     blocks,
     forks,
     cache_operations,
+    swaps,
     sampling,
     draws,
     constraints,

@@ -1,9 +1,9 @@
-"""Blocks that move: swapped out and in, copied, shared. Only right contents bring right tokens."""
+"""Blocks that are shared and copied. Only right contents bring right tokens."""
 
 import grpc
 
 from conformance import columns
-from conformance.case import Skipped, case, expect_true, fail
+from conformance.case import case, expect_true, fail
 from conformance.cases.sequences import refuses
 from conformance.generation import Generation, first_difference
 from conformance.sequence import Sequence
@@ -12,12 +12,6 @@ from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 
 NUM_PROMPTS = 3
-
-
-def require_host_blocks(session: Session, count: int) -> None:
-    """Skip the case where the worker's host cache is smaller."""
-    if session.num_cpu_blocks < count:
-        raise Skipped(f"the worker has {session.num_cpu_blocks} host blocks, {count} are needed")
 
 
 def full_blocks(worker: Worker, prompt: list[int]) -> int:
@@ -86,69 +80,12 @@ def the_blocks_contents_matter(worker: Worker) -> None:
         )
 
 
-@case("plan", "copy device to host")
-def blocks_come_back_from_the_host_as_they_were(worker: Worker) -> None:
-    for number in range(NUM_PROMPTS):
-        prompt = worker.prompt(number)
-        with worker.open() as session:
-            first = session.new(prompt)
-            session.generate(first, 3)
-            count = len(first.blocks)
-            require_host_blocks(session, count)
-            host = [session.num_cpu_blocks - 1 - index for index in range(count)]
-            companion = session.new(worker.prompt(40))
-            swap_out = list(zip(first.blocks, host, strict=True))
-            session.step(companion.row(), forget=[first], swap_out=swap_out)
-            _overwrite(session, worker, first.blocks, companion)
-            back = session.take_blocks(count)
-            session.step(companion.row(), swap_in=list(zip(host, back, strict=True)))
-            again = session.new(
-                first.tokens,
-                num_prompt_tokens=len(prompt),
-                num_computed_tokens=first.num_computed_tokens,
-                blocks=back,
-            )
-            found = session.generate(again, 3)
-        worker.expect_as_alone("a sequence swapped out and in", found, prompt, start=3)
-
-
-def _overwrite(session: Session, worker: Worker, blocks: list[int], companion: Sequence) -> None:
+def overwrite(session: Session, worker: Worker, blocks: list[int], companion: Sequence) -> None:
     """Fill device blocks with another sequence's KV."""
     tokens = worker.prompt(77, len(blocks) * worker.block_size)
     intruder = session.new(tokens, blocks=list(blocks))
     session.step(companion.row(), intruder.row())
     session.step(companion.row(), forget=[intruder])
-
-
-@case("plan", "So a block freed by a swap-out may be a target of the same step.")
-def a_block_swapped_out_may_be_written_in_the_same_step(worker: Worker) -> None:
-    first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
-    with worker.open() as session:
-        first, second = session.new(first_prompt), session.new(second_prompt)
-        session.step(first.row(), second.row())
-        count = min(len(first.blocks), len(second.blocks))
-        require_host_blocks(session, 2 * count)
-        parked = list(range(count))
-        companion = session.new(worker.prompt(3))
-        out = list(zip(second.blocks[:count], parked, strict=True))
-        session.step(companion.row(), forget=[second], swap_out=out)
-        # Now out goes the first one, and into its place comes the second.
-        session.step(
-            companion.row(),
-            forget=[first],
-            swap_out=list(zip(first.blocks[:count], range(count, 2 * count), strict=True)),
-            swap_in=list(zip(parked, first.blocks[:count], strict=True)),
-        )
-        shared = full_blocks(worker, second_prompt)
-        again = borrowed(session, worker, second_prompt, first.blocks[:shared])
-        found = session.generate(again, 3)
-        back = session.take_blocks(count)
-        moves = list(zip(range(count, 2 * count), back, strict=True))
-        session.step(companion.row(), swap_in=moves)
-        shared = full_blocks(worker, first_prompt)
-        other = session.generate(borrowed(session, worker, first_prompt, back[:shared]), 3)
-    worker.expect_as_alone("the sequence swapped in", found, second_prompt)
-    worker.expect_as_alone("the sequence swapped out", other, first_prompt)
 
 
 @case("plan", "Pairs (source, target) of device blocks, int32 column: copy-on-write.")
@@ -162,15 +99,15 @@ def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
             targets = session.take_blocks(count)
             pairs = list(zip(first.blocks[:count], targets, strict=True))
             session.step(first.row(), copy=pairs)
-            _overwrite_after_forgetting(session, worker, first)
+            _forget_and_overwrite(session, worker, first)
             found = session.generate(borrowed(session, worker, prompt, targets), 3)
         worker.expect_as_alone("a sequence in copies of its blocks", found, prompt)
 
 
-def _overwrite_after_forgetting(session: Session, worker: Worker, first: Sequence) -> None:
+def _forget_and_overwrite(session: Session, worker: Worker, first: Sequence) -> None:
     companion = session.new(worker.prompt(41))
     session.step(companion.row(), forget=[first])
-    _overwrite(session, worker, first.blocks, companion)
+    overwrite(session, worker, first.blocks, companion)
 
 
 @case("plan", "Pairs (source, target) of device blocks, int32 column: copy-on-write.")
@@ -200,30 +137,6 @@ def a_copys_target_may_be_another_copys_source(worker: Worker) -> None:
         other = session.generate(borrowed(session, worker, second_prompt, ours), 3)
     worker.expect_as_alone("the first of two that changed places", found, first_prompt)
     worker.expect_as_alone("the second of two that changed places", other, second_prompt)
-
-
-@case("plan", "Order: forget sequences, swap out, swap in, copy, take in new sequences")
-def a_block_may_be_swapped_out_before_a_copy_overwrites_it(worker: Worker) -> None:
-    first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
-    with worker.open() as session:
-        first, second = session.new(first_prompt), session.new(second_prompt)
-        companion = session.new(worker.prompt(3))
-        session.step(first.row(), second.row(), companion.row())
-        count = full_blocks(worker, first_prompt)
-        require_host_blocks(session, count)
-        ours, theirs = first.blocks[:count], second.blocks[:count]
-        session.step(companion.row(), forget=[first, second])
-        session.step(
-            companion.row(),
-            swap_out=list(zip(ours, range(count), strict=True)),
-            copy=list(zip(theirs, ours, strict=True)),
-        )
-        copied = session.generate(borrowed(session, worker, second_prompt, ours), 3)
-        back = session.take_blocks(count)
-        session.step(companion.row(), swap_in=list(zip(range(count), back, strict=True)))
-        found = session.generate(borrowed(session, worker, first_prompt, back), 3)
-    worker.expect_as_alone("the sequence swapped out first", found, first_prompt)
-    worker.expect_as_alone("the sequence copied over it", copied, second_prompt)
 
 
 def _beyond(field: str, pair: tuple[int, int]) -> None:

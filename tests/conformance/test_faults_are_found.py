@@ -67,6 +67,23 @@ def _copies_backwards(plan: plan_pb2.StepPlan) -> None:
     plan.copy = columns.pack(columns.unpack(plan.copy)[::-1])
 
 
+def _swaps_in_too_late() -> Fault:
+    late = [b"", b""]
+
+    def change(plan: plan_pb2.StepPlan) -> None:
+        late.append(plan.swap_in)
+        plan.swap_in = late.pop(0)
+
+    return Fault(plan=change)
+
+
+def _swaps_in_nothing_that_it_swaps_out(plan: plan_pb2.StepPlan) -> None:
+    written = columns.unpack(plan.swap_out)[1::2]
+    moves = columns.unpack(plan.swap_in)
+    pairs = zip(moves[::2], moves[1::2], strict=True)
+    plan.swap_in = columns.pack_rows([pair for pair in pairs if pair[0] not in written])
+
+
 def _computes_prefixes_anew() -> Fault:
     """Ignores what is in the blocks; on the way it writes to blocks that are shared."""
 
@@ -163,7 +180,15 @@ def _hides(code: grpc.StatusCode) -> Callable[[], Fault]:
 
 FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     # Cache operations.
-    "ignores swap_in": (ignores("swap_in"), ["blocks come back from the host as they were"]),
+    "ignores swap_in": (
+        ignores("swap_in"),
+        ["blocks come back from the host", "a step without rows", "the next step finds"],
+    ),
+    "swaps in too late": (_swaps_in_too_late, ["the next step finds what was swapped in"]),
+    "swaps in nothing that it has just swapped out": (
+        on_plan(_swaps_in_nothing_that_it_swaps_out),
+        ["a swap in reads what its own step swapped out"],
+    ),
     "ignores swap_out": (
         ignores("swap_out"),
         ["blocks come back from the host", "a block swapped out may be written in the same step"],

@@ -94,7 +94,7 @@ def test_generations_differ_in_tokens_and_log_probabilities() -> None:
 def test_cases_are_listed_with_their_promises() -> None:
     run = run_kit("--list", "--only", "swap")
     assert run.returncode == 0, run.stderr
-    assert "cache operations: a block swapped out may be written in the same step" in run.stdout
+    assert "swaps: a block swapped out may be written in the same step" in run.stdout
     assert "plan.proto: So a block freed by a swap-out may be a target" in run.stdout
     assert "epochs:" not in run.stdout
 
@@ -121,14 +121,15 @@ def test_a_run_is_told_line_by_line_and_as_junit(tmp_path: Path) -> None:
     listen, junit = f"unix:{tmp_path}/worker.sock", tmp_path / "junit.xml"
     flags = ["--simulate", "--simulate-cpu-blocks", "0", "--listen", listen]
     with running(python_worker(*flags), tmp_path):
-        run = run_kit(listen, "--only", "cache operations", "--junit", str(junit))
+        only = ["--only", "cache operations", "--only", "swaps"]
+        run = run_kit(listen, *only, "--junit", str(junit))
     assert run.returncode == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
     assert "PASS  cache operations: the blocks contents matter" in lines
-    skipped = "SKIP  cache operations: blocks come back from the host as they were"
+    skipped = "SKIP  swaps: blocks come back from the host as they were"
     assert any(line.startswith(f"{skipped} (the worker has 0 host blocks") for line in lines)
-    assert re.fullmatch(r"\d+ passed, 0 failed, 3 skipped in [\d.]+ s", lines[-1])
+    assert re.fullmatch(r"\d+ passed, 0 failed, 8 skipped in [\d.]+ s", lines[-1])
     suite = ElementTree.parse(junit).getroot()
     assert suite.get("failures") == "0"
-    assert suite.get("skipped") == "3"
+    assert suite.get("skipped") == "8"
     assert len(suite) == int(suite.get("tests", "0")) == len(lines) - 1
