@@ -2,6 +2,7 @@
 
 from conformance import columns
 from conformance.case import case, expect, expect_true
+from conformance.generation import Generation
 from conformance.sequence import sampler_params
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2, sampling_pb2
@@ -34,10 +35,10 @@ def the_rest_of_the_batch_goes_on(worker: Worker) -> None:
         bad = session.new(prompts[1], sampling=impossible(worker))
         result = session.step(good[0].row(), bad.row(), good[1].row())
         expect("the failed rows", [error.row for error in result.message.errors], [1])
-        rest = [session.generate(each, 2) for each in good]
-    for each, prompt, found in zip(good, (prompts[0], prompts[2]), rest, strict=True):
-        worker.expect_as_alone("a row beside a failed one", found, prompt, start=1)
-        expect("its first token", each.output[0], worker.alone(prompt, 1).tokens[0])
+        first = [result.sampled[each.seq_id] for each in good]
+        rest = [session.generate(each, 2).steps for each in good]
+    for prompt, one, more in zip((prompts[0], prompts[2]), first, rest, strict=True):
+        worker.expect_as_alone("a row beside a failed one", Generation([one, *more]), prompt)
 
 
 @case("plan", "rows of it in later plans, which may be on their way already, fail")

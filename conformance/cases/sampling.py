@@ -8,6 +8,9 @@ from conformance.worker import Worker
 SEED = 2**63 + 12345
 """Needs all 64 bits."""
 
+MAX_NOISE = 0.05
+"""By how much a worker that is not batch-invariant may differ from itself."""
+
 
 @case("sampling", "Temperature 0 takes the largest logit")
 def temperature_0_takes_the_most_probable_token(worker: Worker) -> None:
@@ -84,5 +87,9 @@ def log_probabilities_do_not_depend_on_the_parameters(worker: Worker) -> None:
     plain = worker.alone(prompt, 1, GREEDY).steps[0]
     edited = sampler_params(temperature=3.0, top_p=0.5, presence_penalty=1.0, seed=1)
     other = worker.alone(prompt, 1, edited).steps[0]
-    expect("the most probable tokens", other.top_ids, plain.top_ids)
-    expect("their log probabilities", other.top_logprobs, plain.top_logprobs)
+    expected = dict(zip(plain.top_ids, plain.top_logprobs, strict=True))
+    found = dict(zip(other.top_ids, other.top_logprobs, strict=True))
+    common = expected.keys() & found.keys()
+    expect_true(len(common) > len(expected) // 2, "other tokens are the most probable")
+    worst = max(abs(expected[token] - found[token]) for token in common)
+    expect_true(worst <= MAX_NOISE, f"log probabilities differ by {worst:.4f}")

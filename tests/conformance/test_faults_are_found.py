@@ -1,6 +1,7 @@
 """The kit can fail: each fault that a worker may have makes the case fail that is there for it."""
 
 import random
+import struct
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -363,6 +364,33 @@ def test_a_proxy_without_a_fault_passes_what_the_others_fail(healthy: str) -> No
         found = outcomes(address, [name for name in names if name not in not_forwarded])
     failed = [each.case.full_name for each in found if each.verdict is not Verdict.PASS]
     assert failed == []
+
+
+def _not_invariant(noise: float) -> Callable[[], Fault]:
+    """A worker whose log probabilities vary a little, and which says so."""
+
+    def change(result: plan_pb2.StepResult) -> None:
+        for entry in result.logprobs:
+            values = [
+                value + random.uniform(-noise, noise)
+                for value in columns.unpack_floats(entry.logprobs)
+            ]
+            entry.logprobs = struct.pack(f"<{len(values)}f", *values)
+
+    def info(info: pb.GetInfoResponse) -> None:
+        info.model.batch_invariant = False
+
+    return lambda: Fault(result=change, info=info)
+
+
+def test_rounding_is_no_fault_of_a_worker_that_is_not_batch_invariant(healthy: str) -> None:
+    names = ["a prompt in chunks", "a copied block", "the blocks contents", "forks draw"]
+    with mutant(healthy, _not_invariant(noise=0.05)) as address:
+        for outcome in outcomes(address, names):
+            assert outcome.verdict is Verdict.PASS, outcome.explanation
+    with mutant(healthy, _not_invariant(noise=1.0)) as address:
+        for outcome in outcomes(address, names[:2]):
+            assert outcome.verdict is Verdict.FAIL, outcome.case.full_name
 
 
 def _garbles(result: plan_pb2.StepResult) -> None:
