@@ -16,7 +16,7 @@ from worker_service.clock import monotonic_us
 from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
 from worker_service.prompt_logprobs import prompt_logprobs
-from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampler.sampler import NO_TOKEN, Samples, SamplingBatch, sample
 from worker_service.sequence_state import SequenceTable
 
@@ -46,6 +46,7 @@ class Outcome:
 
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: dict[int, PromptLogprobs]
+    candidates: dict[int, Candidates]
     errors: dict[int, RowErrorReason]
 
 
@@ -105,6 +106,7 @@ class ModelRunner:
             token_ids=outcome.tokens[rows.sample].astype(np.int32),
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
+            candidates=outcome.candidates,
             errors=outcome.errors,
             timings=StepTimings(
                 received_us=plan.received_us,
@@ -119,6 +121,7 @@ class ModelRunner:
     def _take_in(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
             self._sequences.add(new, f"new_sequences[{index}]")
+        self._sequences.append_chosen(plan.appended_tokens)
         self._sequences.update_blocks(plan.block_updates)
 
     def _start(self, rows: StepRows) -> Outcome:
@@ -128,7 +131,7 @@ class ModelRunner:
             slots = enumerate(rows.slots.tolist())
             errors = {row: failures[slot] for row, slot in slots if slot in failures}
         tokens = np.full(len(rows.slots), NO_TOKEN, np.int64)
-        return Outcome(tokens=tokens, logprobs={}, prompt_logprobs={}, errors=errors)
+        return Outcome(tokens=tokens, logprobs={}, prompt_logprobs={}, candidates={}, errors=errors)
 
     def _forward(self, rows: StepRows) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
@@ -222,8 +225,12 @@ class ModelRunner:
             row = int(sampling[index])
             if row not in outcome.errors:
                 outcome.logprobs[row] = entry
+        for index, offered in samples.candidates.items():
+            row = int(sampling[index])
+            if row not in outcome.errors:
+                outcome.candidates[row] = offered
         sampled = sampling
-        if outcome.errors:
+        if outcome.errors or outcome.candidates:
             sampled = sampling[outcome.tokens[sampling] != NO_TOKEN]
         table.append_tokens(rows.slots[sampled], outcome.tokens[sampled])
 

@@ -10,7 +10,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampler.params import SamplerParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -61,6 +61,9 @@ class StepPlan:
     sample: BoolArray
     """[num_rows]."""
 
+    appended_tokens: Int32Array
+    """[n, 2]: sequence id, token."""
+
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 
@@ -97,9 +100,10 @@ class StepResult:
     epoch: int
     step_id: int
     token_ids: Int32Array
-    """The token of each sampling row, in row order; -1 where the row failed."""
+    """The token of each sampling row, in row order; -1 where the row failed or has candidates."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     timings: StepTimings

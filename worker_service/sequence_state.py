@@ -136,8 +136,23 @@ class SequenceTable:
         if (self.block_tables[slots, np.maximum(indices - 1, 0)] == NO_BLOCK).any():
             raise InvalidPlan("block_updates", "an entry lies more than one past its table's end")
 
+    def append_chosen(self, chosen: Int32Array) -> None:
+        """Append the tokens that the core chose. chosen: [n, 2] as in the plan."""
+        if len(chosen) == 0:
+            return
+        field = "appended_tokens"
+        slots, tokens = self.slots(chosen[:, 0], field), chosen[:, 1]
+        self._check_tokens(tokens, field)
+        if len(np.unique(slots)) != len(slots):
+            raise InvalidPlan(field, "a sequence is named twice")
+        if (self.sampling.num_candidates[slots] == 0).any():
+            raise InvalidPlan(field, "a sequence whose tokens the worker chooses is named")
+        if self.num_tokens[slots].max() >= self.max_model_len:
+            raise InvalidPlan(field, f"expected at most {self.max_model_len} tokens in all")
+        self.append_tokens(slots, tokens.astype(np.int64))
+
     def append_tokens(self, slots: Int64Array, tokens: Int64Array) -> None:
-        """Append one sampled token to each of these sequences."""
+        """Append one token to each of these sequences."""
         self.token_ids[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
         self.sampling.append(slots, tokens)

@@ -26,7 +26,8 @@ from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
 from worker_service.sampler.params import SamplerParams
 
 MAX_LOGPROBS = 1024
-"""Most probable tokens a row may ask for; the frontends' own limit is far below."""
+"""Most probable tokens a row may ask for, candidates too; the frontends' own limits are far below.
+"""
 
 _ROW_ERROR_REASONS = {
     RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
@@ -53,6 +54,7 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
         seq_ids=seq_ids,
         num_tokens=_decode_num_tokens(message.num_tokens, num_rows),
         sample=_decode_sample(message.sample, num_rows),
+        appended_tokens=_column(message.appended_tokens, "appended_tokens", 2),
         received_us=received_us,
     )
 
@@ -67,6 +69,14 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
         logprobs=[_encode_logprobs(row, entry) for row, entry in result.logprobs.items()],
         prompt_logprobs=[
             _encode_prompt_logprobs(row, entry) for row, entry in result.prompt_logprobs.items()
+        ],
+        candidates=[
+            plan_pb2.RowCandidates(
+                row=row,
+                token_ids=_bytes(entry.token_ids, "<i4"),
+                logprobs=_bytes(entry.logprobs, "<f4"),
+            )
+            for row, entry in result.candidates.items()
         ],
         errors=[
             plan_pb2.RowError(
@@ -147,6 +157,7 @@ def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerP
         bad_words=_decode_bad_words(message.bad_words, path),
         num_logprobs=_decode_count(message, "logprobs", path),
         num_prompt_logprobs=_decode_count(message, "prompt_logprobs", path),
+        num_candidates=_decode_num_candidates(message, path),
     )
 
 
@@ -177,6 +188,13 @@ def _decode_count(message: sampling_pb2.SamplerParams, name: str, path: str) -> 
     count: int = getattr(message, name)
     if count > MAX_LOGPROBS:
         raise InvalidPlan(f"{path}.{name}", f"expected at most {MAX_LOGPROBS}, got {count}")
+    return count
+
+
+def _decode_num_candidates(message: sampling_pb2.SamplerParams, path: str) -> int | None:
+    count = _decode_count(message, "num_candidates", path)
+    if count == 0:
+        raise InvalidPlan(f"{path}.num_candidates", "expected at least 1")
     return count
 
 

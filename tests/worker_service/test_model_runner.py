@@ -21,8 +21,14 @@ NUM_BLOCKS = 64
 class Bench:
     """A runner and a plan builder that fit together."""
 
-    def __init__(self, block_size: int = 4, poison: int | None = None, num_cpu_blocks: int = 8):
-        self.model = CountingModel(poison=poison)
+    def __init__(
+        self,
+        block_size: int = 4,
+        poison: int | None = None,
+        num_cpu_blocks: int = 8,
+        max_model_len: int = 256,
+    ) -> None:
+        self.model = CountingModel(max_model_len, poison=poison)
         self.cache = CacheEngine(
             self.model.kv_cache_spec,
             block_size=block_size,

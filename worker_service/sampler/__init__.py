@@ -8,6 +8,7 @@
 | `draw.py` | min-p, top-k, top-p, and the draw |
 | `philox.py` | counter-based random numbers |
 | `logprobs.py`, `entries.py` | log probabilities and ranks; how a result holds them |
+| `candidates.py` | where the core chooses: the tokens among which it does |
 
 A row's outcome depends on its own logits, parameters and tokens only: bitwise, on the CPU, whatever
 else is in the batch. No function keeps state between steps; what must be remembered of a sequence

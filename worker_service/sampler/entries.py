@@ -1,4 +1,4 @@
-"""Log probabilities as a step's result holds them."""
+"""Log probabilities and candidates as a step's result holds them."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,17 @@ class TokenLogprobs:
     logprobs: npt.NDArray[np.float32]
     rank: int
     """Of the sampled token; 1 is the most probable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """The tokens that may follow a sequence, for the core to choose among."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Most probable first, the lowest id first among equals."""
+
+    logprobs: npt.NDArray[np.float32]
+    """After biases and penalties, not normalised again; all finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

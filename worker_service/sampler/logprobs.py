@@ -49,14 +49,23 @@ def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTab
     ranks = (logprobs > own).sum(dim=-1) + 1
     if num_top == 0:
         top_ids, top = token_ids.new_empty((len(logits), 0)), logprobs[:, :0]
+        ids, values = top_ids.cpu().numpy(), top.cpu().numpy()
     else:
-        top, top_ids = largest(logprobs, min(max(num_top, MIN_WINDOW), logits.shape[1]))
-    ids, values = _order(top_ids.cpu().numpy(), top.cpu().numpy())
+        ids, values = most_probable(logprobs, num_top)
     return LogprobTable(
         np.concatenate([token_ids.unsqueeze(1).cpu().numpy(), ids], axis=1).astype(np.int32),
         np.concatenate([own.cpu().numpy(), values], axis=1),
         ranks.cpu().numpy().astype(np.int32),
     )
+
+
+def most_probable(
+    logprobs: Tensor, num_top: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Ids and log probabilities of each row's `num_top` most probable tokens, or a few more; most
+    probable first, the lower id first among equals. [n, window] each."""
+    top, ids = largest(logprobs, min(max(num_top, MIN_WINDOW), logprobs.shape[1]))
+    return _order(ids.cpu().numpy(), top.cpu().numpy())
 
 
 def joined(start: int, tables: Sequence[LogprobTable], num_top: int) -> PromptLogprobs:

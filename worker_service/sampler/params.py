@@ -54,6 +54,9 @@ class SamplerParams:
     num_prompt_logprobs: int | None = None
     """The same for prompt tokens."""
 
+    num_candidates: int | None = None
+    """Tokens reported for the core to choose among; None: the worker chooses."""
+
     @property
     def has_filters(self) -> bool:
         """Whether improbable tokens are excluded."""

@@ -1,8 +1,9 @@
-"""One token for each sampling row of a batch.
+"""One token for each sampling row of a batch, or the candidates for one.
 
 The order of operations is vLLM's:
 
-1. log probabilities, where asked for, are of the model's own logits;
+1. log probabilities, where asked for, are of the model's own logits; where the core chooses the
+   token, they take the logits' place from here on (`candidates.py`);
 2. bad words and suppressed tokens are excluded, biases added, penalties applied (`edits.py`);
 3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
    divides the logits;
@@ -19,9 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker_service.sampler.candidates import offer, to_logprobs
 from worker_service.sampler.draw import Filters, draw, draw_unfiltered
 from worker_service.sampler.edits import EditedRow, apply_edits
-from worker_service.sampler.entries import TokenLogprobs
+from worker_service.sampler.entries import Candidates, TokenLogprobs
 from worker_service.sampler.logprobs import logprob_table
 from worker_service.sampler.philox import uniform
 from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
@@ -48,10 +50,13 @@ class Samples:
     """One token per row, and which rows have none."""
 
     tokens: Int64Array
-    """[n]; -1 in failed rows."""
+    """[n]; -1 in failed rows, and where the core chooses."""
 
     logprobs: dict[int, TokenLogprobs]
     """By row, for those that asked and did not fail."""
+
+    candidates: dict[int, Candidates]
+    """By row, for those whose tokens the core chooses, unless they failed; they have no token."""
 
     non_finite: Int64Array
     """Rows whose logits held NaN or infinity."""
@@ -67,15 +72,28 @@ def sample(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Sample
     _neutralise(logits, non_finite)
     wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     raw = logits[_tensor(wanted, logits)] if len(wanted) else None
+    num_candidates = table.num_candidates[batch.slots]
+    offering = np.flatnonzero(num_candidates)
+    if len(offering):
+        to_logprobs(logits, offering)
     apply_edits(logits, batch.edited)
+    offered = offer(logits, offering, num_candidates[offering]) if len(offering) else {}
     no_candidates = _rows_without_candidates(logits, batch.edited)
+    no_candidates = no_candidates[num_candidates[no_candidates] == 0]
     _neutralise(logits, no_candidates)
     tokens = _choose(logits, batch, table)
     tokens[non_finite] = NO_TOKEN
     tokens[no_candidates] = NO_TOKEN
+    tokens[offering] = NO_TOKEN
     logprobs = {} if raw is None else _logprobs(raw, wanted, tokens, num_logprobs)
+    for row in non_finite.tolist():
+        offered.pop(row, None)
     return Samples(
-        tokens=tokens, logprobs=logprobs, non_finite=non_finite, no_candidates=no_candidates
+        tokens=tokens,
+        logprobs=logprobs,
+        candidates=offered,
+        non_finite=non_finite,
+        no_candidates=no_candidates,
     )
 
 

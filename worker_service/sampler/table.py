@@ -27,6 +27,8 @@ class SamplingTable:
         self.seed = np.zeros(num_slots, np.uint64)
         self.choice_index = np.zeros(num_slots, np.uint32)
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
+        self.num_candidates = np.zeros(num_slots, np.int32)
+        """0: the worker chooses the token."""
         self.edits: dict[int, LogitEdits] = {}
 
     def resize(self, num_slots: int) -> None:
@@ -46,15 +48,17 @@ class SamplingTable:
         output: Int32Array,
     ) -> None:
         """Take in a sequence with the tokens it has so far."""
-        self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.top_k[slot] = params.top_k
         self.min_p[slot] = params.min_p
         self.is_filtered[slot] = params.has_filters
         self.seed[slot] = params.seed
         self.choice_index[slot] = choice_index
+        reports = params.num_candidates is not None
+        self.num_candidates[slot] = params.num_candidates or 0
+        self.temperature[slot] = 0.0 if reports else params.temperature
         self.num_logprobs[slot] = (
-            NO_LOGPROBS if params.num_logprobs is None else params.num_logprobs
+            NO_LOGPROBS if reports or params.num_logprobs is None else params.num_logprobs
         )
         if params.has_penalties or params.has_constraints:
             self.edits[slot] = LogitEdits.of(params, prompt, output)

@@ -7,7 +7,7 @@ import numpy as np
 
 from worker_service.clock import monotonic_us
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
-from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.simulation.config import SimulationConfig
 from worker_service.simulation.logprobs import prompt_logprobs, token_logprobs
 from worker_service.simulation.memory import MemoryModel
@@ -23,10 +23,11 @@ class Outcome:
     """What a step brought so far; dictionaries by row."""
 
     tokens: list[int] = field(default_factory=list)
-    """Of each sampling row, in row order; NO_TOKEN where it failed."""
+    """Of each sampling row, in row order; NO_TOKEN where it failed or has candidates."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
 
 
@@ -85,6 +86,7 @@ class SimulatedRunner:
             token_ids=np.array(outcome.tokens, np.int32),
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
+            candidates=outcome.candidates,
             errors=outcome.errors,
             timings=StepTimings(
                 received_us=plan.received_us,
@@ -105,6 +107,7 @@ class SimulatedRunner:
     def _take_in(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
             self._table.add(new, f"new_sequences[{index}]")
+        self._table.append_chosen(plan.appended_tokens)
         self._table.update_blocks(plan.block_updates)
 
     def _compute(self, batch: Batch) -> None:
@@ -155,6 +158,10 @@ class SimulatedRunner:
     def _sample_row(self, row: Row, outcome: Outcome) -> None:
         sequence, vocab_size = row.sequence, self._config.vocab_size
         distribution = NextToken(sequence.histories[-1], vocab_size)
+        if sequence.sampling.num_candidates is not None:
+            outcome.candidates[row.index] = sequence.offer(distribution)
+            outcome.tokens.append(NO_TOKEN)
+            return
         token = sequence.next_token(distribution)
         if token is None:
             sequence.failure = outcome.errors[row.index] = RowErrorReason.NO_CANDIDATES

@@ -8,6 +8,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
+from worker_service.sampler.entries import Candidates
 from worker_service.sampler.params import SamplerParams
 from worker_service.simulation.draw import DRAW_BITS, draw
 from worker_service.simulation.tokens import NUM_LIKELY, NextToken
@@ -45,6 +48,19 @@ class SimulatedSampler:
         bits = draw(params.seed, self._choice_index, position)
         return self._drawn(logits, bits * 2.0**-DRAW_BITS)
 
+    def offer(
+        self, distribution: NextToken, tokens: Sequence[int], num_prompt_tokens: int
+    ) -> Candidates:
+        """The most probable tokens of those that may follow these, as many as asked for."""
+        prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
+        logprobs = self._candidates(distribution, prompt, output)
+        best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))
+        best = best[: self._params.num_candidates]
+        return Candidates(
+            token_ids=np.array([token for token, _ in best], np.int32),
+            logprobs=np.array([logprob for _, logprob in best], np.float32),
+        )
+
     def _candidates(
         self, distribution: NextToken, prompt: Sequence[int], output: Sequence[int]
     ) -> dict[int, float]:
@@ -59,7 +75,7 @@ class SimulatedSampler:
         # Biases and penalties may take any of those singled out away from the top.
         spread = math.ceil(max(params.temperature, 1.0))
         num_ranks = NUM_LIKELY * spread + len(banned) + len(singled_out)
-        num_ranks = max(num_ranks, params.top_k)
+        num_ranks = max(num_ranks + (params.num_candidates or 0), params.top_k)
         logits = {
             distribution.token(rank): distribution.logprob(rank)
             for rank in range(min(num_ranks, distribution.vocab_size))

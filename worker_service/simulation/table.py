@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from worker_service.errors import InvalidPlan
 from worker_service.plan import Int32Array, NewSequence, RowErrorReason
+from worker_service.sampler.entries import Candidates
 from worker_service.sampler.params import SamplerParams
 from worker_service.simulation.memory import MemoryModel
 from worker_service.simulation.sampler import SimulatedSampler
@@ -28,6 +29,10 @@ class KnownSequence(SimulatedSequence):
     def next_token(self, distribution: NextToken) -> int | None:
         """The token sampled after the last; None if every token is excluded."""
         return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
+
+    def offer(self, distribution: NextToken) -> Candidates:
+        """What may follow the last token, for the core to choose."""
+        return self._sampler.offer(distribution, self.tokens, self.num_prompt_tokens)
 
 
 class SequenceTable:
@@ -75,6 +80,22 @@ class SequenceTable:
         for block in blocks:
             self._memory.hold(block, new.seq_id)
         self._known[new.seq_id] = sequence
+
+    def append_chosen(self, chosen: Int32Array) -> None:
+        """Append the tokens that the core chose. chosen: [n, 2] as in the plan."""
+        field = "appended_tokens"
+        self._check_tokens(chosen[:, 1], field)
+        named: set[int] = set()
+        for seq_id, token in chosen.tolist():
+            sequence = self.get(seq_id, field)
+            if seq_id in named:
+                raise InvalidPlan(field, f"sequence {seq_id} is named twice")
+            named.add(seq_id)
+            if sequence.sampling.num_candidates is None:
+                raise InvalidPlan(field, f"sequence {seq_id} gets its tokens from the worker")
+            if len(sequence.tokens) >= self._max_model_len:
+                raise InvalidPlan(field, f"expected at most {self._max_model_len} tokens in all")
+            sequence.extend((token,))
 
     def update_blocks(self, updates: Int32Array) -> None:
         """Set or append block table entries. updates: [n, 3] as in the plan."""

@@ -52,8 +52,8 @@ Global___RowErrorReason: _TypeAlias = RowErrorReason  # noqa: Y015
 @_typing.final
 class StepPlan(_message.Message):
     """What the worker does in one step. Order: forget sequences, swap out, swap in,
-    copy, take in new sequences, apply block updates, run the forward pass over the
-    batch, sample. So a block freed by a swap-out may be a target of the same step.
+    copy, take in new sequences, append tokens, apply block updates, run the forward
+    pass over the batch, sample. So a block freed by a swap-out may be a target of the same step.
     Each of the three cache operations reads all its sources before it writes, and
     none writes a block twice.
 
@@ -78,6 +78,7 @@ class StepPlan(_message.Message):
     SEQ_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen
     a greater one ends the stream with ABORTED.
@@ -114,6 +115,11 @@ class StepPlan(_message.Message):
     to the sequence, 0 does not. Empty: every row samples. A sampling row computes
     up to and including the last token the sequence has.
     """
+    appended_tokens: _builtins.bytes
+    """Pairs (sequence id, token), int32 column: tokens the core has chosen among the
+    candidates of sequences with num_candidates, one for a sequence at most. New
+    sequences fork before: they take over their parents' tokens without these.
+    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences the worker has not seen (or was told to forget), in batch order;
@@ -134,10 +140,11 @@ class StepPlan(_message.Message):
         seq_ids: _builtins.bytes = ...,
         num_tokens: _builtins.bytes = ...,
         sample: _builtins.bytes = ...,
+        appended_tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,7 +173,8 @@ class NewSequence(_message.Message):
     """Which choice of its request it is, from 0: part of the random numbers' key."""
     token_ids: _builtins.bytes
     """Prompt, then tokens generated so far (after a preemption or a worker's loss).
-    int32 column. In a fork: tokens that follow the parent's.
+    int32 column. In a fork: tokens that follow the parent's, as the parent stands
+    before it gets any of this plan's appended_tokens.
     """
     num_prompt_tokens: _builtins.int
     """How many of token_ids are prompt; in a fork the parent's number holds and this
@@ -228,13 +236,14 @@ class StepResult(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """As in the plan."""
     step_id: _builtins.int
     """As in the plan."""
     token_ids: _builtins.bytes
     """The sampled token of each sampling row, in row order; -1 where the row is in
-    `errors`. int32 column.
+    `errors` or in `candidates`. int32 column.
     """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
@@ -252,6 +261,12 @@ class StepResult(_message.Message):
     def timings(self) -> Global___StepTimings:
         """When and for how long the worker was at it."""
 
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowCandidates]:
+        """For sampling rows of sequences with num_candidates, in row order, unless they
+        are in `errors`.
+        """
+
     def __init__(
         self,
         *,
@@ -262,14 +277,50 @@ class StepResult(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___RowPromptLogprobs] | None = ...,
         errors: _abc.Iterable[Global___RowError] | None = ...,
         timings: Global___StepTimings | None = ...,
+        candidates: _abc.Iterable[Global___RowCandidates] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowCandidates(_message.Message):
+    """The tokens that may follow a sequence, for the core to choose among."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """Index of the row in the batch."""
+    token_ids: _builtins.bytes
+    """The num_candidates most probable ones, most probable first, the lowest token id
+    first among equals; fewer where the vocabulary is smaller or the sequence's
+    constraints exclude the others. int32 column.
+    """
+    logprobs: _builtins.bytes
+    """Their log probabilities: log softmax of the model's own logits, then changed by
+    biases and penalties and not normalised again. Little-endian float32.
+    """
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row", b"row", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowCandidates: _TypeAlias = RowCandidates  # noqa: Y015
 
 @_typing.final
 class RowLogprobs(_message.Message):

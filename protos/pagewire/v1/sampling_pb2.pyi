@@ -329,7 +329,13 @@ Global___ChoiceList: _TypeAlias = ChoiceList  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
-    """Beam search, with the semantics of the transformers library."""
+    """Beam search, with the semantics of the transformers library: the n best
+    sequences, best first. Nothing is sent before the search has ended. A width of 1
+    is no search, but greedy.
+
+    Tokens are chosen by their log probabilities alone: temperature, top_p, top_k,
+    min_p, best_of and stop strings have no place beside it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -337,9 +343,11 @@ class BeamSearch(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     width: _builtins.int
-    """Number of beams, 1 to 64."""
+    """Number of beams, at least n, 1 to 64."""
     length_penalty: _builtins.float
-    """Scores are divided by length to this power. Default 1."""
+    """Scores, which are sums of log probabilities, are divided by the number of
+    output tokens to this power, -5 to 5. Default 1.
+    """
     early_stopping: Global___EarlyStopping.ValueType
     """When the search ends. Unspecified means WHEN_HOPELESS."""
     def __init__(
@@ -396,6 +404,7 @@ class SamplerParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -424,6 +433,12 @@ class SamplerParams(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """The same for prompt tokens. Absent: none."""
+    num_candidates: _builtins.int
+    """Present, from 1: the worker chooses no token. A sampling row reports its
+    candidates instead, this many, and the core tells what becomes of them. What
+    biases, penalties, min_tokens and bad_words change are then log probabilities;
+    temperature, top_p, top_k, min_p, seed and logprobs have no effect.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
         """Added to logits; no token twice."""
@@ -451,17 +466,22 @@ class SamplerParams(_message.Message):
         bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        num_candidates: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_candidates", b"_num_candidates", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "num_candidates", b"num_candidates", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_candidates", b"_num_candidates", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_candidates", b"num_candidates", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__num_candidates: _TypeAlias = _typing.Literal["num_candidates"]  # noqa: Y015
+    _WhichOneofArgType__num_candidates: _TypeAlias = _typing.Literal["_num_candidates", b"_num_candidates"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_candidates) -> _WhichOneofReturnType__num_candidates | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 

@@ -155,7 +155,9 @@ class Submit(_message.Message):
     """Time left for the request, in microseconds. Absent: no deadline."""
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
-        """Beam search. Absent: sampling."""
+        """Beam search, with no default left open; `sampling` then has num_candidates, at
+        least as many as there are beams and stop tokens together. Absent: sampling.
+        """
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplerParams:
@@ -163,7 +165,9 @@ class Submit(_message.Message):
 
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
-        """Tokens generated so far, after a lost core or frontend. Absent choices have none."""
+        """Tokens generated so far, after a lost core or frontend. Absent choices have none;
+        so have all in beam search, which begins anew.
+        """
 
     def __init__(
         self,
