@@ -7,11 +7,13 @@ own side of `Attach` are in `scheduler_service/frontend/`.
 from collections.abc import Mapping
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import plan_pb2, scheduler_service_pb2
-from scheduler_service.columns import from_column, to_column
+from pagewire.v1 import plan_pb2, sampling_pb2, scheduler_service_pb2
+from scheduler_service.columns import from_column, from_float_column, to_column
+from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.outbox import Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.plan import (
     NewSequence,
+    RowCandidates,
     RowError,
     RowLogprobs,
     RowPromptLogprobs,
@@ -29,6 +31,12 @@ FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
     "length": inference_pb.FINISH_REASON_LENGTH,
 }
 
+EARLY_STOPPING: Mapping[int, EarlyStopping] = {
+    sampling_pb2.EARLY_STOPPING_WHEN_FULL: EarlyStopping.WHEN_FULL,
+    sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS: EarlyStopping.WHEN_HOPELESS,
+    sampling_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
+
 
 def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
     """`plan` for the stream fenced by `epoch`; columns that say nothing stay empty."""
@@ -44,6 +52,7 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         seq_ids=to_column(plan.seq_ids),
         num_tokens=b"" if plan.num_tokens is None else to_column(plan.num_tokens),
         sample=b"" if plan.sample is None else bytes(plan.sample),
+        appended_tokens=to_column(plan.appended_tokens),
     )
 
 
@@ -71,6 +80,7 @@ def decode_result(message: plan_pb2.StepResult) -> StepResult:
         prompt_logprobs={
             entry.row: _decode_prompt_logprobs(entry) for entry in message.prompt_logprobs
         },
+        candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
         cache_ops_us=timings.cache_ops_us,
         forward_us=timings.forward_us,
@@ -93,6 +103,14 @@ def _decode_prompt_logprobs(entry: plan_pb2.RowPromptLogprobs) -> RowPromptLogpr
         logprobs=entry.logprobs,
         ranks=entry.ranks,
     )
+
+
+def _decode_candidates(entry: plan_pb2.RowCandidates) -> RowCandidates:
+    token_ids = from_column(entry.token_ids, "candidates.token_ids")
+    logprobs = from_float_column(entry.logprobs, "candidates.logprobs")
+    if len(token_ids) != len(logprobs):
+        raise InvalidArgument("candidates.logprobs", "expected one for each of token_ids")
+    return RowCandidates(token_ids=token_ids, logprobs=logprobs)
 
 
 def _decode_row_error(entry: plan_pb2.RowError) -> RowError:
@@ -127,6 +145,7 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         wants_logprobs=sampling.HasField("logprobs"),
         wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
         deadline=now + submit.timeout_us / 1e6 if submit.HasField("timeout_us") else None,
+        beam_search=_decode_beam_search(submit),
         generated={entry.choice_index: _decode_generated(entry) for entry in submit.generated},
     )
 
@@ -138,10 +157,22 @@ def _check_submit(submit: scheduler_service_pb2.Submit) -> None:
         raise InvalidArgument("handle", "expected a positive number below 2^31 for every choice")
     if not submit.request_id:
         raise InvalidArgument("request_id", "expected a request id")
-    if submit.HasField("beam_search"):
-        raise InvalidArgument("beam_search", "beam search is not supported")
     if any(entry.choice_index >= submit.num_choices for entry in submit.generated):
         raise InvalidArgument("generated.choice_index", "expected less than num_choices")
+
+
+def _decode_beam_search(submit: scheduler_service_pb2.Submit) -> BeamParams | None:
+    if not submit.HasField("beam_search"):
+        return None
+    beam, sampling = submit.beam_search, submit.sampling
+    if beam.early_stopping not in EARLY_STOPPING:
+        raise InvalidArgument("beam_search.early_stopping", "expected a known value")
+    return BeamParams(
+        width=beam.width,
+        length_penalty=beam.length_penalty,
+        early_stopping=EARLY_STOPPING[beam.early_stopping],
+        num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
 
 
 def _decode_generated(entry: scheduler_service_pb2.GeneratedTokens) -> GeneratedTokens:

@@ -36,6 +36,9 @@ How it is made, from the outside in:
     batch.py          a plan in the making
     pipeline.py       plans without results yet
     delivery.py       from results to outboxes
+    beam_search.py    beam search: who goes on, who has ended, when it is over
+    beam_group.py     which sequences hold which beams; beam_scheduling.py has them in the batch,
+                      beam_delivery.py tells what was found
     rates.py          what steps cost, from the results
     sequence.py       one choice; one request's choices
     frontends.py      who gets which news
@@ -57,17 +60,21 @@ Promises to workers, beyond those of plan.proto:
 - No plan asks a sequence for more tokens than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.
+- A sequence that reports candidates has at most one row in flight. It gets its next row with the
+  token that was chosen, or as a fork that brings it, or as a new sequence.
 
 Promises to frontends: an accepted request ends exactly once, and if it is not cancelled its end is
 told once; its tokens are told once, in order, and none after the end of their choice.
 """
 
+from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.pipeline import ResultMismatch
 from scheduler_service.core.plan import (
     NewSequence,
+    RowCandidates,
     RowError,
     RowLogprobs,
     RowPromptLogprobs,
@@ -78,8 +85,10 @@ from scheduler_service.core.request import GeneratedTokens, Request
 from scheduler_service.core.snapshot import CoreSnapshot, GroupSnapshot
 
 __all__ = [
+    "BeamParams",
     "ChoiceFinished",
     "CoreSnapshot",
+    "EarlyStopping",
     "GeneratedTokens",
     "GroupCapacity",
     "GroupSnapshot",
@@ -89,6 +98,7 @@ __all__ = [
     "RequestFinished",
     "RequestTimings",
     "ResultMismatch",
+    "RowCandidates",
     "RowError",
     "RowLogprobs",
     "RowPromptLogprobs",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import SequenceGroup
@@ -19,6 +20,8 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         raise InvalidArgument(
             "num_choices", f"must be 1 to {config.max_num_seqs}, the scheduler's max_num_seqs"
         )
+    if request.beam_search is not None:
+        _check_beam_search(request, request.beam_search, config)
     for index, generated in request.generated.items():
         if not 0 <= index < request.num_choices:
             raise InvalidArgument(
@@ -26,6 +29,21 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             )
         if len(generated.token_ids) > request.max_tokens:
             raise InvalidArgument("resume", "must not hold more than max_tokens tokens")
+
+
+def _check_beam_search(request: Request, params: BeamParams, config: SchedulerConfig) -> None:
+    if not request.num_choices <= params.width <= config.max_num_seqs:
+        raise InvalidArgument(
+            "beam_search.width",
+            f"must be {request.num_choices} to {config.max_num_seqs}, from the number of choices "
+            "to the scheduler's max_num_seqs",
+        )
+    if not -MAX_LENGTH_PENALTY <= params.length_penalty <= MAX_LENGTH_PENALTY:
+        raise InvalidArgument(
+            "beam_search.length_penalty", f"must be within {MAX_LENGTH_PENALTY} of 0"
+        )
+    if request.generated:
+        raise InvalidArgument("resume", "must hold nothing with beam_search, which begins anew")
 
 
 def why_not(group: SequenceGroup, capacities: Iterable[GroupCapacity]) -> PagewireError | None:

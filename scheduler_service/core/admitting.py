@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from scheduler_service.core.batch import Batch
+from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.introducing import introduce
 from scheduler_service.core.pipeline import Pipeline
-from scheduler_service.core.plan import NewSequence
 from scheduler_service.core.prefilling import Prefilling
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.running_set import RunningSet
@@ -26,6 +27,7 @@ class Admitting:
         running: RunningSet,
         pipeline: Pipeline,
         prefilling: Prefilling,
+        beams: BeamScheduling,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -34,6 +36,7 @@ class Admitting:
         self._running = running
         self._pipeline = pipeline
         self._prefilling = prefilling
+        self._beams = beams
 
     def admit(self, batch: Batch) -> SequenceGroup | None:
         """Fill the batch from the queue; the group that stopped it by being longer than the whole
@@ -47,6 +50,11 @@ class Admitting:
 
     def _admit_group(self, group: SequenceGroup, batch: Batch) -> AllocStatus:
         """Admit the group's sequences; LATER if some go on waiting."""
+        if group.beams is not None:
+            verdict = self._beams.admit(group, batch)
+            if verdict is AllocStatus.OK:
+                self._prefilling.add_rows(group.beams.held, batch)
+            return verdict
         for seq, forks in _starts(group):
             if batch.budget == 0:
                 return AllocStatus.LATER
@@ -69,7 +77,8 @@ class Admitting:
         if verdict is AllocStatus.OK:
             self._start(seq, found)
             self._running.enter(seq, forks, batch.now_us)
-            batch.add_new(self._introduce(seq, found))
+            table = self._blocks.allocate(seq.seq_id, seq.length, found)
+            batch.add_new(introduce(seq, table))
             self._prefilling.add_row(seq, batch)
         return verdict
 
@@ -81,25 +90,6 @@ class Admitting:
         group = seq.group
         if not group.has_begun:
             group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
-
-    def _introduce(self, seq: Sequence, found: list[int]) -> NewSequence:
-        """Allocate its blocks and say all that a worker must know of it."""
-        return introduce(seq, self._blocks.allocate(seq.seq_id, seq.length, found))
-
-
-def introduce(seq: Sequence, block_ids: list[int]) -> NewSequence:
-    """All that a worker must know of a sequence that has `num_computed` tokens in its blocks."""
-    group = seq.group
-    return NewSequence(
-        seq_id=seq.seq_id,
-        choice_index=seq.choice_index,
-        token_ids=[*group.request.prompt_token_ids, *seq.output_token_ids],
-        num_prompt_tokens=group.num_prompt_tokens,
-        num_computed_tokens=seq.num_computed,
-        block_ids=block_ids,
-        sampling=group.request.sampling,
-        prompt_logprobs_start=group.prompt_logprobs_start,
-    )
 
 
 def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:

@@ -4,7 +4,7 @@ from scheduler_service.core.block_manager import BlockUpdate
 from scheduler_service.core.pipeline import InFlightStep
 from scheduler_service.core.plan import NewSequence, StepPlan
 from scheduler_service.core.rates import StepWork
-from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 
 class Batch:
@@ -19,10 +19,14 @@ class Batch:
         self.swap_out: list[int] = []
         """Pairs of blocks, as in the plan."""
         self.swap_in: list[int] = []
+        self.beam_groups: set[SequenceGroup] = set()
+        """Beam groups that have had their turn."""
         self.has_preempted = False
         """Whether anything had to leave for want of blocks."""
         self._new_sequences: list[NewSequence] = []
         self._copy: list[int] = []
+        self._appended_tokens: list[int] = []
+        self._lockstep_rows: list[int] = []
         self._block_updates: list[int] = []
         self._prefill_tokens: list[int] = []
         self._prefill_samples: list[bool] = []
@@ -34,6 +38,20 @@ class Batch:
             self._copy += (update.copied_from, update.block)
         self._block_updates += (seq_id, update.index, update.block)
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a shared block for a sequence that the worker gets to know with the copy."""
+        self._copy += (source, target)
+
+    def append_token(self, seq_id: int, token: int) -> None:
+        """Tell the worker a token that the core has chosen."""
+        self._appended_tokens += (seq_id, token)
+
+    def add_beam(self, seq: Sequence) -> None:
+        """Add a decode row that reports candidates."""
+        self._lockstep_rows.append(len(self.rows))
+        self.seq_ids.append(seq.seq_id)
+        self.rows.append(seq)
+
     def add_new(self, new_sequence: NewSequence) -> None:
         """Introduce a sequence; its row must follow."""
         self._new_sequences.append(new_sequence)
@@ -41,6 +59,8 @@ class Batch:
     def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
         """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
         The sequence counts them as computed already."""
+        if sample and seq.group.is_lockstep:
+            self._lockstep_rows.append(len(self.rows))
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
@@ -67,9 +87,10 @@ class Batch:
             swap_out=self.swap_out,
             swap_in=self.swap_in,
             copy=self._copy,
-            new_sequences=self._new_sequences,
+            new_sequences=self._in_batch_order(),
             block_updates=self._block_updates,
             seq_ids=self.seq_ids,
+            appended_tokens=self._appended_tokens,
         )
         sampled = self.rows
         if self._prefill_tokens:
@@ -85,4 +106,14 @@ class Batch:
             num_moved_blocks=num_moved_blocks,
             swaps_in=bool(self.swap_in),
         )
-        return plan, InFlightStep(step_id, self.rows, sampled, self._prefills, work)
+        return plan, InFlightStep(
+            step_id, self.rows, sampled, self._prefills, self._lockstep_rows, work
+        )
+
+    def _in_batch_order(self) -> list[NewSequence]:
+        """The new sequences in their rows' order, which beams and those that have come back from
+        the host need not have been added in."""
+        if self._appended_tokens or self._lockstep_rows:
+            places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
+            self._new_sequences.sort(key=lambda new: places[new.seq_id])
+        return self._new_sequences

@@ -1,7 +1,7 @@
 """Which blocks of one worker group's KV caches belong to which sequence."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -107,10 +107,17 @@ class BlockManager:
 
         Blocks up to the watermark are left to those that run; where none runs, all are given.
         """
-        num_blocks = self.num_blocks_for(num_tokens)
-        if num_blocks > self.gpu_pool.num_blocks:
+        num_new = self.num_blocks_for(num_tokens) - len(found)
+        return self.can_provide(num_new, found, num_blocks_promised)
+
+    def can_provide(
+        self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
+    ) -> AllocStatus:
+        """The same for so many new blocks, beside those that were found."""
+        if num_new + len(found) > self.gpu_pool.num_blocks:
             return AllocStatus.NEVER
-        num_blocks -= sum(map(self.gpu_pool.is_used, found))  # the others are free ones
+        num_free_found = len(found) - sum(map(self.gpu_pool.is_used, found))
+        num_blocks = num_new + num_free_found
         idle = not self._tables and num_blocks_promised == 0
         kept = 0 if idle else self._watermark_blocks + num_blocks_promised
         enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
@@ -129,6 +136,22 @@ class BlockManager:
     def can_append(self, seq_id: int, length: int) -> bool:
         """Whether the sequence can write its token number `length`."""
         return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > 0
+
+    def can_append_all(self, lengths: Iterable[tuple[int, int]]) -> bool:
+        """Whether several sequences, told with their lengths, can all write their last tokens."""
+        num_blocks = 0
+        sharers: Counter[int] = Counter()
+        for seq_id, length in lengths:
+            table = self._tables[seq_id]
+            index = (length - 1) // self.block_size
+            if index == len(table):
+                num_blocks += 1
+            else:
+                sharers[table[index]] += 1
+        for block, count in sharers.items():
+            # Each but the last to ask copies the block, unless others have it, too.
+            num_blocks += min(count, self.gpu_pool.num_references(block) - 1)
+        return num_blocks <= self.gpu_pool.num_free_blocks
 
     def append(self, seq_id: int, length: int) -> BlockUpdate | None:
         """Make the sequence's token number `length` writable: a block more at the end of the

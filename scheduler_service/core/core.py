@@ -136,9 +136,9 @@ class SchedulerCore:
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
         """A choice ended by a stop string, `num_tokens` of its tokens count. No effect if it has
-        ended meanwhile."""
+        ended meanwhile, nor on a beam search, which has no stop strings."""
         seq = self._registry.find_sequence(frontend_id, handle)
-        if seq is None or seq.status.is_finished:
+        if seq is None or seq.status.is_finished or seq.group.is_lockstep:
             return
         del seq.output_token_ids[num_tokens:]
         self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)

@@ -24,6 +24,8 @@ class InFlightStep:
     prefills: list[tuple[Sequence, int, bool]]
     """Rows of prefills: the sequence, how many of its tokens are computed with this step, and
     whether these are all. Forks, whose parents compute for them, are among them."""
+    lockstep_rows: list[int]
+    """Rows that report candidates, in order."""
     work: StepWork
     """What it takes the worker."""
 
@@ -71,6 +73,7 @@ class Pipeline:
         tokens = result.token_ids
         if len(tokens) != len(step.sampled):
             raise ResultMismatch(f"expected {len(step.sampled)} tokens, result has {len(tokens)}")
+        self._check_candidates(step, result)
         for rows in (result.errors, result.logprobs, result.prompt_logprobs):
             if rows and not 0 <= min(rows) <= max(rows) < len(step.rows):
                 raise ResultMismatch(f"result names a row beyond the {len(step.rows)} of the batch")
@@ -78,6 +81,18 @@ class Pipeline:
             raise ResultMismatch(f"token {max(tokens)} is not below {self._vocab_size}")
         if tokens and min(tokens) < 0:
             failed = {step.rows[row] for row in result.errors}
+            failed |= {step.rows[row] for row in result.candidates}
             for seq, token in zip(step.sampled, tokens, strict=True):
                 if token < 0 and seq not in failed:
                     raise ResultMismatch(f"seq_id={seq.seq_id} has neither a token nor an error")
+
+    def _check_candidates(self, step: InFlightStep, result: StepResult) -> None:
+        missing = [row for row in step.lockstep_rows if row not in result.candidates]
+        if any(row not in result.errors for row in missing):
+            raise ResultMismatch(f"row {missing[0]} has neither candidates nor an error")
+        if len(missing) + len(result.candidates) != len(step.lockstep_rows):
+            raise ResultMismatch("result has candidates for a row that was to choose")
+        for candidates in result.candidates.values():
+            tokens = candidates.token_ids
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+                raise ResultMismatch(f"a candidate is not below {self._vocab_size}")

@@ -30,7 +30,7 @@ class StepPlan:
 
     Flat lists of pairs and triples: `swap_out` is [device, host, device, host, ...],
     `swap_in` [host, device, ...], `copy` [source, target, ...], `block_updates`
-    [seq_id, index, block, ...].
+    [seq_id, index, block, ...], `appended_tokens` [seq_id, token, ...].
     """
 
     step_id: int
@@ -45,6 +45,7 @@ class StepPlan:
     """Tokens to compute per row; None: one in every row."""
     sample: list[bool] | None = None
     """Whether a row samples; None: every row does."""
+    appended_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +69,15 @@ class RowPromptLogprobs:
 
 
 @dataclass(slots=True, kw_only=True)
+class RowCandidates:
+    """The tokens that may follow a sequence, most probable first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """As float32 numbers."""
+
+
+@dataclass(slots=True, kw_only=True)
 class RowError:
     """Why a row failed."""
 
@@ -81,10 +91,12 @@ class StepResult:
 
     step_id: int
     token_ids: list[int]
-    """The token of each sampling row, in row order; -1 where the row failed."""
+    """The token of each sampling row, in row order; -1 where the row failed or has candidates."""
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     """By row."""
     prompt_logprobs: dict[int, RowPromptLogprobs] = field(default_factory=dict)
+    """By row."""
+    candidates: dict[int, RowCandidates] = field(default_factory=dict)
     """By row."""
     errors: dict[int, RowError] = field(default_factory=dict)
     """By row."""

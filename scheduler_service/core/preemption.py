@@ -104,6 +104,8 @@ class Preemption:
         if any(seq.group is group for seq in self._running.prefilling):
             return False
         sequences = group.running()
+        if any(seq.live_forks() for seq in sequences):
+            return False  # a search that has not begun
         seq_ids = [seq.seq_id for seq in sequences]
         if self._blocks.can_swap_out(seq_ids) is not AllocStatus.OK:
             return False

@@ -1,6 +1,9 @@
 """From a prompt to its first tokens: chunks of prefills, and the choices that fork from them."""
 
+from collections.abc import Iterable
+
 from scheduler_service.core.batch import Batch
+from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.plan import NewSequence
@@ -17,17 +20,29 @@ def note_reserved(seq: Sequence, num_tokens: int) -> None:
 class Prefilling:
     """Gives sequences that have tokens to compute their rows, until they decode."""
 
-    def __init__(self, blocks: BlockManager, running: RunningSet, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        running: RunningSet,
+        pipeline: Pipeline,
+        beams: BeamScheduling,
+    ) -> None:
         self._blocks = blocks
         self._running = running
         self._pipeline = pipeline
+        self._beams = beams
 
     def go_on(self, batch: Batch) -> None:
         """The next chunks of prompts that are partly computed."""
-        for seq in list(self._running.prefilling):
+        self.add_rows(list(self._running.prefilling), batch)
+
+    def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
+        """The next chunks of these, in order."""
+        for seq in sequences:
             if batch.budget == 0:
                 return
-            self.add_row(seq, batch)
+            if not seq.group.is_lockstep or self._beams.may_prefill(seq, batch):
+                self.add_row(seq, batch)
 
     def add_row(self, seq: Sequence, batch: Batch) -> None:
         """A row for the sequence's next tokens; with the last of them it begins to decode."""
@@ -37,6 +52,10 @@ class Prefilling:
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
             self._running.prefilling.remove(seq)
+            if seq.group.beams is not None:
+                seq.group.beams.num_prefilling -= 1
+                self._begin_decoding(seq, 0)
+                return
             self._begin_decoding(seq, self._blocks.round_up(seq.length))
             for fork in seq.live_forks():
                 self._fork(seq, fork, batch)

@@ -1,5 +1,6 @@
 """All live requests, by the names that others have for them."""
 
+from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.policy import Policy
@@ -64,7 +65,13 @@ class Registry:
             rank=self._policy.rank(request, self._num_arrivals),
             clock=RequestClock.start(now_us, phase),
         )
-        group.sequences = [self._make_sequence(group, i) for i in range(request.num_choices)]
+        beam_search = request.beam_search
+        num_sequences = request.num_choices if beam_search is None else beam_search.width
+        group.sequences = [self._make_sequence(group, i) for i in range(num_sequences)]
+        if beam_search is not None:
+            group.beams = BeamGroup(
+                beam_search, request.stop_token_ids, request.max_tokens, group.sequences
+            )
         group.num_unfinished = len(group.waiting())
         return group
 
@@ -73,18 +80,21 @@ class Registry:
         frontend = group.frontend
         self._groups[group.request.request_id] = group
         self._frontends[frontend.frontend_id] = frontend
-        for seq in group.sequences:
+        for seq in group.choices():
             frontend.sequences[seq.handle] = seq
+        for seq in group.sequences:
             seq.seq_id = self._next_seq_id()
             self._live_seq_ids.add(seq.seq_id)
 
     def remove(self, group: SequenceGroup) -> None:
         """The group is live no more."""
         del self._groups[group.request.request_id]
-        for seq in group.sequences:
+        for seq in group.choices():
             del group.frontend.sequences[seq.handle]
+        for seq in group.sequences:
             self._live_seq_ids.remove(seq.seq_id)
-        group.sequences = []  # ends the cycle of references: memory is free without the collector
+        # Ends the cycles of references: memory is free without the collector.
+        group.sequences, group.beams = [], None
 
     def remove_frontend(self, frontend_id: str) -> None:
         """The frontend is gone, with its news; its groups must have been removed."""

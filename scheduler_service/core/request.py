@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler_service.core.beam_search import BeamParams
+
 
 @dataclass(slots=True, kw_only=True)
 class GeneratedTokens:
@@ -36,5 +38,7 @@ class Request:
     wants_prompt_logprobs: bool = False
     deadline: float | None = None
     """On the clock that the core's callers pass as `now`, in seconds."""
+    beam_search: BeamParams | None = None
+    """Beam search for the `num_choices` best; None: sampling."""
     generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
     """By choice index."""

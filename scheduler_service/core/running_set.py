@@ -1,6 +1,6 @@
 """The sequences in one worker group's batch: their places, and the order among them."""
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from scheduler_service.core.block_manager import BlockManager
@@ -85,6 +85,27 @@ class RunningSet:
             popped.append(self.pop_last())
         return popped[::-1]
 
+    def note_unknown(self, seq: Sequence) -> None:
+        """A sequence has got its blocks before the worker is told of it."""
+        self._unknown.add(seq)
+
+    def is_unknown(self, seq: Sequence) -> bool:
+        """Whether the worker has not been told of a sequence that has blocks."""
+        return seq in self._unknown
+
+    def drop_beam(self, seq: Sequence) -> None:
+        """Take a decoding sequence's blocks; it keeps its place, idle."""
+        index = bisect_left(self.decoding, seq.order, key=_order)
+        assert self.decoding[index] is seq
+        del self.decoding[index]
+        self._blocks.free(seq.seq_id)
+        self._forget(seq)
+
+    def add_beam(self, seq: Sequence) -> None:
+        """An idle sequence has got blocks, and decodes."""
+        insort(self.decoding, seq, key=_order)
+        self._unknown.add(seq)
+
     def vacate(self, seq: Sequence, now_us: int) -> None:
         """Take a sequence's place and blocks, and its forks' places: they wait again."""
         if self._blocks.holds(seq.seq_id):
@@ -120,7 +141,7 @@ class RunningSet:
         running = [s for g in groups for s in g.sequences if s.status is RUNNING]
         lists = self.decoding + self.prefilling + self.arriving
         listed = [s for s in lists if s.status is RUNNING]
-        forks = [fork for leader in self.prefilling for fork in leader.live_forks()]
+        forks = [fork for leader in listed for fork in leader.live_forks()]
         assert self.num_places == len(running)
         assert len(listed) + len(forks) == len(running), "one place for each"
         assert {*listed, *forks} == set(running)

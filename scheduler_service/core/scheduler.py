@@ -5,9 +5,11 @@ import logging
 from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
 from scheduler_service.core.batch import Batch
+from scheduler_service.core.beam_delivery import deliver_beams
+from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.pipeline import Pipeline
+from scheduler_service.core.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.plan import RowError, StepPlan, StepResult
 from scheduler_service.core.preemption import Preemption
 from scheduler_service.core.prefilling import Prefilling, note_reserved
@@ -58,7 +60,6 @@ class Scheduler:
         self._totals = totals
         self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
-        self._prefilling = Prefilling(self.blocks, self._running, self._pipeline)
         self.swapping = Swapping(
             config.max_num_seqs, self.blocks, self._running, self._pipeline, totals
         )
@@ -72,6 +73,15 @@ class Scheduler:
             self.rates,
             totals,
         )
+        self._beams = BeamScheduling(
+            config,
+            self.blocks,
+            self._prefixes,
+            self._running,
+            self._pipeline,
+            self._preemption,
+        )
+        self._prefilling = Prefilling(self.blocks, self._running, self._pipeline, self._beams)
         self._admitting = Admitting(
             config,
             self.blocks,
@@ -80,6 +90,7 @@ class Scheduler:
             self._running,
             self._pipeline,
             self._prefilling,
+            self._beams,
         )
         self._outgrown: list[SequenceGroup] = []
         self._ended: list[SequenceGroup] = []
@@ -117,13 +128,23 @@ class Scheduler:
         self.groups[group] = None
         room = self.capacity.max_model_len - group.num_prompt_tokens
         max_output_tokens = min(group.request.max_tokens, room)
-        for seq in list(group.unfinished()):
+        for seq in group.sequences:
             seq.max_output_tokens = max_output_tokens
-            if len(seq.output_token_ids) >= max_output_tokens:
-                delivery.finish_choice(seq, None)
-                self.end_sequence(seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now_us)
+        if group.beams is not None:
+            group.beams.search.limit(max_output_tokens)
+            if group.beams.search.is_done:
+                self._finish_search(group, now_us)
+        else:
+            self._end_full(group, now_us)
         if group.num_unfinished:
             self.waiting.add(group)
+
+    def _end_full(self, group: SequenceGroup, now_us: int) -> None:
+        """End choices that have all the tokens they can have here."""
+        for seq in list(group.unfinished()):
+            if len(seq.output_token_ids) >= seq.max_output_tokens:
+                delivery.finish_choice(seq, None)
+                self.end_sequence(seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now_us)
 
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
@@ -203,7 +224,11 @@ class Scheduler:
             delivery.deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
         for row, logprobs in result.logprobs.items():
             delivery.deliver_logprobs(step.rows[row], logprobs)
-        accepted, finished = delivery.deliver_tokens(step.sampled, result.token_ids)
+        sampled, token_ids = step.sampled, result.token_ids
+        if step.lockstep_rows:
+            self._receive_candidates(step, result, now_us)
+            sampled, token_ids = _without_beams(sampled, token_ids)
+        accepted, finished = delivery.deliver_tokens(sampled, token_ids)
         self._totals.num_generated_tokens += accepted
         for seq, status in finished:
             self.end_sequence(seq, status, now_us)
@@ -259,8 +284,9 @@ class Scheduler:
             if group.num_unfinished == 0:
                 continue  # by another of its sequences
             tokens = self.capacity.num_cache_tokens
+            who = "beams have" if group.is_lockstep else "sequence has"
             error = GenerationFailed(
-                f"the sequence has outgrown the KV cache of {tokens} tokens",
+                f"the {who} outgrown the KV cache of {tokens} tokens",
                 reason="KV_CACHE_TOO_SMALL",
                 details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
             )
@@ -291,7 +317,12 @@ class Scheduler:
     # Decodes.
 
     def _reserve(self, seq: Sequence, batch: Batch) -> bool:
-        """Make the sequence's last token writable; False if it gets no row in this step."""
+        """Make the sequence's last token writable; False if it gets no row in this step, or has
+        got it already, with the other beams of its group."""
+        if seq.group.beams is not None:
+            if not self._beams.plan(seq.group, batch):
+                self._outgrown.append(seq.group)
+            return False
         if seq.length >= seq.group.num_prompt_tokens + seq.max_output_tokens:
             return False  # its last token is in flight
         if not self.blocks.fits(seq.length):
@@ -310,6 +341,24 @@ class Scheduler:
         self._prefixes.note_decodes(seq)
         note_reserved(seq, self.blocks.round_up(seq.length))
         return True
+
+    # Beams.
+
+    def _receive_candidates(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
+        for row in step.lockstep_rows:
+            candidates, seq = result.candidates.get(row), step.rows[row]
+            if candidates is not None and self._beams.receive(seq, step.step_id, candidates):
+                self._finish_search(seq.group, now_us)
+
+    def _finish_search(self, group: SequenceGroup, now_us: int) -> None:
+        """Deliver what a search has found, and end its group."""
+        num_tokens = deliver_beams(group)
+        if num_tokens is None:
+            message = "the request's own constraints excluded every token"
+            self.fail_group(group, GenerationFailed(message, reason="NO_CANDIDATES"), now_us)
+        else:
+            self._totals.num_generated_tokens += num_tokens
+            self.end_group(group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     # Ends.
 
@@ -347,3 +396,12 @@ class Scheduler:
         if seq.status is RUNNING and self.blocks.holds(seq.seq_id):
             self._prefixes.forget(seq)
         self.fail_group(seq.group, GenerationFailed(error.message, reason=error.reason), now_us)
+
+
+def _without_beams(
+    sampled: list[Sequence], token_ids: list[int]
+) -> tuple[list[Sequence], list[int]]:
+    """Those rows that have tokens of their own."""
+    pairs = zip(sampled, token_ids, strict=True)
+    chosen = [(seq, token) for seq, token in pairs if not seq.group.is_lockstep]
+    return [seq for seq, _ in chosen], [token for _, token in chosen]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cached_blocks import BlockKey
 from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.request import Request
@@ -76,8 +77,9 @@ class Sequence:
     """The length up to which it decodes without a question to the block manager: its last block's
     end, less where that block is shared and must be copied first, or where the output ends."""
     forks: list["Sequence"] = field(default_factory=list)
-    """Choices that start from this one's last prompt token. Until then they are RUNNING, that is,
-    they have their places in the batch, but the worker does not know them."""
+    """Choices that start from this one's last prompt token, or sequences that no beam of its group
+    is held by. Until they fork from it they are RUNNING, that is, they have their places in the
+    batch, but the worker does not know them."""
     frontend: Frontend = field(init=False)
     """Its group's: a delivered token then needs no look at the group, which is cold memory."""
 
@@ -121,6 +123,9 @@ class Sequence:
     def leave(self, status: SequenceStatus) -> None:
         """Out of the batch, to wait or swapped out; its device blocks are others' now."""
         self.status = status
+        if self.group.beams is not None:
+            self.group.beams.leave()
+            self.length = self.num_known  # what may follow is chosen anew
         self.num_computed = 0
         self.is_prefilled = False
         self.num_offered_blocks = 0
@@ -138,7 +143,9 @@ class SequenceGroup:
     """The policy's order among groups, the lowest is served first; no two are equal."""
     clock: RequestClock
     sequences: list[Sequence] = field(default_factory=list)
-    """One per choice, in order."""
+    """One per choice, in order; in a beam search one per beam."""
+    beams: BeamGroup | None = None
+    """What its sequences stand for in a beam search."""
     num_unfinished: int = 0
     num_running: int = 0
     """Sequences that are RUNNING."""
@@ -161,8 +168,8 @@ class SequenceGroup:
     @property
     def is_lockstep(self) -> bool:
         """Whether its sequences can go on only together, so that they leave the batch together,
-        too. None of today's requests is such."""
-        return False
+        too: those of a beam search."""
+        return self.beams is not None
 
     @property
     def longest(self) -> Sequence:
@@ -173,6 +180,10 @@ class SequenceGroup:
     def max_known_tokens(self) -> int:
         """Tokens of its longest unfinished sequence: what a worker must at least hold."""
         return self.longest.num_known
+
+    def choices(self) -> list[Sequence]:
+        """Those that its frontend has handles of."""
+        return self.sequences[: self.request.num_choices]
 
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""

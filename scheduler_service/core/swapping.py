@@ -5,10 +5,10 @@ swaps its blocks in, which the worker does beside the forward pass; the next one
 sequences again, with all but their last tokens computed, and has rows of them.
 """
 
-from scheduler_service.core.admitting import introduce
 from scheduler_service.core.batch import Batch
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.heap import RemovableHeap
+from scheduler_service.core.introducing import introduce
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.plan import NewSequence
 from scheduler_service.core.running_set import RunningSet

@@ -92,9 +92,10 @@ class RequestStream:
         submit = scheduler_pb.Submit()
         submit.CopyFrom(self._request.submit)
         submit.handle = self.handle
-        submit.generated.extend(
-            choice.generated() for choice in self.choices if choice.token_ids or choice.finish
-        )
+        if not submit.HasField("beam_search"):  # a search tells nothing before its end
+            submit.generated.extend(
+                choice.generated() for choice in self.choices if choice.token_ids or choice.finish
+            )
         if self.deadline is not None:
             submit.timeout_us = max(1, round((self.deadline - time.monotonic()) * 1e6))
         return submit

@@ -63,7 +63,7 @@ class SettledRequest:
     def is_streamed(self) -> bool:
         """Whether tokens go to the client as they come. Otherwise the choices are known only when
         all have ended; the client gets nothing before, and a resumed request begins anew."""
-        return not self.is_ranked
+        return not (self.is_ranked or self.submit.HasField("beam_search"))
 
     @property
     def has_logprobs(self) -> bool:
@@ -129,6 +129,7 @@ def settle(
             num_choices=num_choices,
             max_tokens=max_tokens,
             stop_token_ids=to_column(sorted(stop_token_ids)),
+            beam_search=_beam_search(params),
             sampling=_sampler_params(params, model, seed, stop_token_ids),
         ),
         model=model,
@@ -198,9 +199,39 @@ def _sampler_params(
         sampler.logprobs = params.logprobs
     elif params.best_of > _or(params, "n", 1):
         sampler.logprobs = 0  # candidates are ranked by their tokens' own
+    if params.HasField("beam_search"):
+        sampler.temperature, sampler.top_p, sampler.top_k, sampler.min_p = 0, 1, 0, 0
+        if _searches(params):
+            num_candidates = _num_candidates(params, len(stop_token_ids))
+            sampler.num_candidates = min(num_candidates, model.info.vocab_size)
     if params.HasField("prompt_logprobs"):
         sampler.prompt_logprobs = params.prompt_logprobs
     return sampler
+
+
+def _searches(params: sampling_pb2.SamplingParams) -> bool:
+    """Whether there is a choice among beams; a single one is greedy, as in transformers."""
+    return params.beam_search.width > 1
+
+
+def _num_candidates(params: sampling_pb2.SamplingParams, num_stop_tokens: int) -> int:
+    """How many of each beam the worker reports.
+
+    Of the candidates that go on, the best `width` may all be one beam's. So many are left when all
+    of its stop tokens are better.
+    """
+    return max(params.beam_search.width + num_stop_tokens, params.logprobs)
+
+
+def _beam_search(params: sampling_pb2.SamplingParams) -> sampling_pb2.BeamSearch | None:
+    if not _searches(params):
+        return None
+    asked = params.beam_search
+    return sampling_pb2.BeamSearch(
+        width=asked.width,
+        length_penalty=_or(asked, "length_penalty", 1.0),
+        early_stopping=asked.early_stopping or sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
+    )
 
 
 def _bad_words(

@@ -25,6 +25,8 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
 MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 5
+"""Either way; length to this power stays within float32."""
 MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS = 100, 60_000
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -142,7 +144,8 @@ def _check_beam_search(params: sampling_pb2.SamplingParams) -> None:
             f"{prefix}width",
             f"expected 1 to {MAX_BEAM_WIDTH}",
         )
-        _check_range(beam, "length_penalty", -math.inf, math.inf, prefix=prefix)
+        most = MAX_LENGTH_PENALTY
+        _check_range(beam, "length_penalty", -most, most, prefix=prefix)
         known = beam.early_stopping in sampling_pb2.EarlyStopping.values()
         _expect(known, f"{prefix}early_stopping", "expected a known value")
 
@@ -173,13 +176,40 @@ def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
             "sampling_params.min_tokens",
             f"expected at most max_tokens ({params.max_tokens})",
         )
+    if params.HasField("beam_search"):
+        _check_beside_beam_search(params, n)
+
+
+def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> None:
+    """Beam search chooses by log probability alone, and ends by tokens."""
+    prefix = "sampling_params."
     structured = params.WhichOneof("structured_output")
-    if structured is not None:
+    _expect(structured is None, f"{prefix}beam_search", f"expected to be absent with {structured}")
+    width = params.beam_search.width
+    _expect(width >= n, f"{prefix}beam_search.width", f"expected at least n ({n})")
+    _expect(
+        params.temperature in (0, 1) or not params.HasField("temperature"),
+        f"{prefix}temperature",
+        "expected to be absent, 0 or 1 with beam_search",
+    )
+    for field, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        is_absent = not params.HasField(field)  # type: ignore[arg-type]
+        is_neutral = is_absent or getattr(params, field) == neutral
         _expect(
-            not params.HasField("beam_search"),
-            "sampling_params.beam_search",
-            f"expected to be absent with {structured}",
+            is_neutral,
+            f"{prefix}{field}",
+            f"expected to be absent or {neutral} with beam_search",
         )
+    _expect(
+        not params.HasField("best_of"),
+        f"{prefix}best_of",
+        "expected to be absent with beam_search, whose width is the number of candidates",
+    )
+    _expect(
+        not params.stop,
+        f"{prefix}stop",
+        "expected no stop strings with beam_search, which ends sequences by stop_token_ids",
+    )
 
 
 def _check_resume(request: inference_pb.GenerateRequest) -> None:
@@ -219,7 +249,6 @@ def _check_resumed_choice(
 def _refuse_unsupported(params: sampling_pb2.SamplingParams) -> None:
     """Well-formed wishes that this version does not fulfil."""
     refused = {
-        "beam_search": params.HasField("beam_search"),
         "structured output": params.HasField("structured_output"),
     }
     for feature, is_wanted in refused.items():

@@ -53,6 +53,17 @@ def test_one_prompt_needs_no_list(llm: LLM) -> None:
     assert tokens(alone) == tokens(quiet(llm, ["Hello"], GREEDY))
 
 
+def test_beams_and_the_best_of_many_come_as_answers(llm: LLM) -> None:
+    beams = SamplingParams(beam_width=4, n=3, length_penalty=0.0, max_tokens=6, ignore_eos=True)
+    best = SamplingParams(best_of=4, n=2, seed=3, max_tokens=6, logprobs=0, ignore_eos=True)
+    [found], [sampled] = quiet(llm, "Hello", beams), quiet(llm, "Hello", best)
+    assert len({str(choice.token_ids) for choice in found.outputs}) == 3
+    assert all(choice.finish_reason == "length" for choice in found.outputs)
+    assert len(sampled.outputs) == 2
+    scores = [choice.cumulative_logprob for choice in sampled.outputs]
+    assert scores == sorted(scores, reverse=True)
+
+
 def test_an_answer_is_the_same_alone_and_among_many(llm: LLM) -> None:
     alone = quiet(llm, "Hello", SAMPLED)
     among = quiet(llm, ["Hello", *(f"prompt {number}" for number in range(15))], SAMPLED)

@@ -64,6 +64,36 @@ def test_the_best_candidates_are_those_that_come_as_choices_otherwise(
     assert best.usage.completion_tokens == sum(len(choice.token_ids) for _, choice in scored)
 
 
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_beams_are_those_of_transformers(
+    stub: InferenceServiceStub, reference: Reference, early_stopping: bool | str
+) -> None:
+    told = {True: 1, False: 2, "never": 3}[early_stopping]
+    prompts = [reference.encode(text) for text in PROMPTS[:5]]
+    widths = (2, 3, 5, 4, 1)
+    plain = request_for(prompts[0], temperature=0, max_tokens=16)
+    answers = generate_together(
+        stub,
+        [
+            request_for(
+                prompt,
+                n=(width + 1) // 2,
+                max_tokens=16,
+                beam_search={"width": width, "early_stopping": told, "length_penalty": 0.5},
+            )
+            for prompt, width in zip(prompts, widths, strict=True)
+        ]
+        + [plain],
+    )
+    for prompt, width, answer in zip(prompts, widths, answers, strict=False):
+        expected = reference.beams(
+            prompt, 16, width, early_stopping=early_stopping, length_penalty=0.5
+        )
+        found = [answer.choices[i].token_ids for i in range((width + 1) // 2)]
+        assert found == expected[: len(found)]
+    assert answers[-1].token_ids == reference.greedy(prompts[0], 16)
+
+
 def test_log_probabilities_agree_with_transformers(
     stub: InferenceServiceStub, reference: Reference
 ) -> None:

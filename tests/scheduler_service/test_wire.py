@@ -10,10 +10,12 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
-from scheduler_service.columns import from_column, to_column
+from scheduler_service.columns import from_column, to_column, to_float_column
+from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.plan import (
     NewSequence,
+    RowCandidates,
     RowError,
     RowLogprobs,
     RowPromptLogprobs,
@@ -52,6 +54,7 @@ plans = st.builds(
     seq_ids=ids,
     num_tokens=st.none() | ids,
     sample=st.none() | st.lists(st.booleans(), max_size=20),
+    appended_tokens=ids,
 )
 
 
@@ -74,7 +77,8 @@ def test_a_column_with_a_rest_is_refused_by_name() -> None:
 def test_a_plan_travels_whole(plan: StepPlan, epoch: int) -> None:
     message = plan_pb2.StepPlan.FromString(wire.encode_plan(plan, epoch).SerializeToString())
     assert (message.epoch, message.step_id) == (epoch, plan.step_id)
-    for name in ("forget_seq_ids", "swap_out", "swap_in", "copy", "block_updates", "seq_ids"):
+    columns = ("forget_seq_ids", "swap_out", "swap_in", "copy", "block_updates", "seq_ids")
+    for name in (*columns, "appended_tokens"):
         assert array("i", getattr(message, name)).tolist() == getattr(plan, name)
     assert array("i", message.num_tokens).tolist() == (plan.num_tokens or [])
     assert [bool(byte) for byte in message.sample] == (plan.sample or [])
@@ -183,6 +187,41 @@ def test_a_submission_becomes_a_request() -> None:
     assert request.generated[1].cumulative_logprob == -0.5
 
 
+@pytest.mark.parametrize(
+    ("told", "meant"),
+    [
+        (sampling_pb2.EARLY_STOPPING_WHEN_FULL, EarlyStopping.WHEN_FULL),
+        (sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS, EarlyStopping.WHEN_HOPELESS),
+        (sampling_pb2.EARLY_STOPPING_NEVER, EarlyStopping.NEVER),
+    ],
+)
+def test_a_search_is_submitted_with_all_that_it_needs(
+    told: sampling_pb2.EarlyStopping.ValueType, meant: EarlyStopping
+) -> None:
+    beam_search = sampling_pb2.BeamSearch(width=3, length_penalty=0.5, early_stopping=told)
+    request = wire.decode_submit(submit(beam_search=beam_search), "front", now=0.0)
+    assert request.beam_search == BeamParams(
+        width=3, length_penalty=0.5, early_stopping=meant, num_logprobs=0
+    )
+    assert wire.decode_submit(submit(), "front", now=0.0).beam_search is None
+
+
+def test_candidates_arrive_whole() -> None:
+    entry = plan_pb2.RowCandidates(
+        row=3, token_ids=to_column([7, 5]), logprobs=to_float_column([-0.5, -1.25])
+    )
+    result = wire.decode_result(plan_pb2.StepResult(step_id=1, candidates=[entry]))
+    assert result.candidates == {3: RowCandidates(token_ids=[7, 5], logprobs=[-0.5, -1.25])}
+
+
+@pytest.mark.parametrize("logprobs", [b"", b"123", to_float_column([-0.5])])
+def test_candidates_without_their_log_probabilities_are_refused(logprobs: bytes) -> None:
+    entry = plan_pb2.RowCandidates(row=0, token_ids=to_column([7, 5]), logprobs=logprobs)
+    with pytest.raises(InvalidArgument) as error:
+        wire.decode_result(plan_pb2.StepResult(step_id=1, candidates=[entry]))
+    assert error.value.field == "candidates.logprobs"
+
+
 def test_a_submission_without_a_timeout_has_no_deadline() -> None:
     message = submit()
     message.ClearField("timeout_us")
@@ -196,7 +235,11 @@ def test_a_submission_without_a_timeout_has_no_deadline() -> None:
         ({"handle": 0}, "handle"),
         ({"handle": 2**31 - 1}, "handle"),
         ({"request_id": ""}, "request_id"),
-        ({"beam_search": sampling_pb2.BeamSearch(width=2)}, "beam_search"),
+        ({"beam_search": sampling_pb2.BeamSearch(width=2)}, "beam_search.early_stopping"),
+        (
+            {"beam_search": sampling_pb2.BeamSearch(width=2, early_stopping=99)},  # type: ignore[arg-type]
+            "beam_search.early_stopping",
+        ),
         ({"prompt_token_ids": b"123"}, "prompt_token_ids"),
         ({"stop_token_ids": b"123"}, "stop_token_ids"),
         ({"generated": [pb.GeneratedTokens(choice_index=2)]}, "generated.choice_index"),

@@ -20,8 +20,15 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
+from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.errors import PagewireError, RequestAborted
-from tests.support.symbolic_worker import Sampling, SymbolicWorker, logprobs_of, undisturbed
+from tests.support.symbolic_worker import (
+    Sampling,
+    SymbolicWorker,
+    logprobs_of,
+    undisturbed,
+    undisturbed_beams,
+)
 
 MODEL = "m"
 
@@ -169,11 +176,14 @@ class CoreDriver:
         request_id: str | None = None,
         model: str = MODEL,
         timeout: float | None = None,
+        beam_search: BeamParams | None = None,
     ) -> RequestRecord:
         """Submit a request. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
         self.next_handle += n
         sampling = replace(sampling or Sampling(seed=handle), max_tokens=max_tokens)
+        if beam_search is not None:
+            sampling = replace(sampling, num_candidates=beam_search.width + len(stop_token_ids))
         request = Request(
             frontend_id=frontend_id,
             handle=handle,
@@ -186,6 +196,7 @@ class CoreDriver:
             stop_token_ids=stop_token_ids,
             wants_logprobs=sampling.logprobs,
             wants_prompt_logprobs=sampling.prompt_logprobs,
+            beam_search=beam_search,
             deadline=None if timeout is None else self.now + timeout,
         )
         self.core.submit(request, self.now)
@@ -212,6 +223,8 @@ class CoreDriver:
         """A stop string appears in a choice."""
         self.collect()
         choice = record.choices[index]
+        if record.request.beam_search is not None:
+            return  # has no stop strings
         if record.is_live and choice.finish_reason is None and len(choice.tokens) >= num_tokens:
             choice.stopped_by_frontend = True
             del choice.tokens[num_tokens:]
@@ -308,7 +321,10 @@ class CoreDriver:
         for handle, logprobs in outbox.logprobs:
             choice = self._choice(frontend_id, handle)[1]
             if (frontend_id, handle) in new_tokens:
-                assert logprobs == logprobs_of(new_tokens[frontend_id, handle].popleft())
+                token = new_tokens[frontend_id, handle].popleft()
+                if self._choice(frontend_id, handle)[0].request.beam_search is None:
+                    assert logprobs == logprobs_of(token)
+                assert logprobs.token_ids[:4] == token.to_bytes(4, "little")
                 choice.num_logprobs += 1
         for finished in outbox.choices_finished:
             record, choice = self._choice(frontend_id, finished.handle)
@@ -353,6 +369,15 @@ class CoreDriver:
     def _expected(self, record: RequestRecord, index: int) -> list[int]:
         request = record.request
         room = self.max_model_len - len(request.prompt_token_ids)
+        if request.beam_search is not None:
+            beams = undisturbed_beams(
+                request.prompt_token_ids,
+                request.sampling,
+                request.beam_search,
+                request.stop_token_ids,
+                min(request.max_tokens, room),
+            )
+            return [] if beams is None else beams[index]
         return undisturbed(
             request.prompt_token_ids,
             index,
@@ -410,6 +435,9 @@ class CoreDriver:
         self._check_prefixes(record)
         assert record.error is not None
         lengths = [len(self._expected(record, i)) for i in range(len(record.choices))]
+        if record.request.beam_search is not None:
+            assert not any(choice.tokens for choice in record.choices), "told before the end"
+            return
         if record.error.reason == "NON_FINITE_LOGITS":
             fails_at = record.request.sampling.fails_at
             assert fails_at in [len(choice.tokens) for choice in record.choices]

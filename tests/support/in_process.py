@@ -144,11 +144,23 @@ class InProcessEngine:
                 wants_logprobs=params.HasField("logprobs"),
             )
             self.core.submit(request, now=0.0)
-        outputs = [Output() for _ in range(len(prompts) * num_choices)]
+        outputs = {handle: Output() for handle in range(1, 1 + len(prompts) * num_choices)}
+        self._run(outputs)
+        return list(outputs.values())
+
+    def run(self, requests: Sequence[Request]) -> dict[int, Output]:
+        """Run requests together; their choices by handle."""
+        for request in requests:
+            self.core.submit(request, now=0.0)
+        outputs = {
+            request.handle + index: Output()
+            for request in requests
+            for index in range(request.num_choices)
+        }
         self._run(outputs)
         return outputs
 
-    def _run(self, outputs: list[Output]) -> None:
+    def _run(self, outputs: dict[int, Output]) -> None:
         """Plan as far ahead as the pipeline allows, execute in order, until nothing is left."""
         plans: deque[bytes] = deque()
         while True:
@@ -159,14 +171,14 @@ class InProcessEngine:
             self.core.update(GROUP, self.worker.execute(plans.popleft()), now=0.0)
             self._deliver(outputs)
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: dict[int, Output]) -> None:
         for outbox in self.core.take_outboxes().values():
             for _, error in outbox.requests_failed:
                 raise error
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
-                outputs[handle - 1].token_ids.append(token)
+                outputs[handle].token_ids.append(token)
             for handle, entry in outbox.logprobs:
                 value = float(np.frombuffer(entry.logprobs, "<f4")[0])
-                outputs[handle - 1].logprobs.append(value)
+                outputs[handle].logprobs.append(value)
             for finished in outbox.requests_finished:
-                outputs[finished.handle - 1].cached_tokens = finished.cached_tokens
+                outputs[finished.handle].cached_tokens = finished.cached_tokens

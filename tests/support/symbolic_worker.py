@@ -16,12 +16,14 @@ from hashlib import blake2b
 
 from scheduler_service.core import (
     NewSequence,
+    RowCandidates,
     RowError,
     RowLogprobs,
     RowPromptLogprobs,
     StepPlan,
     StepResult,
 )
+from scheduler_service.core.beam_search import BeamParams, BeamSearch
 
 History = bytes
 """Digest of all tokens up to and including one position."""
@@ -48,6 +50,8 @@ class Sampling:
     """Output position at which the logits are not finite."""
     logprobs: bool = False
     prompt_logprobs: bool = False
+    num_candidates: int | None = None
+    """Tokens reported for the core to choose among; None: the worker chooses."""
 
 
 def extend(history: History, token: int) -> History:
@@ -84,6 +88,45 @@ def undisturbed(
             break
         history = extend(history, token)
     return output
+
+
+def candidates(history: History, sampling: Sampling) -> RowCandidates:
+    """What may follow a history. Log probabilities are coarse, so that there are many ties."""
+    assert sampling.num_candidates is not None
+    key = f"{sampling.seed}".encode()
+    digest = blake2b(history, key=key, digest_size=64).digest()
+    scored = sorted((digest[token], token) for token in range(min(sampling.vocab_size, 64)))
+    best = scored[: sampling.num_candidates]
+    return RowCandidates(
+        token_ids=[token for _, token in best],
+        logprobs=[-(1 + badness // 8) / 8 for badness, _ in best],
+    )
+
+
+def undisturbed_beams(
+    prompt: Iterable[int],
+    sampling: Sampling,
+    params: BeamParams,
+    stop_token_ids: frozenset[int],
+    max_output_tokens: int,
+) -> list[list[int]] | None:
+    """The best sequences of a beam search that runs alone on a worker without limits; None if it
+    fails."""
+    search = BeamSearch(params, stop_token_ids, max_output_tokens)
+    start = START
+    for token in prompt:
+        start = extend(start, token)
+    while not search.is_done:
+        if search.num_tokens == sampling.fails_at:
+            return None
+        rows = []
+        for beam in search.beams:
+            history = start
+            for step in beam.path.steps() if beam.path is not None else ():
+                history = extend(history, step.token)
+            rows.append(candidates(history, sampling))
+        search.advance(rows)
+    return [[step.token for step in finished.path.steps()] for finished in search.finished]
 
 
 @dataclass
@@ -154,6 +197,7 @@ class SymbolicWorker:
         forks = {new.seq_id for new in plan.new_sequences if new.parent_seq_id is not None}
         for new in plan.new_sequences:
             self._learn(new)
+        self._append_chosen(plan.appended_tokens)
         self._update_blocks(plan.block_updates)
         rows = self._rows(plan, forks)
         starts = self._write(rows, plan, forks)
@@ -214,7 +258,7 @@ class SymbolicWorker:
             is_had = source in coming or bool(self._owners(source))
             require(is_had, f"copy from block {source} that nobody has")
             require(not self._owners(target), f"copy into block {target} in use")
-            require(target in updated, f"copy into block {target} that nobody gets")
+            require(target in updated | coming, f"copy into block {target} that nobody gets")
         self._move(pairs, self.cache, self.cache, "copy")
 
     def _learn(self, new: NewSequence) -> None:
@@ -281,6 +325,17 @@ class SymbolicWorker:
         require(
             last <= self.num_results_taken, f"{seq.seq_id} reuses step {last} before its result"
         )
+
+    def _append_chosen(self, column: list[int]) -> None:
+        pairs = grouped(column, 2)
+        require(len({seq_id for seq_id, _ in pairs}) == len(pairs), "a sequence gets two tokens")
+        for seq_id, token in pairs:
+            require(seq_id in self.sequences, f"a token for unknown sequence {seq_id}")
+            seq = self.sequences[seq_id]
+            is_chosen = seq.sampling.num_candidates is not None
+            require(is_chosen, f"{seq_id} gets its tokens from the worker")
+            require(seq.num_computed == len(seq.tokens), f"{seq_id} gets a token too early")
+            seq.append(token)
 
     def _update_blocks(self, column: list[int]) -> None:
         seen = set()
@@ -377,6 +432,10 @@ class SymbolicWorker:
                 result.token_ids.append(-1)
                 result.errors[row] = RowError(reason="NON_FINITE_LOGITS", message="not finite")
                 seq.append(0)
+                continue
+            if seq.sampling.num_candidates is not None:
+                result.token_ids.append(-1)
+                result.candidates[row] = candidates(seq.histories[-1], seq.sampling)
                 continue
             token = next_token(seq.histories[-1], seq.choice_index, seq.sampling)
             seq.append(token)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_service.core import SchedulerConfig
+from scheduler_service.core import BeamParams, EarlyStopping, SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
@@ -141,6 +141,52 @@ class CoreMachine(RuleBasedStateMachine):
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     frontend_id=frontend_id,
                     timeout=timeout,
+                )
+
+    @rule(
+        count=st.integers(1, 2),
+        length=st.integers(1, 30),
+        seed=st.integers(0, 1000),
+        max_tokens=st.integers(1, 24),
+        width=st.integers(1, 5),
+        num_choices=st.integers(1, 5),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
+        early_stopping=st.sampled_from(list(EarlyStopping)),
+        num_stop_tokens=st.sampled_from([0, 1, 3]),
+        logprobs=st.booleans(),
+        fails_at=st.sampled_from([None] * 7 + [0, 3]),
+    )
+    def search(
+        self,
+        count: int,
+        length: int,
+        seed: int,
+        max_tokens: int,
+        width: int,
+        num_choices: int,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        num_stop_tokens: int,
+        logprobs: bool,
+        fails_at: int | None,
+    ) -> None:
+        for i in range(count):
+            params = BeamParams(
+                width=width,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+                num_logprobs=2 if logprobs else None,
+            )
+            with suppress(QueueFull, PromptTooLong, InvalidArgument):
+                self.driver.submit(
+                    prompt=make_prompt(1 + (length + 7 * i) % 30, 8, seed),
+                    max_tokens=max_tokens,
+                    n=min(num_choices, width),
+                    sampling=Sampling(
+                        seed=seed + i, fails_at=fails_at, prompt_logprobs=seed % 4 == 0
+                    ),
+                    stop_token_ids=frozenset(range(num_stop_tokens)),
+                    beam_search=params,
                 )
 
     @rule(pick=st.integers(0, 1000), num_more=st.integers(1, 8), max_tokens=st.integers(1, 12))

@@ -11,10 +11,12 @@ Commands (sizes in tokens; `name` is a request's):
     group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, for short `blocks`
                                 on the device and `host` blocks
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
-           [like=NAME:N] [logprobs=true]
+           [like=NAME:N] [logprobs=true] [width=N] [stops=N]
                                 stop_at: the token at that output position is a stop token
                                 like: it begins with N tokens of another's prompt and first choice
                                 logprobs: of the prompt
+                                width: beam search by so many beams for the n best
+                                stops: the first N token ids are stop tokens
     plan GROUP                  schedule a step; the worker executes it at once
     result GROUP                the oldest result comes in
     run                         plans and results, until nothing is left to do
@@ -31,7 +33,14 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.core import GroupSnapshot, Outbox, SchedulerConfig, StepPlan
+from scheduler_service.core import (
+    BeamParams,
+    EarlyStopping,
+    GroupSnapshot,
+    Outbox,
+    SchedulerConfig,
+    StepPlan,
+)
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
@@ -59,12 +68,15 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     for new in plan.new_sequences:
         if new.parent_seq_id is not None:
             origin = f"forks {new.parent_seq_id}"
+            origin += "".join(f" and goes on by {token}" for token in new.token_ids)
         else:
             num_output = len(new.token_ids) - new.num_prompt_tokens
             origin = f"prompt={new.num_prompt_tokens} output={num_output}"
         if new.num_computed_tokens:
             origin += f" computed={new.num_computed_tokens}"
         lines.append(f"new {new.seq_id} choice={new.choice_index} {origin} {new.block_ids}")
+    for seq_id, token in pairs(plan.appended_tokens, 2):
+        lines.append(f"{seq_id} goes on by {token}")
     for seq_id, index, block in pairs(plan.block_updates, 3):
         lines.append(f"block table of {seq_id}: entry {index} is block {block}")
     num_tokens = plan.num_tokens or [1] * len(plan.seq_ids)
@@ -86,6 +98,11 @@ def convert(value: str) -> bool | int | float | PreemptionMode:
     if value in tuple(PreemptionMode):
         return PreemptionMode(value)
     return float(value) if "." in value else int(value)
+
+
+def beam_params(width: int) -> BeamParams:
+    """Of a search that ends as soon as it can."""
+    return BeamParams(width=width, length_penalty=1.0, early_stopping=EarlyStopping.WHEN_FULL)
 
 
 class Scenario:
@@ -133,6 +150,8 @@ class Scenario:
             tokens = undisturbed(prompt, 0, sampling, frozenset(), int(options["stop_at"]) + 1)
             assert tokens[-1] not in tokens[:-1], "choose another place to stop"
             stop_token_ids = frozenset(tokens[-1:])
+        if "stops" in options:
+            stop_token_ids = frozenset(range(int(options["stops"])))
         self.records[name] = self.driver.submit(
             prompt=prompt,
             max_tokens=int(options["max_tokens"]),
@@ -142,6 +161,7 @@ class Scenario:
             frontend_id=options.get("frontend", "f0"),
             request_id=name,
             model=options.get("model", "m"),
+            beam_search=beam_params(int(options["width"])) if "width" in options else None,
             timeout=float(options["timeout"]) if "timeout" in options else None,
         )
 

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.model_assets import ServedModel, build_model
@@ -111,6 +112,36 @@ def test_as_many_candidates_as_choices_are_just_choices() -> None:
     request = settled(n=2, best_of=2)
     assert request.is_streamed
     assert not request.submit.sampling.HasField("logprobs")
+
+
+def test_a_search_is_settled_with_candidates_and_without_what_the_author_says_of_sampling() -> None:
+    model = with_defaults(temperature=0.5, top_k=9, top_p=0.5, eos_token_id=[7])
+    request = settled(model, n=2, beam_search={"width": 4})
+    beam, sampling = request.submit.beam_search, request.submit.sampling
+    assert (beam.width, beam.length_penalty) == (4, 1.0)
+    assert beam.early_stopping == sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS
+    assert request.submit.num_choices == request.num_returned == 2
+    assert not request.is_streamed
+    assert sampling.num_candidates == 4 + len(request.stop_token_ids)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 1)
+
+
+def test_a_search_has_candidates_for_the_log_probabilities_asked_for() -> None:
+    sampling = settled(beam_search={"width": 2}, logprobs=17).submit.sampling
+    assert sampling.num_candidates == 17
+
+
+def test_more_candidates_than_the_vocabulary_has_are_the_vocabulary() -> None:
+    model = build_model(model_info(vocab_size=30), model_files(byte_level()))
+    assert settled(model, beam_search={"width": 64}).submit.sampling.num_candidates == 30
+
+
+def test_a_single_beam_is_greedy() -> None:
+    request = settled(beam_search={"width": 1})
+    assert not request.submit.HasField("beam_search")
+    assert not request.submit.sampling.HasField("num_candidates")
+    assert request.submit.sampling.temperature == 0
+    assert request.is_streamed
 
 
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:

@@ -19,6 +19,10 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {"n": 128},
     {"n": 2, "best_of": 2},
     {"n": 2, "best_of": 128},
+    {"beam_search": {"width": 4}},
+    {"beam_search": {"width": 64, "length_penalty": -5, "early_stopping": 3}, "n": 64},
+    {"beam_search": {"width": 2}, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0},
+    {"beam_search": {"width": 2}, "temperature": 1, "stop_token_ids": [5], "logprobs": 3},
     {"temperature": 0},
     {"temperature": 0.01},
     {"temperature": 100},
@@ -112,6 +116,14 @@ BAD_SAMPLING = [
     ({"beam_search": {"width": 2, "length_penalty": math.nan}}, "beam_search.length_penalty"),
     ({"beam_search": {"width": 2, "early_stopping": 99}}, "beam_search.early_stopping"),
     ({"beam_search": {"width": 2}, "regex": "a"}, "beam_search"),
+    ({"beam_search": {"width": 2, "length_penalty": 5.5}}, "beam_search.length_penalty"),
+    ({"beam_search": {"width": 2}, "n": 3}, "beam_search.width"),
+    ({"beam_search": {"width": 2}, "best_of": 2}, "best_of"),
+    ({"beam_search": {"width": 2}, "temperature": 0.5}, "temperature"),
+    ({"beam_search": {"width": 2}, "top_p": 0.9}, "top_p"),
+    ({"beam_search": {"width": 2}, "top_k": 5}, "top_k"),
+    ({"beam_search": {"width": 2}, "min_p": 0.1}, "min_p"),
+    ({"beam_search": {"width": 2}, "stop": ["a"]}, "stop"),
     ({"json_schema": ""}, "json_schema"),
     ({"regex": ""}, "regex"),
     ({"grammar": ""}, "grammar"),
@@ -141,7 +153,6 @@ def test_a_bad_sampling_parameter_is_named(sampling: dict[str, Any], path: str) 
 
 def test_the_table_has_a_bad_case_for_every_sampling_parameter_that_can_be_bad() -> None:
     cannot_be_bad = {
-        "top_k",
         "seed",
         "ignore_eos",
         "skip_special_tokens",
@@ -194,7 +205,6 @@ def test_a_resumption_needs_its_request_id_and_seed() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"beam_search": {"width": 4}},
         {"json_schema": "{}"},
         {"regex": "a+"},
         {"grammar": "root ::= 'a'"},
