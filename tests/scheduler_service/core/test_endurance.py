@@ -1,0 +1,206 @@
+"""What has ended leaves nothing behind: memory does not grow with the requests served.
+
+`benchmarks/endurance.py` shows the same of whole processes.
+"""
+
+import gc
+import logging
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from scheduler_service.core import (
+    Outbox,
+    Request,
+    SchedulerConfig,
+    SchedulerCore,
+    StepPlan,
+    StepResult,
+)
+from scheduler_service.errors import DuplicateRequest, PromptTooLong
+from tests.support.core_driver import make_capacity
+from tests.support.symbolic_worker import logprobs_of
+
+MAX_OPEN = 12
+CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, watermark=0.0)
+
+
+class Traffic:
+    """A core, two workers under memory pressure, and requests of all kinds, forgotten as they end.
+
+    Workers are lost, frontends come and go, requests are cancelled, run out of time or are refused.
+    The workers' tokens are any: what is right is not asked here.
+    """
+
+    def __init__(self) -> None:
+        self.core = SchedulerCore(CONFIG)
+        self.num_finished = 0
+        self.num_refused = 0
+        self.num_failed = 0
+        self._draw = Random(0)
+        self._now = 0.0
+        self._num_submitted = 0
+        self._frontend_id = "f0"
+        self._results: dict[str, deque[StepResult]] = {}
+        """Of each worker, those on the wire."""
+        self._open: dict[int, str] = {}
+        """Frontends of the requests that have not ended, by handle."""
+        for group_id in ("g0", "g1"):
+            self._join(group_id)
+
+    def serve(self, num_requests: int) -> None:
+        """Have so many more requests come and end."""
+        until = self._num_submitted + num_requests
+        while self._num_submitted < until or self._open:
+            while self._num_submitted < until and len(self._open) < MAX_OPEN:
+                self._submit()
+            if self._num_submitted % 100 == 0:
+                self._upset()
+            self._step()
+        self._step()  # the results of rows in vain
+
+    def _join(self, group_id: str) -> None:
+        self.core.add_group(make_capacity(group_id, num_gpu_blocks=10), self._now)
+        self._results[group_id] = deque()
+
+    def _upset(self) -> None:
+        """A worker dies and comes back; new requests come through another frontend."""
+        self._num_submitted += 1
+        group_id = self._draw.choice(list(self._results))
+        self.core.remove_group(group_id, self._now)
+        self._join(group_id)
+        former, self._frontend_id = self._frontend_id, f"f{self._num_submitted}"
+        self._read()
+        self.core.remove_frontend(former, self._now)
+        self._open = {h: f for h, f in self._open.items() if f != former}
+
+    def _submit(self) -> None:
+        self._num_submitted += 1
+        draw, handle = self._draw, 2 * self._num_submitted
+        too_long = draw.random() < 1 / 32
+        prompt = [draw.randrange(32) for _ in range(64 if too_long else draw.randint(1, 16))]
+        request = Request(
+            frontend_id=self._frontend_id,
+            handle=handle,
+            request_id=f"r{handle}",
+            model="m",
+            prompt_token_ids=[7] * 8 + prompt if draw.random() < 1 / 4 else prompt,
+            num_choices=2 if draw.random() < 1 / 4 else 1,
+            max_tokens=draw.randint(1, 8),
+            stop_token_ids=frozenset({draw.randrange(32)}),
+            sampling=None,
+            deadline=self._now + 0.003 if draw.random() < 1 / 16 else None,
+        )
+        try:
+            self.core.submit(request, self._now)
+        except PromptTooLong:
+            self.num_refused += 1
+            return
+        with pytest.raises(DuplicateRequest):
+            self.core.submit(request, self._now)
+        self._open[handle] = self._frontend_id
+
+    def _step(self) -> None:
+        self._now += 0.001
+        self.core.expire(self._now)
+        for group_id, results in self._results.items():
+            while (plan := self.core.schedule(group_id, self._now)) is not None:
+                results.append(self._answer(plan))
+        for group_id, results in self._results.items():
+            if results:
+                self.core.update(group_id, results.popleft(), self._now)
+        self._read()
+        if self._open and self._draw.random() < 1 / 64:
+            handle, frontend_id = self._open.popitem()
+            self.core.cancel(frontend_id, handle, self._now)
+
+    def _answer(self, plan: StepPlan) -> StepResult:
+        num_sampled = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+        token_ids = [self._draw.randrange(32) for _ in range(num_sampled)]
+        logprobs = {0: logprobs_of(token_ids[0])} if num_sampled == len(plan.seq_ids) else {}
+        return StepResult(step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs)
+
+    def _read(self) -> None:
+        for outbox in self.core.take_outboxes().values():
+            self.take(outbox)
+
+    def take(self, outbox: Outbox) -> None:
+        """What a frontend does with its news."""
+        for finished in outbox.requests_finished:
+            self.num_finished += 1
+            del self._open[finished.handle]
+        for handle, _ in outbox.requests_failed:
+            self.num_failed += 1
+            del self._open[handle]
+
+
+class Hoard(Traffic):
+    """A frontend that keeps what it has read, as an example of a leak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Outbox] = []
+
+    def take(self, outbox: Outbox) -> None:
+        super().take(outbox)
+        self.kept.append(outbox)
+
+
+@pytest.fixture(autouse=True)
+def unlogged(caplog: pytest.LogCaptureFixture) -> None:
+    """Captured log records would be a leak of the test's own."""
+    caplog.set_level(logging.CRITICAL, logger="scheduler_service")
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Have all allocations counted."""
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def growth(traffic: Traffic, num_requests: int) -> tuple[int, int]:
+    """Objects and bytes that so many requests leave behind, once caches are full."""
+    traffic.serve(500)
+    before = memory()
+    traffic.serve(num_requests)
+    after = memory()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def memory() -> tuple[int, int]:
+    """Objects that the collector knows, and bytes, of everything alive in this process."""
+    gc.collect()
+    num_objects = len(gc.get_objects())
+    return num_objects, tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.usefixtures("traced")
+def test_thousands_of_requests_leave_nothing_behind() -> None:
+    traffic = Traffic()
+    num_objects, num_bytes = growth(traffic, 3_000)
+    assert abs(num_objects) < 50
+    assert abs(num_bytes) < 20_000
+    assert traffic.num_finished > 2_000
+    assert traffic.num_refused > 50
+    assert traffic.num_failed > 50
+    assert traffic.core.snapshot().num_preemptions > 100
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_leak_would_be_seen() -> None:
+    num_objects, num_bytes = growth(Hoard(), 300)
+    assert num_objects > 300
+    assert num_bytes > 20_000
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_requests_leave_nothing_behind() -> None:
+    traffic = Traffic()
+    num_objects, _ = growth(traffic, 100_000)
+    assert abs(num_objects) < 50
+    assert traffic.num_finished > 60_000
