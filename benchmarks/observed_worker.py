@@ -1,0 +1,191 @@
+"""A worker process driven by the core service's own step stream, with the worker's timestamps kept.
+
+The benchmark stands where the core's process stands: the real driver and the real step stream, over
+gRPC on a unix socket. Registration is left out; nothing is between the two but the call that keeps
+what the results tell of their time.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.core import GroupCapacity, Outbox, Request, SchedulerConfig
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.step_stream import StepStream
+from scheduler_service.grpc_options import channel_options
+from scheduler_service.tasks import run_until_first
+
+GROUP = "g"
+FRONTEND = "f"
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Sequences that run together, all of one shape."""
+
+    num_seqs: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def request(self, index: int, model: str) -> Request:
+        """One of them; nothing but its length ends it."""
+        return Request(
+            frontend_id=FRONTEND,
+            handle=index + 1,
+            request_id=str(index),
+            model=model,
+            prompt_token_ids=[10 + index] * self.prompt_tokens,
+            max_tokens=self.output_tokens,
+            sampling=sampling_pb2.SamplerParams(top_p=1.0, repetition_penalty=1.0),
+        )
+
+
+class ObservedCall:
+    """An `ExecuteSteps` call that keeps the timings of all results."""
+
+    def __init__(self, call: Any) -> None:
+        self.timings: list[plan_pb2.StepTimings] = []
+        self.num_written_at_result: list[int] = []
+        """Plans that had left when each result came in."""
+        self._call = call
+        self._num_written = 0
+
+    async def write(self, request: worker_pb.ExecuteStepsRequest) -> None:
+        """Send a plan."""
+        self._num_written += 1
+        await self._call.write(request)
+
+    async def read(self) -> Any:
+        """The next result, or EOF."""
+        response = await self._call.read()
+        if response is not grpc.aio.EOF:
+            self.timings.append(response.result.timings)
+            self.num_written_at_result.append(self._num_written)
+        return response
+
+    async def code(self) -> grpc.StatusCode:
+        """The status of a call that has ended."""
+        code: grpc.StatusCode = await self._call.code()
+        return code
+
+    async def details(self) -> str:
+        """What is said about it."""
+        details: str = await self._call.details()
+        return details
+
+
+class Ends:
+    """A frontend that only waits until all of its requests have ended."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.all_ended = asyncio.Event()
+        self._num_left = num_requests
+
+    def deliver(self, outbox: Outbox) -> None:
+        """Count the ends."""
+        for _, error in outbox.requests_failed:
+            raise error
+        self._num_left -= len(outbox.requests_finished)
+        if self._num_left == 0:
+            self.all_ended.set()
+
+
+class ObservedWorker:
+    """A worker process on a unix socket; an asynchronous context manager."""
+
+    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
+        self._address = f"unix:{folder}/worker.sock"
+        command = [sys.executable, "-m", "worker_service", "--listen", self._address, *flags]
+        with (folder / "worker.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command, env=os.environ | {"PYTHONPATH": _path()}, stdout=log, stderr=log
+            )
+        self._epoch = 0
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self._address, options=channel_options())
+        self._stub = WorkerServiceStub(self._channel)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            self._info = await self._wait_loaded()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+        self._process.terminate()
+        await asyncio.to_thread(self._process.wait, 30)
+
+    async def _wait_loaded(self) -> worker_pb.GetInfoResponse:
+        while True:
+            try:
+                return await self._stub.GetInfo(worker_pb.GetInfoRequest(), wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def run(self, load: Load, *, pipeline_depth: int) -> ObservedCall:
+        """Run all sequences from first to last token, together; what was observed."""
+        self._epoch += 1
+        capacity = self._capacity(load)
+        await self._stub.InitializeCache(
+            worker_pb.InitializeCacheRequest(
+                num_gpu_blocks=capacity.num_gpu_blocks, num_cpu_blocks=0, epoch=self._epoch
+            )
+        )
+        driver = CoreDriver(
+            SchedulerConfig(
+                max_num_seqs=load.num_seqs,
+                max_num_batched_tokens=load.num_seqs * (load.prompt_tokens + 1),
+                watermark=0.0,
+                pipeline_depth=pipeline_depth,
+            )
+        )
+        ends = Ends(load.num_seqs)
+        driver.add_frontend(FRONTEND, ends)
+        for index in range(load.num_seqs):
+            driver.submit(load.request(index, capacity.model))
+        call = self._stub.ExecuteSteps()
+        try:
+            return await self._execute(ObservedCall(call), driver, capacity, ends)
+        finally:
+            call.cancel()
+            driver.close()
+
+    async def _execute(
+        self, call: ObservedCall, driver: CoreDriver, capacity: GroupCapacity, ends: Ends
+    ) -> ObservedCall:
+        """Step until all requests have ended. Raises what ends the stream before."""
+        work = driver.add_group(capacity)
+        stream = StepStream(call, driver, group_id=GROUP, epoch=self._epoch)  # type: ignore[arg-type]
+        await run_until_first(stream.run(work), ends.all_ended.wait())
+        return call
+
+    def _capacity(self, load: Load) -> GroupCapacity:
+        """Room for all of a load's sequences."""
+        model = self._info.model
+        blocks_each = -(-(load.prompt_tokens + load.output_tokens) // model.block_size)
+        return GroupCapacity(
+            group_id=GROUP,
+            model=model.name,
+            num_gpu_blocks=blocks_each * load.num_seqs,
+            num_cpu_blocks=0,
+            block_size=model.block_size,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+        )
+
+
+def _path() -> str:
+    root = Path(__file__).parents[1]
+    return os.pathsep.join(str(root / name) for name in (".", "kernels", "client", "protos"))
