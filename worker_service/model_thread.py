@@ -2,6 +2,11 @@
 
 Work is done in the order in which it was handed over, so that nothing the model touches needs a
 lock, and the event loop never waits for the device.
+
+To wake an event loop takes a system call, and with it the interpreter's lock goes to the loop, for
+as long as that has messages to handle: milliseconds in which the device would stand idle between
+two steps. So what the model thread has to tell is called out by a thread of its own, which gets
+the lock when the next step lets go of it, that is, while the device computes.
 """
 
 import asyncio
@@ -21,8 +26,10 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._call_out, name="model-calls", daemon=True).start()
 
     def post(self, job: Callable[[], None]) -> None:
         """Have `job` done; it must handle its own exceptions."""
@@ -52,6 +59,10 @@ class ModelThread:
         self.post(job)
         return await future
 
+    def tell(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        """Have a loop make a call, in the order of these; for jobs to use."""
+        self._calls.put(lambda: loop.call_soon_threadsafe(call))
+
     def stop(self, *, wait: bool) -> None:
         """End the thread once what was handed over is done; wait for that, or let it be."""
         self._jobs.put(None)
@@ -64,3 +75,11 @@ class ModelThread:
                 job()
             except Exception:  # a bug in a job; the steps of all later streams need this thread
                 logger.exception("unhandled error on the model thread")
+        self._calls.put(None)
+
+    def _call_out(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except RuntimeError:  # the loop is closed: nobody is there to be told
+                logger.debug("the event loop is closed")

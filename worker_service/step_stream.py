@@ -100,4 +100,4 @@ class StepStream:
             self._put(_End(error))
 
     def _put(self, item: StepResult | _End) -> None:
-        self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
+        self._thread.tell(self._loop, lambda: self._outbox.put_nowait(item))
