@@ -53,9 +53,14 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-## bench: the benchmarks that need no GPU
+## bench: the benchmarks that need no GPU; VLLM_PYTHON=... times vLLM's scheduler beside ours
 bench: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+	$(BIN)/python -m benchmarks.pipelining
+	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.offline
+	$(BIN)/python -m benchmarks.endurance
+	$(BIN)/python -m benchmarks.report
 
 ## protos: regenerate the code after a change to a .proto, and store what it added to the contract
 protos: $(VENV)/.ready

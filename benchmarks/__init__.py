@@ -2,7 +2,11 @@
 
 | script | measures |
 | --- | --- |
-| `offline` | tokens per second of whole workloads, through the services, against `transformers` |
-| `scheduler_overhead` | the core's CPU time per step |
+| `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
+| `pipelining` | a device's idle time between steps, by pipeline depth |
+| `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |
+| `offline` | tokens per second of whole workloads, through the services, against `transformers` |
+
+`report` copies results into docs/benchmarks.md.
 """

@@ -143,6 +143,7 @@ def rows(memories: Sequence[Memory]) -> list[dict[str, object]]:
                 "rss_mib_at_a_fifth": round(rss[0] / 2**20, 1),
                 "rss_mib_at_the_end": round(rss[-1] / 2**20, 1),
                 "bytes_per_request": round(memory.bytes_per_request, 2),
+                "rss_mib": [round(rss / 2**20, 2) for rss in memory.rss_bytes],
             }
         )
     return lines
@@ -152,7 +153,7 @@ def show(lines: Sequence[dict[str, object]], title: str) -> None:
     """Print the table."""
     table = Table("process", "MiB at a fifth", "MiB at the end", "bytes per request", title=title)
     for line in lines:
-        table.add_row(*(str(cell) for cell in line.values()))
+        table.add_row(*(str(cell) for cell in list(line.values())[:4]))
     Console(width=100).print(table)
 
 

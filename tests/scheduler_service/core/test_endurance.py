@@ -29,7 +29,7 @@ CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, watermark=0.
 
 
 class Traffic:
-    """A core, two workers under memory pressure, and requests of all kinds, forgotten as they end.
+    """A core, two workers with too little memory, and requests of all kinds, forgotten as they end.
 
     Workers are lost, frontends come and go, requests are cancelled, run out of time or are refused.
     The workers' tokens are any: what is right is not asked here.
@@ -63,7 +63,7 @@ class Traffic:
         self._step()  # the results of rows in vain
 
     def _join(self, group_id: str) -> None:
-        self.core.add_group(make_capacity(group_id, num_gpu_blocks=10), self._now)
+        self.core.add_group(make_capacity(group_id, num_gpu_blocks=10, num_cpu_blocks=8), self._now)
         self._results[group_id] = deque()
 
     def _upset(self) -> None:
@@ -120,7 +120,8 @@ class Traffic:
     def _answer(self, plan: StepPlan) -> StepResult:
         num_sampled = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
         token_ids = [self._draw.randrange(32) for _ in range(num_sampled)]
-        logprobs = {0: logprobs_of(token_ids[0])} if num_sampled == len(plan.seq_ids) else {}
+        first_samples = token_ids and num_sampled == len(plan.seq_ids)
+        logprobs = {0: logprobs_of(token_ids[0])} if first_samples else {}
         return StepResult(step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs)
 
     def _read(self) -> None:
