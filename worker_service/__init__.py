@@ -31,6 +31,7 @@ Promises to the core:
   exact to the bit, whatever else is in the batch and however the context was computed.
 - A greater epoch takes over at once. Weights are loaded once and stay.
 
-Two threads: the event loop talks, the model thread computes (`model_thread.py`). Inputs raise the
-exceptions of `errors.py`, which `status_codes.py` turns into gRPC statuses.
+Two threads: the event loop talks, the model thread computes (`model_thread.py`, with a third that
+wakes the loop for it). Inputs raise the exceptions of `errors.py`, which `status_codes.py` turns
+into gRPC statuses.
 """
