@@ -5,6 +5,7 @@
     ├── PromptTooLong          prompt and output can never fit model or memory
     ├── UnsupportedByModel     this deployment's model cannot: no tokenizer, no chat template
     ├── QueueFull              try again later
+    ├── TenantLimit            the same, for what the caller's tenant has under way
     ├── UnknownModel           no such model is served
     ├── UnknownRequest         no such request is live
     ├── UnknownWorkerGroup     no worker of such a group is registered
@@ -69,6 +70,12 @@ class QueueFull(PagewireError):
     """The waiting queue is full."""
 
     reason = "QUEUE_FULL"
+
+
+class TenantLimit(PagewireError):
+    """The tenant has as many requests or waiting tokens as it may."""
+
+    reason = "TENANT_LIMIT"
 
 
 class UnknownModel(PagewireError):

@@ -20,11 +20,12 @@ How it is made, from the outside in:
     core.py           SchedulerCore: requests from submission to end; groups come and go
     registry.py       live requests by id and by frontends' handles
     admission.py      what is checked before a request is accepted
+    tenants.py        what tenants have under way, and what they may have
     models.py         per model: its worker groups, and what waits for them
+    lanes.py          who waits for a worker group; policies/ says who is next
     placement.py      which worker group takes a request
     scheduler.py      Scheduler, one per worker group: schedule() and update()
-    policy.py         who is admitted first and preempted last
-    waiting_queue.py  who waits, in that order; heap.py keeps it
+    waiting_queue.py  who waits, by rank; heap.py keeps the order
     admitting.py      from there into the batch
     prefilling.py     from a prompt to its first tokens
     running_set.py    who is in the batch, in that order
@@ -68,7 +69,7 @@ told once; its tokens are told once, in order, and none after the end of their c
 """
 
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.config import GroupCapacity, PolicyName, SchedulerConfig, TenantConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.pipeline import ResultMismatch
@@ -94,6 +95,7 @@ __all__ = [
     "GroupSnapshot",
     "NewSequence",
     "Outbox",
+    "PolicyName",
     "Request",
     "RequestFinished",
     "RequestTimings",
@@ -106,4 +108,5 @@ __all__ = [
     "SchedulerCore",
     "StepPlan",
     "StepResult",
+    "TenantConfig",
 ]

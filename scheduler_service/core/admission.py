@@ -1,13 +1,24 @@
 """What is checked of a request before it is accepted."""
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
-from scheduler_service.errors import InvalidArgument, PagewireError, PromptTooLong, QueueFull
+from scheduler_service.errors import (
+    InvalidArgument,
+    PagewireError,
+    PromptTooLong,
+    QueueFull,
+    TenantLimit,
+)
+
+Queue: TypeAlias = Lanes | WaitingQueue
+"""A place in which requests wait."""
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
@@ -84,10 +95,51 @@ def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireErro
                 "block_size": capacity.block_size,
             },
         )
-    return None
+    return _why_tenant_cannot(group, capacity)
 
 
-def check_queue(request: Request, queues: Sequence[WaitingQueue], config: SchedulerConfig) -> None:
+def _why_tenant_cannot(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+    tenant = group.tenant
+    num_blocks = group.most_blocks(capacity)
+    if tenant.may_ever_hold(num_blocks):
+        return None
+    return PromptTooLong(
+        f"the request may come to need {num_blocks} KV blocks; its tenant has "
+        f"{tenant.config.max_kv_blocks}: ask for fewer output tokens or choices",
+        reason="LARGER_THAN_TENANT_LIMIT",
+        details={
+            "tenant": tenant.name,
+            "num_blocks": num_blocks,
+            "max_kv_blocks": tenant.config.max_kv_blocks,
+            "block_size": capacity.block_size,
+        },
+    )
+
+
+def check_tenant(group: SequenceGroup, retry_delay_s: float) -> None:
+    """Raise TenantLimit if the request's tenant may have no more live requests, or no more
+    waiting tokens, for now.
+
+    A request that goes on after a loss was accepted before, and is not refused.
+    """
+    tenant = group.tenant
+    if group.request.generated:
+        return
+    details: dict[str, object] = {"tenant": tenant.name}
+    max_requests, max_tokens = tenant.config.max_requests, tenant.config.max_queued_tokens
+    queued = tenant.num_queued_tokens
+    if max_requests is not None and tenant.num_requests >= max_requests:
+        message = f"the tenant has {tenant.num_requests} requests, the most allowed"
+        details |= {"num_requests": tenant.num_requests, "max_requests": max_requests}
+    elif max_tokens is not None and 0 < queued > max_tokens - group.num_prompt_tokens:
+        message = f"{queued} prompt tokens of the tenant are waiting, too many for this one beside"
+        details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
+    else:
+        return
+    raise TenantLimit(message, details=details, retry_delay_s=retry_delay_s)
+
+
+def check_queue(request: Request, queues: Sequence[Queue], config: SchedulerConfig) -> None:
     """Raise QueueFull if no more may wait in all queues together.
 
     A request that goes on after a loss was accepted before, and is not refused.

@@ -1,7 +1,46 @@
 """What an operator may choose about scheduling, and what a worker group brings along."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+
+class PolicyName(StrEnum):
+    """Who is served first."""
+
+    FCFS = "fcfs"
+    """In the order of arrival."""
+    PRIORITY = "priority"
+    """Lower priority numbers first, and at the cost of higher ones that run."""
+    FAIR = "fair"
+    """The tenant that has had the fewest tokens for its weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantConfig:
+    """What one tenant is due, and the most that it may have. None: no limit."""
+
+    weight: float = 1.0
+    """Its share relative to other tenants', where the policy is `fair`."""
+
+    max_requests: int | None = None
+    """Most live requests, waiting or running; more are refused."""
+
+    max_queued_tokens: int | None = None
+    """Most prompt tokens of its waiting requests; more are refused unless none of its waits."""
+
+    max_kv_blocks: int | None = None
+    """Most KV blocks that its requests in worker groups may come to need, each counted with its
+    prompt and the most output it may have. Further ones wait; one that needs more is refused."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers with a ValueError that names the field."""
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight must be a number above 0, is {self.weight}")
+        for name in ("max_requests", "max_queued_tokens", "max_kv_blocks"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, is {limit}")
 
 
 class PreemptionMode(StrEnum):
@@ -50,7 +89,21 @@ class SchedulerConfig:
     """Most prompt tokens of waiting requests; more are refused unless nothing waits."""
 
     queue_retry_delay_s: float = 1.0
-    """What a request refused for a full queue is told to wait."""
+    """What a request that is refused for now is told to wait as long as nothing was measured that
+    tells better."""
+
+    policy: PolicyName = PolicyName.FCFS
+    """Who is served first."""
+
+    default_tenant: TenantConfig = field(default_factory=TenantConfig)
+    """What every tenant may have that is not among `tenants`; each for itself."""
+
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    """What tenants may have, by name."""
+
+    isolate_tenants: bool = False
+    """Whether the prefix cache keeps tenants apart: none can find, or learn by the time that an
+    answer takes, what others have sent."""
 
     max_worker_losses: int = 3
     """A request that was on a worker at its death this many times fails: it may be the cause."""

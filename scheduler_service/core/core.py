@@ -4,21 +4,27 @@ import logging
 from collections.abc import Iterable
 
 from scheduler_service.core import delivery
-from scheduler_service.core.admission import check_queue, check_request, why_not
+from scheduler_service.core.admission import (
+    Queue,
+    check_queue,
+    check_request,
+    check_tenant,
+    why_not,
+)
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_capacity
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.placement import LeastLoaded, Placement
 from scheduler_service.core.plan import StepPlan, StepResult
-from scheduler_service.core.policy import FirstComeFirstServed, Policy
+from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.registry import Registry
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import to_us
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import CoreSnapshot, Totals
-from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -42,9 +48,10 @@ class SchedulerCore:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._policy: Policy = FirstComeFirstServed()
+        self._policy = POLICIES[config.policy]
+        self._tenants = Tenants(config.default_tenant, config.tenants)
         self._placement: Placement = LeastLoaded()
-        self._registry = Registry(self._policy)
+        self._registry = Registry(self._policy.rank, self._tenants)
         self._models: dict[str, Model] = {}
         self._schedulers: dict[str, Scheduler] = {}
         self._deadlines: RemovableHeap[SequenceGroup] = RemovableHeap()
@@ -61,9 +68,9 @@ class SchedulerCore:
         if group.group_id in self._schedulers:
             raise ValueError(f"group {group.group_id} is there already")
         check_capacity(self._config, group)
-        scheduler = Scheduler(self._config, group, self._totals, to_us(now))
-        self._schedulers[group.group_id] = scheduler
         model = self._model(group.model)
+        scheduler = Scheduler(self._config, group, model.policy, self._totals, to_us(now))
+        self._schedulers[group.group_id] = scheduler
         model.add(scheduler)
         self._refuse_hopeless(model, now)
 
@@ -79,8 +86,8 @@ class SchedulerCore:
         # One without requests was drained, most likely: nobody is hurt.
         level = logging.WARNING if groups else logging.INFO
         logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
+        model.queue_again(groups)
         for group in groups:
-            model.waiting.add(group)
             if group in on_worker:
                 self._count_loss(group, now)
 
@@ -116,6 +123,7 @@ class SchedulerCore:
         error = why_not(group, model.capacities()) if model is not None else None
         if error is not None:
             raise error
+        check_tenant(group, self._config.queue_retry_delay_s)
         check_queue(request, self._queues(), self._config)
         self._accept(group, now)
 
@@ -223,20 +231,37 @@ class SchedulerCore:
             group.check()
             model = self._models[group.request.model]
             places = [group in model.waiting, group in model.stranded]
+            assert group.is_placed == (not any(places))
             places += [group in scheduler.groups for scheduler in model.schedulers]
             assert sum(places) == 1, "a live request is in one place"
         num_placed = sum(len(scheduler.groups) for scheduler in self._schedulers.values())
         num_unplaced = sum(len(m.waiting) + len(m.stranded) for m in self._models.values())
         assert num_placed + num_unplaced == len(groups), "a place holds a request that has ended"
         assert set(self._deadlines) <= set(groups)
+        for model in self._models.values():
+            model.waiting.check()
         for scheduler in self._schedulers.values():
             scheduler.check()
+        self._check_tenants(groups)
 
     # Inside.
 
+    def _check_tenants(self, groups: list[SequenceGroup]) -> None:
+        self._tenants.check()
+        queued = {group for queue in self._queues() for group in queue}
+        for tenant in {group.tenant for group in groups}:
+            own = [group for group in groups if group.tenant is tenant]
+            assert tenant.num_requests == len(own)
+            assert tenant.num_kv_blocks == sum(group.num_reserved_blocks for group in own)
+            tokens = sum(group.num_prompt_tokens for group in own if group in queued)
+            assert tenant.num_queued_tokens == tokens
+
     def _model(self, name: str) -> Model:
         """The model of this name, made if it is new."""
-        return self._models.setdefault(name, Model(name))
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = Model.make(name, self._policy(self._tenants))
+        return model
 
     def _check_model(self, name: str) -> None:
         """Raise UnknownModel if other models are served, and this one never was."""
@@ -247,10 +272,12 @@ class SchedulerCore:
                 f"model {name} is not served", details={"model": name, "served": ", ".join(served)}
             )
 
-    def _queues(self) -> list[WaitingQueue]:
+    def _queues(self) -> list[Queue]:
         """All places in which requests wait."""
-        queues = [queue for m in self._models.values() for queue in (m.waiting, m.stranded)]
-        return queues + [scheduler.waiting for scheduler in self._schedulers.values()]
+        queues: list[Queue] = [scheduler.waiting for scheduler in self._schedulers.values()]
+        for model in self._models.values():
+            queues += (model.waiting, model.stranded)
+        return queues
 
     def _accept(self, group: SequenceGroup, now: float) -> None:
         request = group.request
@@ -324,6 +351,8 @@ class SchedulerCore:
         if group in self._deadlines:
             self._deadlines.remove(group)
         model = self._models.get(group.request.model)
-        if model is not None and model.is_unused:
-            del self._models[model.name]
+        if model is not None:
+            model.release(group)
+            if model.is_unused:
+                del self._models[model.name]
         self._totals.num_finished += 1

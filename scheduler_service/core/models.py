@@ -1,9 +1,12 @@
 """The served models: for each its worker groups, and the requests that wait for one."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler_service.core.config import GroupCapacity
+from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
+from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -18,12 +21,18 @@ class Model:
     """
 
     name: str
+    policy: Policy
+    waiting: Lanes
     was_served: bool = False
     """Whether a worker group has ever served it; if so, its return is waited for."""
     schedulers: list[Scheduler] = field(default_factory=list)
-    waiting: WaitingQueue = field(default_factory=WaitingQueue)
     stranded: WaitingQueue = field(default_factory=WaitingQueue)
     """Requests that fit none of the groups there are: they must not hold up the others."""
+
+    @classmethod
+    def make(cls, name: str, policy: Policy) -> "Model":
+        """A model that nobody serves yet."""
+        return cls(name, policy, Lanes(policy))
 
     @property
     def is_unused(self) -> bool:
@@ -47,19 +56,47 @@ class Model:
 
     def reopen(self) -> None:
         """Put all that has not begun up for placement again."""
-        groups = [group for scheduler in self.schedulers for group in scheduler.give_back()]
-        for group in groups + self.stranded.take_all():
+        for scheduler in self.schedulers:
+            self.queue_again(scheduler.give_back())
+        for group in self.stranded.take_all():
             self.waiting.add(group)
 
+    def queue_again(self, groups: Iterable[SequenceGroup]) -> None:
+        """Put groups up for placement that a worker group has parted with."""
+        for group in groups:
+            self.release(group)
+            self.waiting.add(group)
+
+    def release(self, group: SequenceGroup) -> None:
+        """A group may have been in a worker group, and is no more: its tenant may use the blocks
+        for others."""
+        if group.is_placed:
+            group.is_placed = False
+            group.tenant.num_kv_blocks -= group.num_reserved_blocks
+            group.num_reserved_blocks = 0
+
     def place(self, placement: Placement, now_us: int) -> None:
-        """Give waiting requests, in order, to groups that have room."""
+        """Give waiting requests, in order, to worker groups that have room."""
+        self.waiting.take_back()
         while (group := self.waiting.head()) is not None:
-            candidates = [s for s in self.schedulers if s.can_take(group)]
-            if candidates:
-                self.waiting.discard(group)
-                placement.choose(group, candidates).take(group, now_us)
-            elif any(s.fits(group) for s in self.schedulers if not s.is_draining):
-                return
-            else:
+            suitable = [s for s in self.schedulers if not s.is_draining and s.fits(group)]
+            if not suitable:
                 self.waiting.discard(group)
                 self.stranded.add(group)
+                continue
+            allowed = [s for s in suitable if group.tenant.may_hold(group.most_blocks(s.capacity))]
+            if not allowed:
+                self.waiting.set_aside(group)
+                continue
+            candidates = [s for s in allowed if s.can_take(group)]
+            if not candidates:
+                return
+            self._give(group, placement.choose(group, candidates), now_us)
+
+    def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
+        self.waiting.discard(group)
+        group.is_placed = True
+        group.num_reserved_blocks = group.most_blocks(scheduler.capacity)
+        group.tenant.num_kv_blocks += group.num_reserved_blocks
+        self.policy.note_placed(group)
+        scheduler.take(group, now_us)

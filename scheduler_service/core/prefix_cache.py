@@ -43,10 +43,10 @@ def extend_keys(
 class PrefixCache:
     """Finds the blocks that hold a sequence's first tokens, and has its own blocks found."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, *, isolate_tenants: bool = False) -> None:
         self._blocks = blocks
         self._block_size = blocks.block_size
-        self._root = root_key()
+        self._isolate_tenants = isolate_tenants
 
     def find(self, seq: Sequence) -> list[int]:
         """The blocks that hold the longest known start of a waiting sequence."""
@@ -84,8 +84,11 @@ class PrefixCache:
             keys = seq.block_keys[size] = []
         if len(keys) < num_blocks:
             tokens = seq.known_tokens(len(keys) * size, num_blocks * size)
-            extend_keys(keys, self._root, tokens, size)
+            extend_keys(keys, self._root(seq), tokens, size)
         return keys
+
+    def _root(self, seq: Sequence) -> BlockKey:
+        return root_key(seq.group.tenant.name.encode() if self._isolate_tenants else b"")
 
 
 class NoPrefixCache:

@@ -1,12 +1,14 @@
 """All live requests, by the names that others have for them."""
 
+from collections.abc import Callable
+
 from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.outbox import Outbox
-from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import Phase, RequestClock
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.tenants import Tenants
 
 _MAX_SEQ_ID = 2**31 - 1
 
@@ -17,8 +19,9 @@ class Registry:
     Numbers of sequences are not used again before all others have been.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, rank: Callable[[Request, int], tuple[int, ...]], tenants: Tenants) -> None:
+        self._rank = rank
+        self._tenants = tenants
         self._groups: dict[str, SequenceGroup] = {}
         self._frontends: dict[str, Frontend] = {}
         self._live_seq_ids: set[int] = set()
@@ -61,8 +64,9 @@ class Registry:
         phase = Phase.RECOVERY if request.generated else Phase.QUEUE
         group = SequenceGroup(
             request=request,
+            tenant=self._tenants.find(request.tenant),
             frontend=frontend,
-            rank=self._policy.rank(request, self._num_arrivals),
+            rank=self._rank(request, self._num_arrivals),
             clock=RequestClock.start(now_us, phase),
         )
         beam_search = request.beam_search
@@ -80,6 +84,7 @@ class Registry:
         frontend = group.frontend
         self._groups[group.request.request_id] = group
         self._frontends[frontend.frontend_id] = frontend
+        self._tenants.add_request(group.tenant)
         for seq in group.choices():
             frontend.sequences[seq.handle] = seq
         for seq in group.sequences:
@@ -89,6 +94,7 @@ class Registry:
     def remove(self, group: SequenceGroup) -> None:
         """The group is live no more."""
         del self._groups[group.request.request_id]
+        self._tenants.remove_request(group.tenant)
         for seq in group.choices():
             del group.frontend.sequences[seq.handle]
         for seq in group.sequences:

@@ -11,6 +11,7 @@ from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.plan import RowError, StepPlan, StepResult
+from scheduler_service.core.policies import Policy
 from scheduler_service.core.preemption import Preemption
 from scheduler_service.core.prefilling import Prefilling, note_reserved
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
@@ -37,7 +38,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, capacity: GroupCapacity, totals: Totals, now_us: int
+        self,
+        config: SchedulerConfig,
+        capacity: GroupCapacity,
+        policy: Policy,
+        totals: Totals,
+        now_us: int,
     ) -> None:
         self.capacity = capacity
         self.blocks = BlockManager(
@@ -47,7 +53,9 @@ class Scheduler:
             watermark=config.watermark,
         )
         self._prefixes = (
-            PrefixCache(self.blocks) if config.enable_prefix_caching else NoPrefixCache()
+            PrefixCache(self.blocks, isolate_tenants=config.isolate_tenants)
+            if config.enable_prefix_caching
+            else NoPrefixCache()
         )
         self.waiting = WaitingQueue()
         self.groups: dict[SequenceGroup, None] = {}
@@ -57,6 +65,7 @@ class Scheduler:
         self.is_draining = False
         self.num_steps = 0
         self._config = config
+        self._policy = policy
         self._totals = totals
         self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
@@ -110,7 +119,8 @@ class Scheduler:
     def fits(self, group: SequenceGroup) -> bool:
         """Whether the group's sequences can be computed here, one by one at least."""
         is_in_model = group.num_prompt_tokens < self.capacity.max_model_len
-        return is_in_model and self.blocks.fits(group.max_known_tokens)
+        is_allowed = group.tenant.may_ever_hold(group.most_blocks(self.capacity))
+        return is_in_model and is_allowed and self.blocks.fits(group.max_known_tokens)
 
     def can_take(self, group: SequenceGroup) -> bool:
         """Whether the group would find places and blocks here now, beside those that wait."""
@@ -118,10 +128,19 @@ class Scheduler:
             return False
         if self.num_sequences + len(group.waiting()) > self._config.max_num_seqs:
             return False
+        if self._num_tokens_to_prefill >= self._config.max_num_batched_tokens:
+            return False  # it would only wait here, and could not go elsewhere
         promised = self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting)
         found = self._prefixes.find(group.longest)
         verdict = self.blocks.can_allocate(group.max_known_tokens, found, promised)
         return verdict is AllocStatus.OK
+
+    @property
+    def _num_tokens_to_prefill(self) -> int:
+        """Tokens of prompts that are not computed yet."""
+        prefilling = (seq for seq in self._running.prefilling if seq.status is RUNNING)
+        num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
+        return num_begun + self.waiting.num_tokens
 
     def take(self, group: SequenceGroup, now_us: int) -> None:
         """Queue a group for this batch."""
@@ -160,6 +179,7 @@ class Scheduler:
         that were on it. Nothing may be scheduled here any more."""
         on_worker = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
         on_worker |= {group for group in self.groups if group.num_running}
+        self.waiting.take_all()
         for group in self.groups:
             if group.num_running:
                 group.clock.leave_batch(now_us, Phase.RECOVERY)
@@ -230,6 +250,7 @@ class Scheduler:
             sampled, token_ids = _without_beams(sampled, token_ids)
         accepted, finished = delivery.deliver_tokens(sampled, token_ids)
         self._totals.num_generated_tokens += accepted
+        self._policy.note_tokens(step.sampled)
         for seq, status in finished:
             self.end_sequence(seq, status, now_us)
 

@@ -6,9 +6,11 @@ from enum import IntEnum
 
 from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cached_blocks import BlockKey
+from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import Phase, RequestClock
+from scheduler_service.core.tenants import Tenant
 
 
 class SequenceStatus(IntEnum):
@@ -138,6 +140,7 @@ class SequenceGroup:
     """One request: sequences that share a prompt."""
 
     request: Request
+    tenant: Tenant
     frontend: Frontend
     rank: tuple[int, ...]
     """The policy's order among groups, the lowest is served first; no two are equal."""
@@ -155,6 +158,12 @@ class SequenceGroup:
     """Prompt position up to which log probabilities were delivered; 0 if none were."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when it was first in a batch."""
+    is_placed: bool = False
+    """Whether it is in a worker group."""
+    num_reserved_blocks: int = 0
+    """What its tenant may not give to others while it is in a worker group."""
+    is_charged: bool = False
+    """Whether its prompt is in its tenant's account."""
     has_begun: bool = False
     """Whether it has ever been in a batch."""
     error: Exception | None = None
@@ -184,6 +193,13 @@ class SequenceGroup:
     def choices(self) -> list[Sequence]:
         """Those that its frontend has handles of."""
         return self.sequences[: self.request.num_choices]
+
+    def most_blocks(self, capacity: GroupCapacity) -> int:
+        """Blocks that its sequences can come to need in a worker group, be it large enough; what
+        they share counts for each."""
+        room = capacity.max_model_len - self.num_prompt_tokens
+        num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
+        return self.num_unfinished * -(-num_tokens // capacity.block_size)
 
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""

@@ -1,4 +1,4 @@
-"""Sequence groups that wait for a place in a batch, in the policy's order."""
+"""Sequence groups that wait, by rank."""
 
 from collections.abc import Iterator
 
@@ -32,12 +32,19 @@ class WaitingQueue:
         top = self._heap.peek()
         return top[1] if top is not None else None
 
+    def first(self) -> SequenceGroup:
+        """The head of a queue that is not empty."""
+        head = self.head()
+        assert head is not None
+        return head
+
     def add(self, group: SequenceGroup) -> None:
         """Queue a group at its rank; one that is queued already stays."""
         if group in self._heap:
             return
         self._heap.push(group.rank, group)
         size = self._sizes[group] = (group.num_prompt_tokens, len(group.waiting()))
+        group.tenant.num_queued_tokens += size[0]
         self.num_tokens += size[0]
         self.num_sequences += size[1]
 
@@ -47,6 +54,7 @@ class WaitingQueue:
             return
         self._heap.remove(group)
         num_tokens, num_sequences = self._sizes.pop(group)
+        group.tenant.num_queued_tokens -= num_tokens
         self.num_tokens -= num_tokens
         self.num_sequences -= num_sequences
 

@@ -177,6 +177,8 @@ class CoreDriver:
         model: str = MODEL,
         timeout: float | None = None,
         beam_search: BeamParams | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> RequestRecord:
         """Submit a request. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
@@ -193,6 +195,8 @@ class CoreDriver:
             max_tokens=max_tokens,
             sampling=sampling,
             num_choices=n,
+            tenant=tenant,
+            priority=priority,
             stop_token_ids=stop_token_ids,
             wants_logprobs=sampling.logprobs,
             wants_prompt_logprobs=sampling.prompt_logprobs,

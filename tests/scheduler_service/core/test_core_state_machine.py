@@ -13,15 +13,28 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_service.core import BeamParams, EarlyStopping, SchedulerConfig
+from scheduler_service.core import (
+    BeamParams,
+    EarlyStopping,
+    PolicyName,
+    SchedulerConfig,
+    TenantConfig,
+)
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull
+from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull, TenantLimit
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
 from tests.support.symbolic_worker import Sampling
 
 MAX_MODEL_LEN = 48
 SMALL, LARGE = 9, 24
 """Blocks of the two kinds of worker groups."""
+
+TENANTS = {
+    "heavy": TenantConfig(weight=3.0),
+    "few": TenantConfig(max_requests=3, max_queued_tokens=40),
+    "small": TenantConfig(max_kv_blocks=SMALL + 2),
+}
+REFUSALS = (QueueFull, TenantLimit, PromptTooLong, InvalidArgument)
 
 GROUP_EVENTS = ["join", "lose", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire"]
@@ -50,6 +63,8 @@ class CoreMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         mode=st.sampled_from([*PreemptionMode, PreemptionMode.SWAP]),
         host_blocks=st.sampled_from([0, 4, 12, 100, 100]),
+        policy=st.sampled_from(PolicyName),
+        isolate_tenants=st.booleans(),
     )
     def start(
         self,
@@ -62,6 +77,8 @@ class CoreMachine(RuleBasedStateMachine):
         caching: bool,
         mode: PreemptionMode,
         host_blocks: int,
+        policy: PolicyName,
+        isolate_tenants: bool,
     ) -> None:
         self.block_size = 4
         self.host_blocks = host_blocks
@@ -76,6 +93,9 @@ class CoreMachine(RuleBasedStateMachine):
             watermark=watermark,
             pipeline_depth=depth,
             max_queue_requests=12,
+            policy=policy,
+            tenants=TENANTS,
+            isolate_tenants=isolate_tenants,
         )
         self.driver = CoreDriver(config)
         self.add_group(blocks)
@@ -110,6 +130,8 @@ class CoreMachine(RuleBasedStateMachine):
         logprobs=st.booleans(),
         fails_at=st.sampled_from([None] * 7 + [0, 3]),
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
+        tenant=st.sampled_from(["", *TENANTS]),
+        priority=st.integers(-1, 1),
     )
     def submit(
         self,
@@ -124,6 +146,8 @@ class CoreMachine(RuleBasedStateMachine):
         logprobs: bool,
         fails_at: int | None,
         timeout: float | None,
+        tenant: str,
+        priority: int,
     ) -> None:
         for i in range(count):
             sampling = Sampling(
@@ -132,7 +156,7 @@ class CoreMachine(RuleBasedStateMachine):
                 logprobs=logprobs,
                 prompt_logprobs=logprobs and seed % 4 == 0,
             )
-            with suppress(QueueFull, PromptTooLong, InvalidArgument):
+            with suppress(*REFUSALS):
                 self.driver.submit(
                     prompt=make_prompt(1 + (length + 7 * i) % 40, num_alike, seed),
                     max_tokens=max_tokens,
@@ -141,6 +165,8 @@ class CoreMachine(RuleBasedStateMachine):
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     frontend_id=frontend_id,
                     timeout=timeout,
+                    tenant=tenant,
+                    priority=priority + i % 2,
                 )
 
     @rule(
@@ -177,7 +203,7 @@ class CoreMachine(RuleBasedStateMachine):
                 early_stopping=early_stopping,
                 num_logprobs=2 if logprobs else None,
             )
-            with suppress(QueueFull, PromptTooLong, InvalidArgument):
+            with suppress(QueueFull, TenantLimit, PromptTooLong, InvalidArgument):
                 self.driver.submit(
                     prompt=make_prompt(1 + (length + 7 * i) % 30, 8, seed),
                     max_tokens=max_tokens,
@@ -198,7 +224,7 @@ class CoreMachine(RuleBasedStateMachine):
         record = done[pick % len(done)]
         choice = record.choices[pick % len(record.choices)]
         prompt = [*record.request.prompt_token_ids, *choice.tokens, *range(num_more)]
-        with suppress(QueueFull, PromptTooLong, InvalidArgument):
+        with suppress(*REFUSALS):
             self.driver.submit(
                 prompt=prompt, max_tokens=max_tokens, sampling=Sampling(seed=pick % 3)
             )

@@ -182,3 +182,14 @@ def test_a_preempted_sequence_finds_its_own_prompt_and_output() -> None:
     driver.run_until_idle()
     assert driver.core.snapshot().num_preemptions == 1
     assert found == [0, 0, 16]
+
+
+# Tenants.
+
+
+@pytest.mark.parametrize(("isolated", "found"), [(False, 36), (True, 0)])
+def test_tenants_share_nothing_where_they_are_isolated(isolated: bool, found: int) -> None:
+    driver = make_driver(isolate_tenants=isolated)
+    assert num_found(driver, PROMPT, tenant="one") == 0
+    assert num_found(driver, PROMPT, tenant="other") == found
+    assert num_found(driver, PROMPT, tenant="one") == 36

@@ -8,10 +8,11 @@ each command what it prints. To write the printed lines anew, and read the diffe
 Commands (sizes in tokens; `name` is a request's):
 
     config KEY=VALUE ...        fields of SchedulerConfig; first line
+    tenant NAME KEY=VALUE ...   fields of TenantConfig, by NAME or for the `default`; after config
     group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, for short `blocks`
                                 on the device and `host` blocks
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
-           [like=NAME:N] [logprobs=true] [width=N] [stops=N]
+           [like=NAME:N] [logprobs=true] [width=N] [stops=N] [tenant=NAME] [priority=N]
                                 stop_at: the token at that output position is a stop token
                                 like: it begins with N tokens of another's prompt and first choice
                                 logprobs: of the prompt
@@ -28,8 +29,10 @@ sampling the next.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +41,10 @@ from scheduler_service.core import (
     EarlyStopping,
     GroupSnapshot,
     Outbox,
+    PolicyName,
     SchedulerConfig,
     StepPlan,
+    TenantConfig,
 )
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
@@ -91,8 +96,10 @@ def parse_options(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def convert(value: str) -> bool | int | float | PreemptionMode:
+def convert(key: str, value: str) -> bool | int | float | PolicyName | PreemptionMode:
     """A configuration value."""
+    if key == "policy":
+        return PolicyName(value)
     if value in ("true", "false"):
         return value == "true"
     if value in tuple(PreemptionMode):
@@ -126,8 +133,19 @@ class Scenario:
         return printed
 
     def do_config(self, *words: str) -> None:
-        options = {key: convert(value) for key, value in parse_options(list(words)).items()}
-        self.driver = CoreDriver(SchedulerConfig(**options))  # type: ignore[arg-type]
+        self.config = SchedulerConfig(**self.convert_all(words))
+        self.driver = CoreDriver(self.config)
+
+    def do_tenant(self, name: str, *words: str) -> None:
+        tenant = TenantConfig(**self.convert_all(words))
+        if name == "default":
+            self.config = replace(self.config, default_tenant=tenant)
+        else:
+            self.config = replace(self.config, tenants={**self.config.tenants, name: tenant})
+        self.driver = CoreDriver(self.config)
+
+    def convert_all(self, words: Sequence[str]) -> dict[str, Any]:
+        return {key: convert(key, value) for key, value in parse_options(list(words)).items()}
 
     def do_group(self, group_id: str, *words: str) -> list[str] | None:
         options = parse_options(list(words))
@@ -163,6 +181,8 @@ class Scenario:
             model=options.get("model", "m"),
             beam_search=beam_params(int(options["width"])) if "width" in options else None,
             timeout=float(options["timeout"]) if "timeout" in options else None,
+            tenant=options.get("tenant", ""),
+            priority=int(options.get("priority", 0)),
         )
 
     def make_prompt(self, num_tokens: int, like: str | None) -> list[int]:

@@ -1,0 +1,120 @@
+"""Fair shares for tenants, counted in tokens."""
+
+from collections import Counter
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from operator import attrgetter
+
+from scheduler_service.core.policies.policy import Policy
+from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.tenants import Tenant, Tenants
+
+PROMPT_TOKEN_COST = 1
+OUTPUT_TOKEN_COST = 2
+_NUM_IDLE_KEPT = 64
+_tenant_of = attrgetter("group.tenant")
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What one tenant has had."""
+
+    service: float = 0.0
+    """Its virtual token counter: the cost of its tokens, divided by its weight."""
+    last_turn: int = 0
+    """When it was last chosen, counted in choices."""
+
+
+class Fair(Policy):
+    """Next is the tenant that has had the least service: the Virtual Token Counter of Sheng et al.,
+    "Fairness in Serving Large Language Models", OSDI 2024, algorithm 2, with weights.
+
+    A prompt is charged in whole when a worker group takes its request, cached tokens included;
+    output tokens as the results come in. A charge is divided by the tenant's weight. A tenant that
+    comes back to the queue is lifted to the least service of those that wait, or if none does, of
+    the last that waited: what it did not ask for is not owed to it. Among equals the one whose turn
+    is longest ago is next.
+
+    The bound: while two tenants have requests waiting, and neither is held up by its own limits,
+    their services (cost / weight) grow by amounts that differ by at most 2U, for U = max(L, 2M)
+    divided by the smaller weight; L is the longest prompt, and M the most tokens that the model's
+    worker groups can hold. Why: the service of those that wait differs by at most U at any time,
+    since only the least is chosen; after that its prompt takes it at most L further, and its
+    outputs, before they end, at most 2M. That outputs are charged only with their results, up to
+    `pipeline_depth` steps late, changes nothing: tokens in flight are among the M. Recomputing
+    after a preemption is not charged; the bound is about tokens that tenants get, not about work.
+
+    The rank is the arrival: when memory runs out, what came last is preempted, and is the first to
+    come back. It has the least to compute again, and each preemption is forgotten by the counters,
+    so whoever's request it was is not served less for it.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        super().__init__(tenants)
+        self._accounts: dict[str, _Account] = {}
+        self._last_to_wait = _Account()
+        self._num_turns = 0
+
+    def __len__(self) -> int:
+        """Accounts that are kept."""
+        return len(self._accounts)
+
+    @staticmethod
+    def rank(request: Request, arrival: int) -> tuple[int, ...]:
+        """The arrival alone."""
+        del request
+        return (arrival,)
+
+    def lane(self, tenant: Tenant) -> str:
+        """One for each."""
+        return tenant.name
+
+    def key(self, head: SequenceGroup) -> tuple[float, int]:
+        """Its tenant's service."""
+        account = self._account(head.tenant)
+        return account.service, account.last_turn
+
+    def open_lane(self, tenant: Tenant, first: SequenceGroup | None) -> None:
+        """Lift the tenant that comes back."""
+        least = self._last_to_wait if first is None else self._account(first.tenant)
+        account = self._account(tenant)
+        account.service = max(account.service, least.service)
+        self._forget_idle(least.service)
+
+    def close_lane(self, tenant: Tenant) -> None:
+        """Remember whose request was the last to wait."""
+        self._last_to_wait = self._account(tenant)
+
+    def note_placed(self, group: SequenceGroup) -> None:
+        """Charge the prompt, once."""
+        account = self._account(group.tenant)
+        self._num_turns += 1
+        account.last_turn = self._num_turns
+        if not group.is_charged:
+            group.is_charged = True
+            cost = PROMPT_TOKEN_COST * group.num_prompt_tokens
+            account.service += cost / group.tenant.config.weight
+
+    def note_tokens(self, rows: Rows[Sequence]) -> None:
+        """Charge a token for each; also for those that were sampled in vain."""
+        counts: Counter[Tenant] = Counter(map(_tenant_of, rows))
+        for tenant, num_tokens in counts.items():
+            cost = OUTPUT_TOKEN_COST * num_tokens
+            self._account(tenant).service += cost / tenant.config.weight
+
+    def _account(self, tenant: Tenant) -> _Account:
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._accounts[tenant.name] = _Account()
+        return account
+
+    def _forget_idle(self, least: float) -> None:
+        """Drop accounts of tenants without requests that would be lifted anyway; looked for when
+        they may have become the most part."""
+        if len(self._accounts) > 2 * len(self._tenants) + _NUM_IDLE_KEPT:
+            self._accounts = {
+                name: account
+                for name, account in self._accounts.items()
+                if name in self._tenants or account.service > least
+            }

@@ -1,0 +1,58 @@
+"""What a scheduling policy is asked, and what it is told."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Rows
+from typing import Any
+
+from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.tenants import Tenant, Tenants
+
+
+class Policy(ABC):
+    """The order in which one model's requests are served.
+
+    Each request has a rank for life: the order within its lane of the queue, and within a worker
+    group's batch, where the last is preempted when memory runs out. Requests that wait for a
+    worker group stand in lanes, and only the first of a lane can be next; `key` says which lane's.
+    What has no answer here is the same for all policies that do not override it.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    @staticmethod
+    @abstractmethod
+    def rank(request: Request, arrival: int) -> tuple[int, ...]:
+        """The request's place for life, the lowest first. `arrival` counts up by one per accepted
+        request and must be part of the rank, so that no two are equal."""
+
+    def lane(self, tenant: Tenant) -> str | None:
+        """The lane of a tenant's requests; None is the one that tenants share.
+
+        A tenant whose requests may have to wait for its own blocks has a lane of its own, so that
+        they are in nobody's way.
+        """
+        return None if tenant.config.max_kv_blocks is None else tenant.name
+
+    def key(self, head: SequenceGroup) -> Any:
+        """The present place of the lane that a group is the first of, the lowest is served first.
+        It must not fall while the group is first."""
+        return head.rank
+
+    def open_lane(self, tenant: Tenant, first: SequenceGroup | None) -> None:
+        """A tenant's request is to stand in a lane that was empty, or could not move for the
+        tenant's own limits; `first` would be next otherwise."""
+        del tenant, first
+
+    def close_lane(self, tenant: Tenant) -> None:
+        """The lane is empty: the last to leave it was a request of this tenant."""
+        del tenant
+
+    def note_placed(self, group: SequenceGroup) -> None:
+        """A worker group takes a request, for the first time or again."""
+        del group
+
+    def note_tokens(self, rows: Rows[Sequence]) -> None:
+        """A step's result is in, with a token for each of these sequences."""
+        del rows

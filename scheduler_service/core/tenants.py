@@ -1,0 +1,67 @@
+"""Whose requests they are: what tenants have, and what they may have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scheduler_service.core.config import TenantConfig
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """A tenant with live requests, and their sums."""
+
+    name: str
+    config: TenantConfig
+    num_requests: int = 0
+    """Live ones."""
+    num_queued_tokens: int = 0
+    """Prompt tokens of those that wait for a place in a batch."""
+    num_kv_blocks: int = 0
+    """The most blocks that those in worker groups can come to need."""
+
+    def may_hold(self, num_blocks: int) -> bool:
+        """Whether it may have so many blocks more."""
+        limit = self.config.max_kv_blocks
+        return limit is None or self.num_kv_blocks + num_blocks <= limit
+
+    def may_ever_hold(self, num_blocks: int) -> bool:
+        """Whether it may have so many blocks when it has no others."""
+        limit = self.config.max_kv_blocks
+        return limit is None or num_blocks <= limit
+
+
+class Tenants:
+    """All tenants that have live requests, by name."""
+
+    def __init__(self, default: TenantConfig, named: Mapping[str, TenantConfig]) -> None:
+        self._default = default
+        self._named = named
+        self._live: dict[str, Tenant] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._live
+
+    def find(self, name: str) -> Tenant:
+        """The tenant of this name; a new one if it has no live requests."""
+        return self._live.get(name) or Tenant(name, self._named.get(name, self._default))
+
+    def add_request(self, tenant: Tenant) -> None:
+        """A request of the tenant is live."""
+        self._live[tenant.name] = tenant
+        tenant.num_requests += 1
+
+    def remove_request(self, tenant: Tenant) -> None:
+        """A request of the tenant is live no more."""
+        tenant.num_requests -= 1
+        if tenant.num_requests == 0:
+            del self._live[tenant.name]
+
+    def check(self) -> None:
+        """Assert that nothing is left of what has ended."""
+        for tenant in self._live.values():
+            assert tenant.num_requests > 0
+            assert tenant.num_queued_tokens >= 0
+            assert tenant.may_hold(0)

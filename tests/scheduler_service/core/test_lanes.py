@@ -1,0 +1,84 @@
+"""The order of requests that wait for a worker group."""
+
+from scheduler_service.core.config import TenantConfig
+from scheduler_service.core.lanes import Lanes
+from scheduler_service.core.policies.fair import Fair
+from scheduler_service.core.policies.fcfs import FirstComeFirstServed
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.tenants import Tenants
+from tests.support.tenants import make_group
+
+LIMITED = {"limited": TenantConfig(max_kv_blocks=1)}
+
+
+def drain(lanes: Lanes) -> list[SequenceGroup]:
+    """All groups in the order in which they are served."""
+    groups = []
+    while (head := lanes.head()) is not None:
+        lanes.discard(head)
+        lanes.check()
+        groups.append(head)
+    return groups
+
+
+def test_lanes_of_limited_tenants_do_not_change_the_order_of_ranks() -> None:
+    tenants = Tenants(TenantConfig(), LIMITED)
+    names = ["", "limited", "other", "limited", ""]
+    groups = [make_group(tenants, name, arrival=i) for i, name in enumerate(names)]
+    lanes = Lanes(FirstComeFirstServed(tenants))
+    for group in [groups[3], groups[0], groups[4], groups[2], groups[1]]:
+        lanes.add(group)
+        lanes.check()
+    assert drain(lanes) == groups
+
+
+def test_a_lane_that_is_set_aside_holds_up_nobody_and_comes_back() -> None:
+    tenants = Tenants(TenantConfig(), LIMITED)
+    lanes = Lanes(FirstComeFirstServed(tenants))
+    first = make_group(tenants, "limited", arrival=1)
+    second = make_group(tenants, "", arrival=2)
+    third = make_group(tenants, "limited", arrival=0)
+    for group in (first, second):
+        lanes.add(group)
+    lanes.set_aside(first)
+    lanes.add(third)
+    assert lanes.head() is second
+    lanes.check()
+    lanes.take_back()
+    assert drain(lanes) == [third, first, second]
+
+
+def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
+    tenants = Tenants(TenantConfig(), LIMITED)
+    lanes = Lanes(FirstComeFirstServed(tenants))
+    group = make_group(tenants, "limited")
+    lanes.add(group)
+    lanes.set_aside(group)
+    lanes.discard(group)
+    lanes.take_back()
+    lanes.check()
+    assert lanes.head() is None
+    assert not lanes
+
+
+def test_the_order_of_lanes_follows_what_tenants_are_served_meanwhile() -> None:
+    tenants = Tenants(TenantConfig(), {})
+    fair = Fair(tenants)
+    lanes = Lanes(fair)
+    one, other = make_group(tenants, "one", arrival=1), make_group(tenants, "other", arrival=2)
+    for group in (one, other):
+        lanes.add(group)
+    assert lanes.head() is one
+    fair.note_tokens(one.sequences)
+    assert lanes.head() is other
+    fair.note_tokens(other.sequences * 2)
+    assert lanes.head() is one
+
+
+def test_tokens_before_a_group_are_those_of_its_lane_with_lower_ranks() -> None:
+    tenants = Tenants(TenantConfig(), LIMITED)
+    lanes = Lanes(FirstComeFirstServed(tenants))
+    for arrival, name in enumerate(["", "limited", "other", ""]):
+        lanes.add(make_group(tenants, name, num_prompt_tokens=10**arrival, arrival=arrival))
+    assert lanes.num_tokens == 1111
+    assert lanes.num_tokens_before(make_group(tenants, "any", arrival=3)) == 101

@@ -1,0 +1,23 @@
+"""Groups of tenants, for tests of policies and queues without a core."""
+
+from scheduler_service.core.registry import Registry
+from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.tenants import Tenants
+
+
+def make_group(
+    tenants: Tenants, tenant: str, *, num_prompt_tokens: int = 1, arrival: int = 0
+) -> SequenceGroup:
+    """A group that waits, of one sequence, and of no registry."""
+    request = Request(
+        frontend_id="f",
+        handle=1,
+        request_id="r",
+        model="m",
+        prompt_token_ids=[1] * num_prompt_tokens,
+        max_tokens=1,
+        sampling=None,
+        tenant=tenant,
+    )
+    return Registry(lambda request, number: (arrival,), tenants).make_group(request, 0)
