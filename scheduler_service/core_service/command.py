@@ -1,13 +1,15 @@
 """The flags of `python -m scheduler_service scheduler`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from scheduler_service.command_line import LogLevel, run_service
-from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
+from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
 
 SERVICE = CoreServiceConfig()
 CORE = SchedulerConfig()
@@ -81,6 +83,29 @@ def scheduler(
             help="Most prompt tokens of waiting requests; more are refused.",
         ),
     ] = CORE.max_queue_tokens,
+    policy: Annotated[
+        PolicyName,
+        typer.Option(
+            envvar="PAGEWIRE_POLICY",
+            help="Who is served first: in order of arrival, by priority, or fair shares for "
+            "tenants.",
+        ),
+    ] = CORE.policy,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_TENANTS",
+            metavar="FILE",
+            help="Weights and limits of tenants, as TOML; see docs/scheduling.md.",
+        ),
+    ] = None,
+    isolate_tenants: Annotated[
+        bool,
+        typer.Option(
+            envvar="PAGEWIRE_ISOLATE_TENANTS",
+            help="Share no KV blocks between tenants.",
+        ),
+    ] = CORE.isolate_tenants,
     lease_ms: Annotated[
         int,
         typer.Option(
@@ -102,6 +127,7 @@ def scheduler(
     """Run the scheduler core: the request queues, the KV blocks, and the plans for workers."""
 
     def make_config() -> CoreServiceConfig:
+        limits = NO_TENANTS if tenants is None else read_tenants(tenants)
         return CoreServiceConfig(
             listen=listen,
             lease_ms=lease_ms,
@@ -116,6 +142,10 @@ def scheduler(
                 pipeline_depth=pipeline_depth,
                 max_queue_requests=max_queue_requests,
                 max_queue_tokens=max_queue_tokens,
+                policy=policy,
+                default_tenant=limits.default,
+                tenants=limits.named,
+                isolate_tenants=isolate_tenants,
             ),
         )
 

@@ -203,7 +203,7 @@ class CoreMachine(RuleBasedStateMachine):
                 early_stopping=early_stopping,
                 num_logprobs=2 if logprobs else None,
             )
-            with suppress(QueueFull, TenantLimit, PromptTooLong, InvalidArgument):
+            with suppress(*REFUSALS):
                 self.driver.submit(
                     prompt=make_prompt(1 + (length + 7 * i) % 30, 8, seed),
                     max_tokens=max_tokens,

@@ -87,6 +87,16 @@ async def test_a_contradictory_flag_is_one_clear_line() -> None:
     assert output.count("\n") == 1
 
 
+async def test_a_wrong_file_of_tenants_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[tenants.acme]\nmax_requests = -1\n")
+    code, output = await run("scheduler", "--policy", "fair", "--tenants", str(path))
+    assert code == 2
+    assert output == (
+        f"error: tenants: {path}: tenants.acme: max_requests must be at least 1, is -1\n"
+    )
+
+
 async def test_a_malformed_address_is_one_clear_line() -> None:
     code, output = await run("scheduler", "--listen", "somewhere")
     assert (code, output) == (2, "error: listen: 'somewhere': expected HOST:PORT or unix:PATH\n")
