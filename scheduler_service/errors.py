@@ -6,6 +6,7 @@
     ├── UnsupportedByModel     this deployment's model cannot: no tokenizer, no chat template
     ├── QueueFull              try again later
     ├── TenantLimit            the same, for what the caller's tenant has under way
+    ├── DeadlineUnreachable    the same: what waits before the request takes too long for it
     ├── UnknownModel           no such model is served
     ├── UnknownRequest         no such request is live
     ├── UnknownWorkerGroup     no worker of such a group is registered
@@ -76,6 +77,12 @@ class TenantLimit(PagewireError):
     """The tenant has as many requests or waiting tokens as it may."""
 
     reason = "TENANT_LIMIT"
+
+
+class DeadlineUnreachable(PagewireError):
+    """Because of what waits before it, the request cannot meet its deadline."""
+
+    reason = "DEADLINE_UNREACHABLE"
 
 
 class UnknownModel(PagewireError):

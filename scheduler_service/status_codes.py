@@ -31,6 +31,7 @@ STATUS_CODES: dict[type[errors.PagewireError], grpc.StatusCode] = {
     errors.UnsupportedByModel: grpc.StatusCode.FAILED_PRECONDITION,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TenantLimit: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineUnreachable: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
     errors.UnknownRequest: grpc.StatusCode.NOT_FOUND,
     errors.UnknownWorkerGroup: grpc.StatusCode.NOT_FOUND,

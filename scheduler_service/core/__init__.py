@@ -20,6 +20,7 @@ How it is made, from the outside in:
     core.py           SchedulerCore: requests from submission to end; groups come and go
     registry.py       live requests by id and by frontends' handles
     admission.py      what is checked before a request is accepted
+    deadlines.py      whether a request can still meet its deadline; drain.py knows how queues move
     tenants.py        what tenants have under way, and what they may have
     models.py         per model: its worker groups, and what waits for them
     lanes.py          who waits for a worker group; policies/ says who is next

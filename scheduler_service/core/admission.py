@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.drain import DrainRate, retry_delay_s
 from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import SequenceGroup
@@ -116,7 +117,9 @@ def _why_tenant_cannot(group: SequenceGroup, capacity: GroupCapacity) -> Pagewir
     )
 
 
-def check_tenant(group: SequenceGroup, retry_delay_s: float) -> None:
+def check_tenant(
+    group: SequenceGroup, drains: Iterable[DrainRate], config: SchedulerConfig
+) -> None:
     """Raise TenantLimit if the request's tenant may have no more live requests, or no more
     waiting tokens, for now.
 
@@ -131,15 +134,32 @@ def check_tenant(group: SequenceGroup, retry_delay_s: float) -> None:
     if max_requests is not None and tenant.num_requests >= max_requests:
         message = f"the tenant has {tenant.num_requests} requests, the most allowed"
         details |= {"num_requests": tenant.num_requests, "max_requests": max_requests}
+        delay_s = retry_delay_s(
+            [tenant.ends],
+            num_requests=tenant.num_requests - max_requests + 1,
+            num_tokens=0,
+            unmeasured_s=config.queue_retry_delay_s,
+        )
     elif max_tokens is not None and 0 < queued > max_tokens - group.num_prompt_tokens:
         message = f"{queued} prompt tokens of the tenant are waiting, too many for this one beside"
         details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
+        delay_s = retry_delay_s(
+            drains,
+            num_requests=0,
+            num_tokens=min(queued, queued + group.num_prompt_tokens - max_tokens),
+            unmeasured_s=config.queue_retry_delay_s,
+        )
     else:
         return
-    raise TenantLimit(message, details=details, retry_delay_s=retry_delay_s)
+    raise TenantLimit(message, details=details, retry_delay_s=delay_s)
 
 
-def check_queue(request: Request, queues: Sequence[Queue], config: SchedulerConfig) -> None:
+def check_queue(
+    request: Request,
+    queues: Sequence[Queue],
+    drains: Iterable[DrainRate],
+    config: SchedulerConfig,
+) -> None:
     """Raise QueueFull if no more may wait in all queues together.
 
     A request that goes on after a loss was accepted before, and is not refused.
@@ -149,10 +169,18 @@ def check_queue(request: Request, queues: Sequence[Queue], config: SchedulerConf
     if request.generated or num_waiting == 0:
         return
     details = {"num_waiting": num_waiting, "num_waiting_tokens": num_waiting_tokens}
-    if num_waiting >= config.max_queue_requests:
+    requests_over = num_waiting + 1 - config.max_queue_requests
+    tokens_over = num_waiting_tokens + len(request.prompt_token_ids) - config.max_queue_tokens
+    if requests_over > 0:
         message = f"{num_waiting} requests are waiting, the most allowed"
-    elif num_waiting_tokens + len(request.prompt_token_ids) > config.max_queue_tokens:
+    elif tokens_over > 0:
         message = f"{num_waiting_tokens} prompt tokens are waiting, too many for this one beside"
     else:
         return
-    raise QueueFull(message, details=details, retry_delay_s=config.queue_retry_delay_s)
+    delay_s = retry_delay_s(
+        drains,
+        num_requests=max(0, requests_over),
+        num_tokens=min(num_waiting_tokens, max(0, tokens_over)),
+        unmeasured_s=config.queue_retry_delay_s,
+    )
+    raise QueueFull(message, details=details, retry_delay_s=delay_s)

@@ -12,6 +12,7 @@ from scheduler_service.core.admission import (
     why_not,
 )
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_capacity
+from scheduler_service.core.deadlines import check_deadline, next_look, passed, why_too_late
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
@@ -26,7 +27,6 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 from scheduler_service.core.snapshot import CoreSnapshot, Totals
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import (
-    DeadlineExceeded,
     DuplicateRequest,
     GenerationFailed,
     PagewireError,
@@ -109,8 +109,9 @@ class SchedulerCore:
     def submit(self, request: Request, now: float) -> None:
         """Queue a request; it shows in its frontend's outbox as accepted.
 
-        Raises InvalidArgument, DuplicateRequest, UnknownModel, PromptTooLong or QueueFull; the
-        request is then as if it had never been.
+        Raises InvalidArgument, DuplicateRequest, UnknownModel, PromptTooLong, TenantLimit,
+        QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if it had never
+        been.
         """
         check_request(request, self._config)
         if self._registry.is_taken(request):
@@ -123,8 +124,10 @@ class SchedulerCore:
         error = why_not(group, model.capacities()) if model is not None else None
         if error is not None:
             raise error
-        check_tenant(group, self._config.queue_retry_delay_s)
-        check_queue(request, self._queues(), self._config)
+        drains = [model.drain for model in self._models.values()]
+        check_tenant(group, drains, self._config)
+        check_queue(request, self._queues(), drains, self._config)
+        check_deadline(group, model, self._registry.groups, now)
         self._accept(group, now)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
@@ -158,13 +161,20 @@ class SchedulerCore:
         self._registry.remove_frontend(frontend_id)
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadlines have come."""
+        """End the requests whose deadlines have come, and those that wait and can no longer meet
+        theirs."""
         while (first := self._deadlines.peek()) is not None and first[0][0] <= now:
-            error = DeadlineExceeded("the request's deadline has passed")
-            self._end(first[1], ABORTED, error, now)
+            group = first[1]
+            deadline = group.request.deadline
+            assert deadline is not None
+            if now >= deadline:
+                self._end(group, ABORTED, passed(), now)
+            elif group.num_running or not self._end_if_late(group, now):
+                self._deadlines.remove(group)
+                self._watch(group, deadline, now)
 
     def next_deadline(self) -> float | None:
-        """When `expire` is due; None if no request has a deadline."""
+        """When `expire` is due, at the latest; None if no request has a deadline."""
         first = self._deadlines.peek()
         return first[0][0] if first is not None else None
 
@@ -175,11 +185,12 @@ class SchedulerCore:
         scheduler = self._schedulers[group_id]
         if scheduler.is_full:
             return None
+        self.expire(now)
         model = self._models[scheduler.capacity.model]
         plan = None
         has_ended = True
         while plan is None and has_ended:  # what has ended may be all that others waited for
-            model.place(self._placement, to_us(now))
+            model.place(self._placement, lambda group: self._end_if_late(group, now), to_us(now))
             plan = scheduler.schedule(to_us(now))
             has_ended = self._close_ended(model.schedulers, now)
         return plan
@@ -290,7 +301,21 @@ class SchedulerCore:
             return
         self._model(request.model).waiting.add(group)
         if request.deadline is not None:
-            self._deadlines.push((request.deadline, group.rank), group)
+            self._watch(group, request.deadline, now)
+
+    def _watch(self, group: SequenceGroup, deadline: float, now: float) -> None:
+        """Look at a live group when it may no longer meet its deadline."""
+        due = next_look(group, self._models[group.request.model], deadline, now)
+        self._deadlines.push((due, group.rank), group)
+
+    def _end_if_late(self, group: SequenceGroup, now: float) -> bool:
+        """End a group that is in no batch and can no longer meet its deadline; whether it is so."""
+        model = self._models[group.request.model]
+        error = why_too_late(group, model, self._registry.groups, now)
+        if error is None:
+            return False
+        self._end(group, ABORTED, error, now)
+        return True
 
     def _refuse_hopeless(self, model: Model, now: float) -> None:
         """End what was accepted before any worker group was known, and fits none."""
@@ -347,7 +372,7 @@ class SchedulerCore:
     def _close(self, group: SequenceGroup, now: float) -> None:
         """Say how a group ended, and forget it."""
         delivery.finish_request(group, group.clock.finish(to_us(now)))
-        self._registry.remove(group)
+        self._registry.remove(group, to_us(now))
         if group in self._deadlines:
             self._deadlines.remove(group)
         model = self._models.get(group.request.model)

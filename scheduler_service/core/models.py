@@ -1,9 +1,10 @@
 """The served models: for each its worker groups, and the requests that wait for one."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from scheduler_service.core.config import GroupCapacity
+from scheduler_service.core.drain import DrainRate
 from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policies import Policy
@@ -29,6 +30,9 @@ class Model:
     stranded: WaitingQueue = field(default_factory=WaitingQueue)
     """Requests that fit none of the groups there are: they must not hold up the others."""
 
+    drain: DrainRate = field(default_factory=DrainRate)
+    """How fast requests come out of `waiting`."""
+
     @classmethod
     def make(cls, name: str, policy: Policy) -> "Model":
         """A model that nobody serves yet."""
@@ -51,6 +55,7 @@ class Model:
     def add(self, scheduler: Scheduler) -> None:
         """A group joins: what has not begun may go there instead."""
         self.was_served = True
+        self.drain.interrupt()
         self.reopen()
         self.schedulers.append(scheduler)
 
@@ -75,8 +80,15 @@ class Model:
             group.tenant.num_kv_blocks -= group.num_reserved_blocks
             group.num_reserved_blocks = 0
 
-    def place(self, placement: Placement, now_us: int) -> None:
-        """Give waiting requests, in order, to worker groups that have room."""
+    def place(
+        self, placement: Placement, is_late: Callable[[SequenceGroup], bool], now_us: int
+    ) -> None:
+        """Give waiting requests, in order, to worker groups that have room. Of each it is asked
+        before whether it is too late for it, and if so, has been taken out of the queue."""
+        if not self.waiting:
+            self.drain.interrupt()
+            return
+        placed: list[SequenceGroup] = []
         self.waiting.take_back()
         while (group := self.waiting.head()) is not None:
             suitable = [s for s in self.schedulers if not s.is_draining and s.fits(group)]
@@ -90,8 +102,17 @@ class Model:
                 continue
             candidates = [s for s in allowed if s.can_take(group)]
             if not candidates:
-                return
+                break
+            if is_late(group):
+                continue
             self._give(group, placement.choose(group, candidates), now_us)
+            placed.append(group)
+        self.drain.note(
+            now_us,
+            num_requests=len(placed),
+            num_tokens=sum(group.num_prompt_tokens for group in placed),
+            is_empty=not self.waiting,
+        )
 
     def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         self.waiting.discard(group)

@@ -84,17 +84,17 @@ class Registry:
         frontend = group.frontend
         self._groups[group.request.request_id] = group
         self._frontends[frontend.frontend_id] = frontend
-        self._tenants.add_request(group.tenant)
+        self._tenants.add_request(group.tenant, group.clock.submitted_us)
         for seq in group.choices():
             frontend.sequences[seq.handle] = seq
         for seq in group.sequences:
             seq.seq_id = self._next_seq_id()
             self._live_seq_ids.add(seq.seq_id)
 
-    def remove(self, group: SequenceGroup) -> None:
+    def remove(self, group: SequenceGroup, now_us: int) -> None:
         """The group is live no more."""
         del self._groups[group.request.request_id]
-        self._tenants.remove_request(group.tenant)
+        self._tenants.remove_request(group.tenant, group.num_prompt_tokens, now_us)
         for seq in group.choices():
             del group.frontend.sequences[seq.handle]
         for seq in group.sequences:

@@ -122,6 +122,16 @@ class Scheduler:
         is_allowed = group.tenant.may_ever_hold(group.most_blocks(self.capacity))
         return is_in_model and is_allowed and self.blocks.fits(group.max_known_tokens)
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether what one sequence has computed serves others."""
+        return self._config.enable_prefix_caching
+
+    def num_tokens_to_compute(self, group: SequenceGroup) -> int:
+        """Tokens of a group that has not run that are not in blocks here."""
+        longest = group.longest
+        return longest.num_known - len(self._prefixes.find(longest)) * self.blocks.block_size
+
     def can_take(self, group: SequenceGroup) -> bool:
         """Whether the group would find places and blocks here now, beside those that wait."""
         if self.is_draining or self.swapping or not self.fits(group):

@@ -1,9 +1,10 @@
 """Whose requests they are: what tenants have, and what they may have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_service.core.config import TenantConfig
+from scheduler_service.core.drain import DrainRate
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +19,9 @@ class Tenant:
     """Prompt tokens of those that wait for a place in a batch."""
     num_kv_blocks: int = 0
     """The most blocks that those in worker groups can come to need."""
+
+    ends: DrainRate = field(default_factory=DrainRate)
+    """How fast its requests end."""
 
     def may_hold(self, num_blocks: int) -> bool:
         """Whether it may have so many blocks more."""
@@ -48,14 +52,18 @@ class Tenants:
         """The tenant of this name; a new one if it has no live requests."""
         return self._live.get(name) or Tenant(name, self._named.get(name, self._default))
 
-    def add_request(self, tenant: Tenant) -> None:
+    def add_request(self, tenant: Tenant, now_us: int) -> None:
         """A request of the tenant is live."""
         self._live[tenant.name] = tenant
         tenant.num_requests += 1
+        tenant.ends.note(now_us, num_requests=0, num_tokens=0, is_empty=False)
 
-    def remove_request(self, tenant: Tenant) -> None:
+    def remove_request(self, tenant: Tenant, num_prompt_tokens: int, now_us: int) -> None:
         """A request of the tenant is live no more."""
         tenant.num_requests -= 1
+        tenant.ends.note(
+            now_us, num_requests=1, num_tokens=num_prompt_tokens, is_empty=tenant.num_requests == 0
+        )
         if tenant.num_requests == 0:
             del self._live[tenant.name]
 

@@ -179,6 +179,7 @@ class CoreDriver:
         beam_search: BeamParams | None = None,
         tenant: str = "",
         priority: int = 0,
+        min_tokens: int = 0,
     ) -> RequestRecord:
         """Submit a request. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
@@ -197,6 +198,7 @@ class CoreDriver:
             num_choices=n,
             tenant=tenant,
             priority=priority,
+            min_tokens=min_tokens,
             stop_token_ids=stop_token_ids,
             wants_logprobs=sampling.logprobs,
             wants_prompt_logprobs=sampling.prompt_logprobs,

@@ -417,8 +417,13 @@ class SymbolicWorker:
     def _result(
         self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, bool]], starts: list[int]
     ) -> StepResult:
+        num_prefill_tokens = sum(num_tokens for _, num_tokens, _ in rows if num_tokens > 1)
         result = StepResult(
-            step_id=plan.step_id, token_ids=[], forward_us=900, sample_us=60, busy_us=1000
+            step_id=plan.step_id,
+            token_ids=[],
+            forward_us=900,
+            sample_us=60,
+            busy_us=1000 + 100 * num_prefill_tokens,
         )
         for row, (seq, num_tokens, sample) in enumerate(rows):
             if seq.sampling.prompt_logprobs:

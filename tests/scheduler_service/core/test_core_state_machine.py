@@ -309,9 +309,10 @@ class CrowdedMachine(CoreMachine):
         mode=st.sampled_from([PreemptionMode.SWAP, PreemptionMode.AUTO]),
         host_blocks=st.sampled_from([6, 12, 100]),
         caching=st.booleans(),
+        policy=st.sampled_from(PolicyName),
     )
     def start(self, **values: Any) -> None:
-        super().start(chunked=True, watermark=0.0, blocks=SMALL, **values)
+        super().start(chunked=True, watermark=0.0, blocks=SMALL, isolate_tenants=False, **values)
 
     @rule(
         count=st.integers(1, 4),
@@ -320,6 +321,8 @@ class CrowdedMachine(CoreMachine):
         seed=st.integers(0, 1000),
         max_tokens=st.integers(4, 20),
         n=st.sampled_from([1, 1, 2, 3]),
+        tenant=st.sampled_from(["", "heavy", "few"]),
+        priority=st.integers(-1, 1),
     )
     def submit(self, count: int, length: int, **values: Any) -> None:
         for i in range(count):

@@ -13,6 +13,7 @@ Commands (sizes in tokens; `name` is a request's):
                                 on the device and `host` blocks
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
            [like=NAME:N] [logprobs=true] [width=N] [stops=N] [tenant=NAME] [priority=N]
+           [min_tokens=N]
                                 stop_at: the token at that output position is a stop token
                                 like: it begins with N tokens of another's prompt and first choice
                                 logprobs: of the prompt
@@ -127,6 +128,8 @@ class Scenario:
             printed: list[str] = getattr(self, f"do_{command}")(*words) or []
         except PagewireError as error:
             printed = [f"refused: {error.reason}: {error.message}"]
+            if error.retry_delay_s is not None:
+                printed.append(f"retry after {error.retry_delay_s * 1000:.0f} ms")
         if command != "config":
             self.driver.core.check()
             printed += self.read_news()
@@ -183,6 +186,7 @@ class Scenario:
             timeout=float(options["timeout"]) if "timeout" in options else None,
             tenant=options.get("tenant", ""),
             priority=int(options.get("priority", 0)),
+            min_tokens=int(options.get("min_tokens", 0)),
         )
 
     def make_prompt(self, num_tokens: int, like: str | None) -> list[int]:

@@ -115,11 +115,11 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten_unless_they_had_more() 
     fair, tenants = make_fair()
     for i in range(1000):
         group = make_group(tenants, f"passing{i}", num_prompt_tokens=10)
-        tenants.add_request(group.tenant)
+        tenants.add_request(group.tenant, i)
         fair.open_lane(group.tenant, None)
         fair.note_placed(group)
         fair.close_lane(group.tenant)
-        tenants.remove_request(group.tenant)
+        tenants.remove_request(group.tenant, 10, i)
         if i == 0:
             served_most = make_group(tenants, "most", num_prompt_tokens=50_000)
             fair.note_placed(served_most)
