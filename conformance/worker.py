@@ -1,6 +1,7 @@
 """The worker under test: its facts, new epochs, and what its sequences do when left alone."""
 
 import random
+import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ MAX_GPU_BLOCKS = 1024
 MAX_CPU_BLOCKS = 64
 """Caches that the cases ask for, where the worker has as many."""
 
+POLL_S = 0.1
+"""Between two looks at a worker that is loading its model."""
+
 SEED = 20
 """Of the kit's own prompts: every run asks the same."""
 
@@ -41,7 +45,7 @@ class Worker:
         """The core's side of its registration, if it was made with the kit."""
         self.channel = grpc.insecure_channel(address)
         self.stub = WorkerServiceStub(self.channel)
-        self.info = self.get_info(wait=True)
+        self.info = self._wait_until_loaded()
         self.is_fresh = self.info.last_epoch == 0
         """Whether no core has used it before the kit."""
         self.blocks = self.stub.ProfileBlocks(
@@ -64,9 +68,22 @@ class Worker:
         """Token ids are below this."""
         return self.info.model.vocab_size
 
-    def get_info(self, *, wait: bool = False) -> pb.GetInfoResponse:
-        """Who the worker says it is; `wait`: until it listens."""
-        return self.stub.GetInfo(pb.GetInfoRequest(), timeout=self.timeout_s, wait_for_ready=wait)
+    def get_info(self) -> pb.GetInfoResponse:
+        """Who the worker says it is."""
+        return self.stub.GetInfo(pb.GetInfoRequest(), timeout=self.timeout_s)
+
+    def _wait_until_loaded(self) -> pb.GetInfoResponse:
+        """Who the worker says it is, once it listens and has a model."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                request = pb.GetInfoRequest()
+                return self.stub.GetInfo(request, timeout=left_s, wait_for_ready=True)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or left_s == 0.0:
+                    raise
+            time.sleep(POLL_S)
 
     def next_epoch(self) -> int:
         """An epoch greater than any before."""

@@ -67,7 +67,7 @@ def a_fork_with_rows_of_its_own_goes_on_where_its_parent_stands(worker: Worker) 
     worker.expect_as_alone("a fork that computes its own row", found, prompt, sampling, start=2)
 
 
-@case("plan", "In a fork: tokens that follow the parent's.")
+@case("plan", "In a fork: tokens that follow the parent's")
 def a_forks_own_tokens_follow_its_parents(worker: Worker) -> None:
     prompt, extra = worker.prompt(4), worker.prompt(5, 3)
     sampling = sampler_params(seed=SEED)

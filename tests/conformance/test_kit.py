@@ -117,6 +117,13 @@ def test_a_worker_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         assert "Traceback" not in run.stderr
 
 
+def test_a_worker_that_is_loading_is_waited_for(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/worker.sock"
+    with running(python_worker("--model", "embedded", "--listen", listen), tmp_path):
+        run = run_kit(listen, "--only", "info")  # at once: it has not even begun to listen
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_a_run_is_told_line_by_line_and_as_junit(tmp_path: Path) -> None:
     listen, junit = f"unix:{tmp_path}/worker.sock", tmp_path / "junit.xml"
     flags = ["--simulate", "--simulate-cpu-blocks", "0", "--listen", listen]
