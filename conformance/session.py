@@ -6,7 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import grpc
 
@@ -21,13 +21,24 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 Pairs = Items[tuple[int, int]]
 
 
+class Candidates(NamedTuple):
+    """The tokens that may follow a sequence, most probable first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 @dataclass(kw_only=True, slots=True)
 class Result:
     """One step's result, taken apart."""
 
     message: plan_pb2.StepResult
     sampled: dict[int, Sampled] = field(default_factory=dict)
-    """By sequence id, for the rows that sampled; the token is -1 where the row failed."""
+    """By sequence id, for the rows that sampled; the token is -1 where the row failed or has
+    candidates."""
+
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By sequence id."""
 
     errors: dict[int, plan_pb2.RowErrorReason.ValueType] = field(default_factory=dict)
     """By sequence id."""
@@ -79,6 +90,7 @@ class Session:
         self._next_seq_id = 1
         self._next_block = 0
         self._new: list[Sequence] = []
+        self._appended: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[int, list[Row]]] = deque()
 
     def __enter__(self) -> Self:
@@ -117,6 +129,11 @@ class Session:
             **(defaults | fields),
         )
 
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Choose a beam's next token; the next plan tells the worker."""
+        sequence.tokens.append(token)
+        self._appended.append((sequence.seq_id, token))
+
     def _introduce(self, **fields: Any) -> Sequence:
         sequence = Sequence(**({"seq_id": self._next_seq_id} | fields))
         self._next_seq_id = max(self._next_seq_id, sequence.seq_id) + 1
@@ -137,6 +154,7 @@ class Session:
         places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
         new = sorted(self._new, key=lambda sequence: places.get(sequence.seq_id, len(rows)))
         self._new = []
+        appended, self._appended = self._appended, []
         self.step_id += 1
         plan = plan_pb2.StepPlan(
             epoch=self.epoch,
@@ -146,6 +164,7 @@ class Session:
             swap_in=columns.pack_rows(swap_in),
             copy=columns.pack_rows(copy),
             new_sequences=[sequence.message() for sequence in new],
+            appended_tokens=columns.pack_rows(appended),
             block_updates=columns.pack_rows(updates),
             seq_ids=columns.pack([row.sequence.seq_id for row in rows]),
         )
@@ -234,7 +253,8 @@ class Session:
             if row.num_tokens == 0 and sequence.parent is not None:
                 sequence.num_computed_tokens = sequence.parent.num_computed_tokens
             sequence.num_computed_tokens += row.num_tokens
-            sequence.num_pending += row.sample
+            if not sequence.sampling.HasField("num_candidates"):
+                sequence.num_pending += row.sample
 
     def _read(self, message: plan_pb2.StepResult, rows: list[Row]) -> Result:
         sampling = [(index, row.sequence) for index, row in enumerate(rows) if row.sample]
@@ -245,9 +265,13 @@ class Session:
         for error in message.errors:
             expect_true(error.row < len(rows), f"the result has an error for row {error.row}")
             result.errors[rows[error.row].sequence.seq_id] = error.reason
+        for entry in message.candidates:
+            ids, logprobs = columns.unpack(entry.token_ids), columns.unpack_floats(entry.logprobs)
+            result.candidates[rows[entry.row].sequence.seq_id] = Candidates(ids, logprobs)
         for (index, sequence), token in zip(sampling, tokens, strict=True):
             result.sampled[sequence.seq_id] = sampled(token, entries.get(index))
-            sequence.num_pending -= 1
-            if token >= 0:
-                sequence.tokens.append(token)
+            if not sequence.sampling.HasField("num_candidates"):
+                sequence.num_pending -= 1
+                if token >= 0:
+                    sequence.tokens.append(token)
         return result

@@ -3,6 +3,7 @@
 from conformance.case import Case, registered
 from conformance.cases import (
     batches,
+    beams,
     blocks,
     cache_operations,
     constraints,
@@ -40,6 +41,7 @@ _TOPICS = (
     constraints,
     logprobs,
     prompt_logprobs,
+    beams,
     errors,
     robustness,
     registration,  # last, since it stops the worker

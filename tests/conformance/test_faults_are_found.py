@@ -1,5 +1,6 @@
 """The kit can fail: each fault that a worker may have makes the case fail that is there for it."""
 
+import math
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -145,6 +146,13 @@ def _numbers_logprobs_by_themselves(result: plan_pb2.StepResult) -> None:
 def _counts_prompt_positions_from_0(result: plan_pb2.StepResult) -> None:
     for entry in result.prompt_logprobs:
         entry.start -= 1
+
+
+def _normalises_candidates(result: plan_pb2.StepResult) -> None:
+    for entry in result.candidates:
+        logprobs = columns.unpack_floats(entry.logprobs)
+        total = math.log(sum(map(math.exp, logprobs)))
+        entry.logprobs = struct.pack(f"<{len(logprobs)}f", *(each - total for each in logprobs))
 
 
 def _takes_output_for_prompt(new: plan_pb2.NewSequence) -> None:
@@ -301,6 +309,23 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
         on_new(_breaks_words),
         ["a bad word of two tokens is not completed"],
     ),
+    # Beams.
+    "ignores that the core chooses": (
+        on_params(num_candidates=None),
+        ["candidates are reported instead", "beams and sampling rows share a batch"],
+    ),
+    "reports too few candidates": (
+        on_params(num_candidates=_clamps(2)),
+        ["candidates are reported instead of a token"],
+    ),
+    "ignores what the core chose": (
+        ignores("appended_tokens"),
+        ["a token for an unknown sequence is refused", "two tokens for one sequence"],
+    ),
+    "normalises candidates again": (
+        on_result(_normalises_candidates),
+        ["a bias changes a candidates log probability"],
+    ),
     # Log probabilities.
     "reports too few log probabilities": (
         on_result(_reports_too_few_logprobs),
@@ -397,7 +422,7 @@ def _garbles(result: plan_pb2.StepResult) -> None:
     """Other tokens, log probabilities and ranks than the worker's, and never the same."""
     tokens = columns.unpack(result.token_ids)
     result.token_ids = columns.pack([random.randrange(30) for _ in tokens])
-    for entry in (*result.logprobs, *result.prompt_logprobs):
+    for entry in (*result.logprobs, *result.prompt_logprobs, *result.candidates):
         ids = columns.unpack(entry.token_ids)
         entry.token_ids = columns.pack([random.randrange(30) for _ in ids])
         entry.logprobs = random.randbytes(3 * len(ids)) + b"\x3f" * len(ids)

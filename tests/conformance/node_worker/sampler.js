@@ -22,8 +22,12 @@ export function readParams(message, vocabSize, path) {
     }
     return ids;
   };
+  if (message._num_candidates && message.num_candidates < 1) {
+    throw new PlanError(`${path}.num_candidates`, "expected at least 1");
+  }
   return {
     ...message,
+    numCandidates: message._num_candidates ? message.num_candidates : null,
     logprobs: message._logprobs ? message.logprobs : null,
     promptLogprobs: message._prompt_logprobs ? message.prompt_logprobs : null,
     biases: new Map(message.logit_bias.map(({ token_id, bias }) => [token_id, bias])),
@@ -42,6 +46,22 @@ export function choose(logits, params, choiceIndex, prompt, output) {
   const cut = findCut(weights, params);
   const kept = weights.map((weight) => (weight >= cut ? weight : 0));
   return invert(kept, draw(params.seed, choiceIndex, output.length));
+}
+
+/** The most probable tokens after prompt and output, for the core to choose among. */
+export function offer(logits, params, prompt, output) {
+  const edited = applyEdits(logSoftmax(logits), params, prompt, output);
+  const tokenIds = [...edited.keys()]
+    .filter((token) => edited[token] > -Infinity)
+    .sort((a, b) => edited[b] - edited[a] || a - b)
+    .slice(0, params.numCandidates);
+  return { tokenIds, logprobs: tokenIds.map((token) => edited[token]) };
+}
+
+function logSoftmax(logits) {
+  const top = Math.max(...logits);
+  const total = logits.reduce((sum, logit) => sum + Math.exp(logit - top), 0);
+  return logits.map((logit) => logit - top - Math.log(total));
 }
 
 function applyEdits(logits, params, prompt, output) {
@@ -100,9 +120,7 @@ function invert(weights, uniform) {
 
 /** A token's log probability, those of the most probable ones, and its rank. */
 export function logprobsOf(logits, token, width) {
-  const top = Math.max(...logits);
-  const total = logits.reduce((sum, logit) => sum + Math.exp(logit - top), 0);
-  const logprobs = logits.map((logit) => logit - top - Math.log(total));
+  const logprobs = logSoftmax(logits);
   const order = [...logits.keys()].sort((a, b) => logits[b] - logits[a] || a - b);
   const tokenIds = [token, ...order.slice(0, width)];
   return {

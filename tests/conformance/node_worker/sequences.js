@@ -74,6 +74,22 @@ export class Sequences {
     sequence.failure = parent.failure;
   }
 
+  /** Append the tokens that the core chose. */
+  append(pairs) {
+    const field = "appended_tokens";
+    if (new Set(pairs.map(([id]) => id)).size !== pairs.length) {
+      throw new PlanError(field, "a sequence is named twice");
+    }
+    for (const [id, token] of pairs) {
+      const { params, tokens } = this.get(id, field);
+      if (params.numCandidates === null) throw new PlanError(field, `${id} samples by itself`);
+      if (token < 0 || token >= this.model.vocab_size) {
+        throw new PlanError(field, `expected token ids below ${this.model.vocab_size}`);
+      }
+      tokens.push(token);
+    }
+  }
+
   /** Set or append block table entries. */
   update([id, index, block]) {
     const { blocks } = this.get(id, "block_updates");

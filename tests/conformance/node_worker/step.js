@@ -3,7 +3,7 @@
 import { column, pack, packFloats } from "./columns.js";
 import { PlanError } from "./errors.js";
 import { computeSlot, logitsAfter } from "./model.js";
-import { choose, logprobsOf } from "./sampler.js";
+import { choose, logprobsOf, offer } from "./sampler.js";
 
 const NO_TOKEN = -1;
 
@@ -17,6 +17,7 @@ export function executeStep(plan, sequences, cache, receivedUs) {
     swapIn: column(plan.swap_in, "swap_in", 2),
     copy: column(plan.copy, "copy", 2),
   };
+  const appended = column(plan.appended_tokens, "appended_tokens", 2);
   const updates = column(plan.block_updates, "block_updates", 3);
   sequences.forget(column(plan.forget_seq_ids, "forget_seq_ids"));
   cache.move(moves);
@@ -24,6 +25,7 @@ export function executeStep(plan, sequences, cache, receivedUs) {
   const newcomers = new Set(
     plan.new_sequences.map((message, index) => sequences.add(message, `new_sequences[${index}]`)),
   );
+  sequences.append(appended);
   updates.forEach((update) => sequences.update(update));
   const rows = readRows(plan, sequences);
   const byId = new Map(rows.map((row) => [row.sequence.id, row]));
@@ -130,12 +132,19 @@ function compute(row, byId, cache) {
 }
 
 function sampleAll(rows) {
-  const [tokens, logprobs, errors] = [[], [], []];
+  const [tokens, logprobs, candidates, errors] = [[], [], [], []];
   for (const row of rows) {
     const { sequence, index } = row;
     const { params, numPrompt } = sequence;
     if (row.sample && !sequence.failure) {
       const [prompt, output] = [sequence.tokens.slice(0, numPrompt), sequence.tokens.slice(numPrompt)];
+      if (params.numCandidates !== null) {
+        const offered = offer(sequence.lastLogits, params, prompt, output);
+        const ids = pack(offered.tokenIds);
+        candidates.push({ row: index, token_ids: ids, logprobs: packFloats(offered.logprobs) });
+        tokens.push(NO_TOKEN);
+        continue;
+      }
       const token = choose(sequence.lastLogits, params, sequence.choiceIndex, prompt, output);
       if (token !== null) {
         tokens.push(token);
@@ -158,5 +167,5 @@ function sampleAll(rows) {
       if (row.sample) tokens.push(NO_TOKEN);
     }
   }
-  return { token_ids: pack(tokens), logprobs, errors };
+  return { token_ids: pack(tokens), logprobs, candidates, errors };
 }
