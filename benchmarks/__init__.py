@@ -3,6 +3,7 @@
 | script | measures |
 | --- | --- |
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
+| `recording` | what `--record` adds to that |
 | `pipelining` | a device's idle time between steps, by pipeline depth |
 | `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |

@@ -1,6 +1,7 @@
 """Scheduler cores in steady decoding, without workers, timed step by step."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from time import thread_time_ns
@@ -15,6 +16,7 @@ from scheduler_service.core import (
     SchedulerCore,
     StepPlan,
 )
+from scheduler_service.replay.recorder import RecordingCore
 
 NUM_FRONTENDS = 2
 PREFILL_TOKENS = 16_384
@@ -79,9 +81,13 @@ class StepTimes:
 class SteadyCore:
     """A core with so many running sequences, all decoding."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        make_core: Callable[[SchedulerConfig], SchedulerCore | RecordingCore] = SchedulerCore,
+    ) -> None:
         rows = queue.num_seqs // queue.num_groups
-        self._core = SchedulerCore(
+        self._core = make_core(
             SchedulerConfig(
                 max_num_seqs=rows,
                 max_num_batched_tokens=rows + PREFILL_TOKENS,

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import typer
 
 from scheduler_service.addresses import CannotListen
+from scheduler_service.replay.output import CannotRecord
 
 Config = TypeVar("Config")
 
@@ -33,7 +34,8 @@ def run_service(
 ) -> None:
     """Make the configuration and serve until told to end.
 
-    Exits with 2 when `make_config` raises ValueError, with 1 when the address cannot be used.
+    Exits with 2 when `make_config` raises ValueError or a recording cannot be made, with 1 when the
+    address cannot be used.
     """
     logging.basicConfig(
         level=log_level.upper(),
@@ -43,13 +45,16 @@ def run_service(
     try:
         config = make_config()
     except ValueError as error:
-        _exit_with(error, EXIT_BAD_CONFIG)
+        exit_with(error, EXIT_BAD_CONFIG)
     try:
         asyncio.run(serve(config))
+    except CannotRecord as error:
+        exit_with(error, EXIT_BAD_CONFIG)
     except CannotListen as error:
-        _exit_with(error, EXIT_FAILURE)
+        exit_with(error, EXIT_FAILURE)
 
 
-def _exit_with(error: Exception, code: int) -> NoReturn:
+def exit_with(error: Exception, code: int) -> NoReturn:
+    """End the command with one line about what is wrong."""
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(code)

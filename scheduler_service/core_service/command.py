@@ -120,6 +120,24 @@ def scheduler(
             help="Seconds in which running requests may finish after SIGTERM.",
         ),
     ] = SERVICE.grace_period_s,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_RECORD",
+            metavar="FILE",
+            help="Record all that the core is told, prompts included, for `pagewire replay`; "
+            "compressed if the name ends in .gz. A file that is there is kept: the next free "
+            "number is put into the name.",
+        ),
+    ] = SERVICE.record,
+    record_plans: Annotated[
+        bool,
+        typer.Option(
+            "--record-plans",
+            envvar="PAGEWIRE_RECORD_PLANS",
+            help="Record whole plans, not only their hashes.",
+        ),
+    ] = SERVICE.record_plans,
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
@@ -132,6 +150,8 @@ def scheduler(
             listen=listen,
             lease_ms=lease_ms,
             grace_period_s=grace_period,
+            record=record,
+            record_plans=record_plans,
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,

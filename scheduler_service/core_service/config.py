@@ -1,6 +1,7 @@
 """What the scheduler core's service is told when it starts."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from scheduler_service.addresses import check_address
 from scheduler_service.core.config import SchedulerConfig
@@ -19,6 +20,12 @@ class CoreServiceConfig:
     grace_period_s: float = 30.0
     """Seconds in which running requests may finish when the service is told to end."""
 
+    record: Path | None = None
+    """Where to record all that the core is told, prompts included; see docs/replay.md."""
+
+    record_plans: bool = False
+    """Whether a recording holds whole plans, and not only their hashes."""
+
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Sizes of batches and queues, and how far planning runs ahead."""
 
@@ -27,6 +34,8 @@ class CoreServiceConfig:
             check_address(self.listen)
         except ValueError as error:
             raise ValueError(f"listen: {error}") from error
+        if self.record_plans and self.record is None:
+            raise ValueError("record_plans: expected a file to record to, by --record")
         if not 100 <= self.lease_ms <= 600_000:
             raise ValueError("lease_ms: expected 100 to 600000")
         if not 0 <= self.grace_period_s < float("inf"):

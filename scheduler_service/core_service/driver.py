@@ -8,13 +8,17 @@ hands each frontend its news and sets the alarm for the next deadline.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.request import Request
+from scheduler_service.replay.recorder import RecordingCore
+
+Core: TypeAlias = SchedulerCore | RecordingCore
+"""A core, or one that also writes down what it is told."""
 
 
 class Mailbox(Protocol):
@@ -25,12 +29,10 @@ class Mailbox(Protocol):
 
 
 class CoreDriver:
-    """Owner of the `SchedulerCore`; made and used on one running event loop."""
+    """Owner of the core; made and used on one running event loop."""
 
-    def __init__(
-        self, config: SchedulerConfig, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.core = SchedulerCore(config)
+    def __init__(self, core: Core, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.core = core
         self.clock = clock
         self._loop = asyncio.get_running_loop()
         self._mailboxes: dict[str, Mailbox] = {}

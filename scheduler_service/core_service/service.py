@@ -6,14 +6,17 @@ from types import TracebackType
 from typing import Self
 
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
+from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service.assets import AssetCache
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.driver import Core, CoreDriver
 from scheduler_service.core_service.registry import WorkerRegistry
 from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.errors import Unavailable
+from scheduler_service.replay.output import Output
+from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.service_runner import ServiceRunner
 
 logger = logging.getLogger(__name__)
@@ -25,7 +28,7 @@ FAREWELL_S = 1.0
 
 
 async def serve(config: CoreServiceConfig) -> None:
-    """Run the scheduler core until SIGTERM or SIGINT; raises CannotListen."""
+    """Run the scheduler core until SIGTERM or SIGINT; raises CannotListen and CannotRecord."""
     async with CoreService(config) as service:
         await service.runner.wait_for_signal(service.attachments.refuse_requests)
         await service.finish_requests(config.grace_period_s)
@@ -39,7 +42,8 @@ class CoreService:
     """
 
     def __init__(self, config: CoreServiceConfig) -> None:
-        self.driver = CoreDriver(config.scheduler)
+        self._core = _make_core(config)
+        self.driver = CoreDriver(self._core)
         self.attachments = Attachments(self.driver)
         self.registry = WorkerRegistry(
             self.driver,
@@ -67,7 +71,11 @@ class CoreService:
         return self.runner.address
 
     async def __aenter__(self) -> Self:
-        await self.runner.start()
+        try:
+            await self.runner.start()
+        except BaseException:
+            self._close_core()
+            raise
         self._background = [
             asyncio.create_task(self._announce_models()),
             asyncio.create_task(self.status.log_summaries()),
@@ -90,6 +98,7 @@ class CoreService:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.driver.close()
+        self._close_core()
 
     async def finish_requests(self, grace_period_s: float) -> None:
         """Wait until the accepted requests have ended or time is up."""
@@ -98,6 +107,10 @@ class CoreService:
                 await self.driver.wait_idle()
         except TimeoutError:
             logger.warning("grace period over grace_period_s=%g", grace_period_s)
+
+    def _close_core(self) -> None:
+        if isinstance(self._core, RecordingCore):
+            self._core.close()
 
     def _on_workers_changed(self) -> None:
         self._workers_changed.set()
@@ -114,3 +127,9 @@ class CoreService:
                 logger.info("served models changed models=%s", [model.name for model in models])
                 self.attachments.tell_models(models)
                 await self.runner.set_serving(bool(models))
+
+
+def _make_core(config: CoreServiceConfig) -> Core:
+    if config.record is None:
+        return SchedulerCore(config.scheduler)
+    return RecordingCore(config.scheduler, Output(config.record), with_plans=config.record_plans)

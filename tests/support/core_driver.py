@@ -22,6 +22,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.errors import PagewireError, RequestAborted
+from scheduler_service.replay.recorder import RecordingCore
 from tests.support.symbolic_worker import (
     Sampling,
     SymbolicWorker,
@@ -90,9 +91,14 @@ def make_capacity(group_id: str = "g0", **changes: object) -> GroupCapacity:
 class CoreDriver:
     """A core, its workers and its frontends."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        make_core: Callable[[SchedulerConfig], SchedulerCore | RecordingCore] = SchedulerCore,
+    ) -> None:
         self.config = config
-        self.core = SchedulerCore(config)
+        self._make_core = make_core
+        self.core = make_core(config)
         self.now = 1000.0
         self.links: dict[str, WorkerLink] = {}
         self.records: dict[tuple[str, int], RequestRecord] = {}
@@ -133,7 +139,7 @@ class CoreDriver:
     def lose_core(self) -> None:
         """The core dies: workers join a new one, frontends submit their open requests again."""
         self.collect()
-        self.core = SchedulerCore(self.config)
+        self.core = self._make_core(self.config)
         capacities = [link.capacity for link in self.links.values()]
         self.links = {}
         for capacity in capacities:

@@ -83,6 +83,8 @@ FLAGS = (
     Flag("policy", str, ("scheduler",), "fcfs, priority or fair: who is served first."),
     Flag("tenants", str, ("scheduler",), "File of tenants' weights and limits."),
     Flag("isolate_tenants", bool, ("scheduler",), "Share no KV blocks between tenants.", True),
+    Flag("record", str, ("scheduler",), "File to record the schedule to, prompts included."),
+    Flag("record_plans", bool, ("scheduler",), "Record whole plans, not only hashes."),
     Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
     Flag("default_timeout", float, ("frontend",), "Seconds for requests that name no deadline."),
     Flag("log_level", str, _ALL, "debug, info, warning or error."),

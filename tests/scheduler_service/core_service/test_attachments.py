@@ -10,6 +10,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.request import Request
 from scheduler_service.core_service.attachments import Attachment
@@ -35,7 +36,7 @@ class SlowReader:
 
 
 async def test_news_for_a_slow_reader_are_merged_in_order() -> None:
-    attachment = Attachment("slow", CoreDriver(SchedulerConfig()))
+    attachment = Attachment("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
     reader = SlowReader()
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     attachment.deliver(Outbox(token_handles=[1], token_ids=[10]))
@@ -51,7 +52,7 @@ async def test_news_for_a_slow_reader_are_merged_in_order() -> None:
 
 
 async def test_what_is_pending_is_sent_before_the_stream_is_closed() -> None:
-    attachment = Attachment("slow", CoreDriver(SchedulerConfig()))
+    attachment = Attachment("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
     reader = SlowReader()
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     attachment.deliver(Outbox(accepted=[1]))
@@ -92,7 +93,7 @@ class BuggyDriver(CoreDriver):
 
 
 async def test_a_bug_that_one_request_shows_fails_that_request_alone() -> None:
-    driver = BuggyDriver(SchedulerConfig())
+    driver = BuggyDriver(SchedulerCore(SchedulerConfig()))
     attachment, reader = Attachment("one", driver), SlowReader()
     driver.add_frontend("one", attachment)
     attachment.take_in(
@@ -197,7 +198,7 @@ class Writer:
 
 
 async def test_a_stream_that_was_replaced_submits_nothing_more() -> None:
-    driver = CoreDriver(SchedulerConfig())
+    driver = CoreDriver(SchedulerCore(SchedulerConfig()))
     message = pb.FrontendMessage(submits=[submission("again", 1, [10])])
     replaced, current = Attachment("again", driver), Attachment("again", driver)
     replaced.close(Unavailable("attached anew"))

@@ -1,0 +1,174 @@
+"""A scheduler core that writes down what it is told.
+
+`RecordingCore` stands between the driver and the core: the core knows nothing of it, and a
+deployment that does not record does not have it.
+"""
+
+import logging
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from scheduler_service.core import (
+    CoreSnapshot,
+    GroupCapacity,
+    Outbox,
+    Request,
+    SchedulerConfig,
+    SchedulerCore,
+    StepPlan,
+    StepResult,
+)
+from scheduler_service.replay.codec import Codec
+from scheduler_service.replay.outcomes import Outcomes, to_text
+from scheduler_service.replay.recording import CODEC, PARAMETERS, Header, encode_header
+from scheduler_service.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+
+class Lines(Protocol):
+    """Where a recording goes; `Output` is a file."""
+
+    is_open: bool
+    """Whether lines still count."""
+
+    def write(self, line: str) -> None:
+        """Take a line, without its end; must not block."""
+
+    def fail(self, why: object) -> None:
+        """End the recording where it is."""
+
+    def close(self) -> None:
+        """No line follows."""
+
+
+class RecordingCore:
+    """Has the interface of `SchedulerCore`, whose docstrings tell what the methods do."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        lines: Lines,
+        *,
+        with_plans: bool = False,
+        codec: Codec = CODEC,
+    ) -> None:
+        """`with_plans`: record whole plans, not only their hashes."""
+        self._core = SchedulerCore(config)
+        self._with_plans = with_plans
+        self._codec = codec
+        self._encoders = {
+            method: [(name, codec.converter(kind).encode) for name, kind in parameters.items()]
+            for method, parameters in PARAMETERS.items()
+        }
+        self._outcomes = Outcomes(codec)
+        self._lines = lines
+        lines.write(to_text(encode_header(codec, _header(config))))
+
+    def close(self) -> None:
+        """Complete the recording. The core is not used any more."""
+        self._lines.close()
+
+    # Inputs.
+
+    def add_group(self, group: GroupCapacity, now: float) -> None:
+        self._call("add_group", group=group, now=now)
+
+    def remove_group(self, group_id: str, now: float) -> None:
+        self._call("remove_group", group_id=group_id, now=now)
+
+    def drain_group(self, group_id: str, now: float) -> None:
+        self._call("drain_group", group_id=group_id, now=now)
+
+    def submit(self, request: Request, now: float) -> None:
+        self._call("submit", request=request, now=now)
+
+    def cancel(self, frontend_id: str, handle: int, now: float) -> None:
+        self._call("cancel", frontend_id=frontend_id, handle=handle, now=now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        self._call("abort", request_id=request_id, now=now)
+
+    def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
+        self._call(
+            "stop_choice", frontend_id=frontend_id, handle=handle, num_tokens=num_tokens, now=now
+        )
+
+    def remove_frontend(self, frontend_id: str, now: float) -> None:
+        self._call("remove_frontend", frontend_id=frontend_id, now=now)
+
+    def expire(self, now: float) -> None:
+        self._call("expire", now=now)
+
+    def add_plan_time(self, group_id: str, seconds: float) -> None:
+        self._call("add_plan_time", group_id=group_id, seconds=seconds)
+
+    def update(self, group_id: str, result: StepResult, now: float) -> None:
+        self._call("update", group_id=group_id, result=result, now=now)
+
+    def schedule(self, group_id: str, now: float) -> StepPlan | None:
+        plan: StepPlan | None = self._call("schedule", group_id=group_id, now=now)
+        return plan
+
+    def take_outboxes(self) -> dict[str, Outbox]:
+        news: dict[str, Outbox] = self._call("take_outboxes")
+        return news
+
+    # Questions.
+
+    def is_drained(self, group_id: str) -> bool:
+        return self._core.is_drained(group_id)
+
+    def next_deadline(self) -> float | None:
+        return self._core.next_deadline()
+
+    def snapshot(self) -> CoreSnapshot:
+        return self._core.snapshot()
+
+    def check(self) -> None:
+        self._core.check()
+
+    # Inside.
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        try:
+            returned = getattr(self._core, method)(**arguments)
+        except Exception as error:
+            self._record(method, arguments, None, error)
+            raise
+        # Most looks for news find none, and change nothing.
+        if returned or method != "take_outboxes":
+            self._record(method, arguments, returned, None)
+        return returned
+
+    def _record(
+        self, method: str, arguments: dict[str, Any], returned: Any, error: Exception | None
+    ) -> None:
+        if not self._lines.is_open:
+            return
+        try:
+            self._lines.write(self._line(method, arguments, returned, error))
+        except Exception as problem:  # ours, and no reason to fail a request
+            logger.exception("input cannot be recorded do=%s", method)
+            self._lines.fail(problem)
+
+    def _line(
+        self, method: str, arguments: dict[str, Any], returned: Any, error: Exception | None
+    ) -> str:
+        data: dict[str, Any] = {"do": method}
+        for name, encode in self._encoders[method]:
+            data[name] = encode(arguments[name])
+        if error is not None:
+            data["raised"] = self._outcomes.of_error(error)
+        if isinstance(returned, StepPlan):
+            data["chain"] = self._outcomes.of_plan(returned)
+            if self._with_plans:
+                data["plan"] = self._codec.encode(StepPlan, returned)
+        elif returned:
+            data["chain"] = self._outcomes.of_news(returned)
+        return to_text(data)
+
+
+def _header(config: SchedulerConfig) -> Header:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Header(software_version=VERSION, recorded_at=now, config=config)
