@@ -1,9 +1,10 @@
-"""`python -m scheduler_service scheduler` and `python -m scheduler_service frontend`."""
+"""`python -m scheduler_service scheduler`, `… frontend` and `… replay FILE`."""
 
 import typer
 
 from scheduler_service.core_service.command import scheduler
 from scheduler_service.frontend.command import frontend
+from scheduler_service.replay.command import replay
 
 app = typer.Typer(
     name="scheduler_service",
@@ -15,6 +16,7 @@ app = typer.Typer(
 )
 app.command()(scheduler)
 app.command()(frontend)
+app.command()(replay)
 
 
 def main() -> None:

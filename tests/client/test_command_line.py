@@ -257,6 +257,7 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     commands = {
         command.callback.__name__: command.callback for command in scheduler_app.registered_commands
     }
+    del commands["replay"]  # no service
     commands["worker"] = worker
     placed_by_us = {"model", "core", "listen", "advertise", "group_id", "profile_dir"}
     for service, command in commands.items():

@@ -48,7 +48,7 @@ def pagewire(
 
 for command in (serve, generate, chat, status, health, demo):
     app.command()(command)
-for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance):
+for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, roles.replay):
     app.command(
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -32,6 +32,12 @@ def conformance(context: typer.Context) -> None:
     _become("conformance", context.args)
 
 
+def replay(context: typer.Context) -> None:
+    """Run a recorded schedule again, or compare policies on it; needs no worker."""
+    programs.require("replay")
+    _become("replay", context.args)
+
+
 def _become(service: str, arguments: list[str]) -> NoReturn:
     """The process stays the same, so that signals and exit code are the service's own."""
     command = [sys.executable, "-m", *programs.COMMANDS[service], *arguments]

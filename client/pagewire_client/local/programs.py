@@ -14,12 +14,14 @@ _NEEDS = {
     "simulated worker": ("worker_service", "numpy", "grpc_health", "grpc_reflection"),
     "scheduler": ("scheduler_service", "tokenizers", "grpc_health"),
     "frontend": ("scheduler_service", "tokenizers", "grpc_health"),
+    "replay": ("scheduler_service", "tokenizers", "grpc_health"),
 }
 _EXTRAS = {
     "worker": "worker",
     "simulated worker": "simulate",
     "scheduler": "scheduler",
     "frontend": "scheduler",
+    "replay": "scheduler",
 }
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -29,6 +31,7 @@ COMMANDS = {
     "scheduler": ("scheduler_service", "scheduler"),
     "frontend": ("scheduler_service", "frontend"),
     "conformance": ("conformance",),
+    "replay": ("scheduler_service", "replay"),
 }
 """What follows `python -m` to start each program."""
 

@@ -1,7 +1,8 @@
 """The whole core under random arrivals, ends, losses and delays, against symbolic workers.
 
 Every plan is checked against the memory model as it is executed; every request must get exactly
-the tokens of an undisturbed run.
+the tokens of an undisturbed run; and the core's life, run again from its recording, must be the
+same.
 """
 
 from contextlib import suppress
@@ -23,6 +24,7 @@ from scheduler_service.core import (
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull, TenantLimit
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.recorded import Recorder
 from tests.support.symbolic_worker import Sampling
 
 MAX_MODEL_LEN = 48
@@ -97,7 +99,8 @@ class CoreMachine(RuleBasedStateMachine):
             tenants=TENANTS,
             isolate_tenants=isolate_tenants,
         )
-        self.driver = CoreDriver(config)
+        self.recorder = Recorder()
+        self.driver = CoreDriver(config, self.recorder.make_core)
         self.add_group(blocks)
 
     # Worker groups.
@@ -297,6 +300,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.add_group(LARGE)
         self.driver.run_until_idle()
         self.driver.check_empty()
+        self.recorder.check()
 
 
 class CrowdedMachine(CoreMachine):

@@ -30,7 +30,7 @@ sampling the next.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,52 +44,16 @@ from scheduler_service.core import (
     Outbox,
     PolicyName,
     SchedulerConfig,
-    StepPlan,
     TenantConfig,
 )
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
+from scheduler_service.replay.show import show_plan
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
 from tests.support.symbolic_worker import Sampling, undisturbed
 
 SHORT_NAMES = {"blocks": "num_gpu_blocks", "host": "num_cpu_blocks"}
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
-
-
-def pairs(column: list[int], width: int) -> Iterator[tuple[int, ...]]:
-    """A flat column as tuples."""
-    return zip(*(column[i::width] for i in range(width)), strict=True)
-
-
-def show_plan(plan: StepPlan | None) -> list[str]:
-    """A plan in a few lines."""
-    if plan is None:
-        return ["nothing to do"]
-    lines = [f"step {plan.step_id}"]
-    if plan.forget_seq_ids:
-        lines.append(f"forget {' '.join(map(str, plan.forget_seq_ids))}")
-    lines += [f"swap block {block} to host block {h}" for block, h in pairs(plan.swap_out, 2)]
-    lines += [f"swap host block {h} to block {block}" for h, block in pairs(plan.swap_in, 2)]
-    lines += [f"copy block {source} to {target}" for source, target in pairs(plan.copy, 2)]
-    for new in plan.new_sequences:
-        if new.parent_seq_id is not None:
-            origin = f"forks {new.parent_seq_id}"
-            origin += "".join(f" and goes on by {token}" for token in new.token_ids)
-        else:
-            num_output = len(new.token_ids) - new.num_prompt_tokens
-            origin = f"prompt={new.num_prompt_tokens} output={num_output}"
-        if new.num_computed_tokens:
-            origin += f" computed={new.num_computed_tokens}"
-        lines.append(f"new {new.seq_id} choice={new.choice_index} {origin} {new.block_ids}")
-    for seq_id, token in pairs(plan.appended_tokens, 2):
-        lines.append(f"{seq_id} goes on by {token}")
-    for seq_id, index, block in pairs(plan.block_updates, 3):
-        lines.append(f"block table of {seq_id}: entry {index} is block {block}")
-    num_tokens = plan.num_tokens or [1] * len(plan.seq_ids)
-    sample = plan.sample or [True] * len(plan.seq_ids)
-    columns = zip(plan.seq_ids, num_tokens, sample, strict=True)
-    rows = [f"{seq_id}:{count}{'*' if samples else ''}" for seq_id, count, samples in columns]
-    return [*lines, f"rows {' '.join(rows) or 'none'}"]
 
 
 def parse_options(words: list[str]) -> dict[str, str]:

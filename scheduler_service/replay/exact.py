@@ -1,0 +1,122 @@
+"""Runs a recording again, without workers or models, and compares what comes of it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
+from scheduler_service.replay.codec import Codec
+from scheduler_service.replay.outcomes import Outcomes
+from scheduler_service.replay.recording import Entry
+
+Observer = Callable[[Entry, Any], None]
+"""Told each input and what the core returned for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first place where the replay is unlike the recording."""
+
+    entry: Entry
+    number: int
+    """Of the input, from 1."""
+    seconds: float
+    """Since the recording's first input."""
+    plan: StepPlan | None
+    """The replayed one."""
+    chain: str | None
+    raised: list[str] | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Summary:
+    """What was replayed, and what differed."""
+
+    num_inputs: int = 0
+    num_requests: int = 0
+    """Accepted ones."""
+    num_plans: int = 0
+    """Plans that are equal; the first that is not is the last input looked at."""
+    num_news: int = 0
+    """Sets of news that are equal."""
+    seconds: float = 0.0
+    """From the first input to the last, on the recording's clock."""
+    difference: Difference | None = None
+    """In a plan, or in an error that was raised; nothing after it can be compared."""
+    news_difference: Difference | None = None
+    """In what frontends were told; plans may be equal beyond."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything was equal."""
+        return self.difference is None and self.news_difference is None
+
+
+class Replay:
+    """A core that is told the recorded inputs."""
+
+    def __init__(self, config: SchedulerConfig, codec: Codec) -> None:
+        self.summary = Summary()
+        self._core = SchedulerCore(config)
+        self._outcomes = Outcomes(codec)
+        self._started_at: float | None = None
+
+    def run(self, entries: Iterable[Entry], observe: Observer | None = None) -> Summary:
+        """Apply entries up to the first plan that differs."""
+        for entry in entries:
+            returned = self._apply(entry)
+            if self.summary.difference is not None:
+                break
+            if observe is not None:
+                observe(entry, returned)
+        return self.summary
+
+    def _apply(self, entry: Entry) -> Any:
+        summary = self.summary
+        summary.num_inputs += 1
+        self._advance(entry)
+        returned, raised = None, None
+        try:
+            returned = getattr(self._core, entry.do)(**entry.arguments)
+        except Exception as error:  # whatever it is, it must be the one that was recorded
+            raised = self._outcomes.of_error(error)
+        plan = returned if isinstance(returned, StepPlan) else None
+        chain = self._chain(returned)
+        if entry.do == "take_outboxes":
+            self._compare_news(entry, chain)
+        elif (chain, raised) != (entry.chain, entry.raised):
+            summary.difference = self._difference(entry, plan, chain, raised)
+        summary.num_plans += plan is not None and summary.difference is None
+        summary.num_requests += entry.do == "submit" and raised is None
+        return returned
+
+    def _advance(self, entry: Entry) -> None:
+        if entry.now is not None:
+            if self._started_at is None:
+                self._started_at = entry.now
+            self.summary.seconds = entry.now - self._started_at
+
+    def _chain(self, returned: Any) -> str | None:
+        if not returned:
+            return None
+        if isinstance(returned, StepPlan):
+            return self._outcomes.of_plan(returned)
+        return self._outcomes.of_news(returned)
+
+    def _compare_news(self, entry: Entry, chain: str | None) -> None:
+        if chain == entry.chain:
+            self.summary.num_news += 1
+        elif self.summary.news_difference is None:
+            self.summary.news_difference = self._difference(entry, None, chain, None)
+
+    def _difference(
+        self, entry: Entry, plan: StepPlan | None, chain: str | None, raised: list[str] | None
+    ) -> Difference:
+        return Difference(
+            entry=entry,
+            number=self.summary.num_inputs,
+            seconds=self.summary.seconds,
+            plan=plan,
+            chain=chain,
+            raised=raised,
+        )
