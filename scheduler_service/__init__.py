@@ -12,7 +12,7 @@ Two roles, one package, two commands: `python -m scheduler_service frontend` and
                  `schedule` and `update` are functions of its state; it reads no clock and waits
                  for nothing, so any run can be replayed.
 `core_service/`  the core's edges: frontends' streams, the worker registry, the links to workers.
-`replay/`        records what a core is told, and runs it again.
+`replay/`        records what a core is told, runs it again, and tries other configurations on it.
 
 Both roles share, each in one place:
 

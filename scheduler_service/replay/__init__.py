@@ -1,11 +1,14 @@
-"""Records what a scheduler core is told, and runs it again.
+"""Records what a scheduler core is told, runs it again, and tries other configurations on it.
 
 The core is a function of its inputs: no clock, no randomness. So its whole life is the list of
 what it was told, and a failure is a text file that replays.
 
-    driver ──▶ RecordingCore ──▶ SchedulerCore          recording
+    driver ──▶ RecordingCore ──▶ SchedulerCore                       a deployment with --record
                     └──▶ Output ──▶ FILE
-    FILE ──▶ RecordingReader ──▶ Replay ──▶ SchedulerCore    `pagewire replay FILE`
+    FILE ──▶ RecordingReader ──▶ Replay ──▶ SchedulerCore            pagewire replay FILE
+                                   └──▶ TraceReader ──▶ Trace ──▶ simulate(…)     … --with …
+
+Recording and exact replay:
 
 `recording.py`   what a recording says: header, entries, hash chains (start reading here)
 `codec.py`       dataclasses as JSON and back
@@ -15,5 +18,16 @@ what it was told, and a failure is a text file that replays.
 `reader.py`      the file while it is read
 `exact.py`       runs a recording again and compares
 `show.py`, `report.py`   plans and findings as text
+
+Other configurations on the same trace, in virtual time:
+
+`lives.py`         what became of requests, as frontends saw it
+`trace.py`         what a recording says of users and workers, whatever the scheduler made of it
+`cost_model.py`    how long steps take, learned from the recorded ones
+`virtual_time.py`  puts a trace to a core
+`overrides.py`     configurations as they are written on a command line
+`comparison.py`, `latencies.py`              the same requests under each configuration
+`comparison_report.py`, `plot.py`            tables and a picture
+
 `command.py`     `python -m scheduler_service replay`
 """

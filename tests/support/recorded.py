@@ -28,8 +28,9 @@ class Recording:
 
     is_open = True
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec) -> None:
         self.lines: list[str] = []
+        self._codec = codec
 
     def find(self, do: str, is_wanted: Callable[[dict[str, Any]], object]) -> int:
         """The index of the first line of this input that is wanted."""
@@ -55,14 +56,14 @@ class Recording:
         self.is_open = False
 
     def header(self) -> Header:
-        return decode_header(SYMBOLIC, json.loads(self.lines[0]))
+        return decode_header(self._codec, json.loads(self.lines[0]))
 
     def entries(self) -> Iterator[Entry]:
         for number, line in enumerate(self.lines[1:], start=2):
-            yield decode_entry(SYMBOLIC, number, json.loads(line))
+            yield decode_entry(self._codec, number, json.loads(line))
 
     def replay(self) -> Summary:
-        return Replay(self.header().config, SYMBOLIC).run(self.entries())
+        return Replay(self.header().config, self._codec).run(self.entries())
 
 
 class Recorder:
@@ -74,7 +75,7 @@ class Recorder:
         self._with_plans = with_plans
 
     def make_core(self, config: SchedulerConfig) -> RecordingCore:
-        self.recordings.append(Recording())
+        self.recordings.append(Recording(SYMBOLIC))
         return RecordingCore(
             config, self.recordings[-1], with_plans=self._with_plans, codec=SYMBOLIC
         )

@@ -1,0 +1,146 @@
+"""How long a step takes, learned from recorded ones.
+
+A step's time is what the core saw: from when the worker could begin (the plan had left, and the
+result before was in) to its result, the wire included. It is taken to be a sum,
+
+    base + rows · per_row + further tokens · per_token + moved blocks · per_block
+
+where further tokens are those of a row beyond its first, that is, of prefills. The fit is a least
+squares in which steps that were held up, by a busy machine say, pull with limited force (Huber
+1964): a few of them would bend plain least squares far from what a step costs as a rule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_service.core import StepPlan
+
+MIN_STEPS = 32
+"""With fewer steps of its own, a worker group is taken to be like all others."""
+
+HUBER_BOUND = 2.0
+"""Errors up to so many times the median one count in full: 1.345 standard deviations, with which
+nearly nothing is lost where errors are normal."""
+
+HUBER_ROUNDS = 30
+
+_TINY_S = 1e-12
+"""Smaller than any time that a clock tells."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSize:
+    """What a step asks of a worker."""
+
+    num_rows: int
+    num_further_tokens: int
+    num_moved_blocks: int
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "StepSize":
+        """That of a plan."""
+        tokens = plan.num_tokens or ()
+        return cls(
+            num_rows=len(plan.seq_ids),
+            num_further_tokens=sum(count - 1 for count in tokens if count > 1),
+            num_moved_blocks=(len(plan.swap_out) + len(plan.swap_in)) // 2,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSample:
+    """One executed step."""
+
+    group_id: str
+    size: StepSize
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Costs in seconds; none is negative."""
+
+    base: float
+    per_row: float
+    per_token: float
+    per_block: float
+
+    def seconds(self, size: StepSize) -> float:
+        """A step's predicted time."""
+        return (
+            self.base
+            + self.per_row * size.num_rows
+            + self.per_token * size.num_further_tokens
+            + self.per_block * size.num_moved_blocks
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A cost model, and how well it tells the steps that it was learned from."""
+
+    model: CostModel
+    num_steps: int
+    mean_seconds: float
+    """Of a step."""
+    mean_error: float
+    """Of a step's prediction, without sign, in seconds."""
+
+
+def fit_groups(samples: Sequence[StepSample]) -> dict[str, Fit]:
+    """A fit per worker group; raises ValueError if there is no step at all."""
+    if not samples:
+        raise ValueError("the recording has no executed step to learn costs from")
+    by_group: dict[str, list[StepSample]] = {}
+    for sample in samples:
+        by_group.setdefault(sample.group_id, []).append(sample)
+    return {
+        group_id: fit(own if len(own) >= MIN_STEPS else samples)
+        for group_id, own in by_group.items()
+    }
+
+
+def fit(samples: Sequence[StepSample]) -> Fit:
+    """The costs that tell these steps best, none of them below zero."""
+    sizes = np.array([_features(sample.size) for sample in samples], dtype=float)
+    seconds = np.array([sample.seconds for sample in samples])
+    costs = _costs_above_zero(sizes, seconds)
+    errors = np.abs(sizes @ costs - seconds)
+    base, per_row, per_token, per_block = map(float, costs)
+    return Fit(
+        model=CostModel(base=base, per_row=per_row, per_token=per_token, per_block=per_block),
+        num_steps=len(samples),
+        mean_seconds=float(seconds.mean()),
+        mean_error=float(errors.mean()),
+    )
+
+
+def _features(size: StepSize) -> tuple[int, int, int, int]:
+    return 1, size.num_rows, size.num_further_tokens, size.num_moved_blocks
+
+
+def _costs_above_zero(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """While a cost comes out negative, the most negative is taken to be zero."""
+    costs = np.zeros(sizes.shape[1])
+    columns = list(range(sizes.shape[1]))
+    while columns:
+        found = _robust_least_squares(sizes[:, columns], seconds)
+        if found.min() >= 0:
+            costs[columns] = found
+            return costs
+        del columns[int(found.argmin())]
+    return costs
+
+
+def _robust_least_squares(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Huber's estimate, by least squares that are weighted anew until they settle."""
+    weights = np.ones(len(seconds))
+    for _ in range(HUBER_ROUNDS):
+        roots = np.sqrt(weights)
+        costs = np.linalg.lstsq(sizes * roots[:, None], seconds * roots, rcond=None)[0]
+        errors = np.abs(sizes @ costs - seconds)
+        bound = max(HUBER_BOUND * float(np.median(errors)), _TINY_S)
+        weights = bound / np.maximum(errors, bound)
+    return costs

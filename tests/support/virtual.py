@@ -1,0 +1,83 @@
+"""Recordings of cores whose workers take exactly the time that a cost model says."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from scheduler_service.core import GroupCapacity, Request, SchedulerConfig
+from scheduler_service.replay.codec import Codec
+from scheduler_service.replay.cost_model import CostModel
+from scheduler_service.replay.exact import Replay
+from scheduler_service.replay.recorder import RecordingCore
+from scheduler_service.replay.recording import Entry
+from scheduler_service.replay.trace import Script, Stop, Trace, TraceReader
+from scheduler_service.replay.virtual_time import simulate
+from tests.support.core_driver import make_capacity
+from tests.support.recorded import Recording
+
+COSTS = CostModel(base=0.010, per_row=0.001, per_token=0.0001, per_block=0.0)
+
+OPAQUE = Codec(lambda sampling: "", lambda text: text)
+"""In recordings of simulations the sampling parameters say nothing."""
+
+
+def entry(do: str, **arguments: Any) -> Entry:
+    """An input that nobody wrote down."""
+    return Entry(line=0, do=do, arguments=arguments)
+
+
+def join(capacity: GroupCapacity | None = None, now: float = 0.0) -> Entry:
+    """A worker group joins."""
+    return entry("add_group", group=capacity or make_capacity(), now=now)
+
+
+def script(
+    number: int,
+    *,
+    at: float = 0.0,
+    prompt: int = 4,
+    num_tokens: int = 4,
+    max_tokens: int | None = None,
+    stop: Stop | None = None,
+    tokens: Sequence[int] | None = None,
+    **fields: Any,
+) -> Script:
+    """A request with one choice, of `num_tokens` tokens."""
+    request = Request(
+        frontend_id="f0",
+        handle=number + 1,
+        request_id=f"r{number}",
+        model="m",
+        # Unlike all others from the first token on.
+        prompt_token_ids=[(number + i) % 31 for i in range(prompt)],
+        max_tokens=max_tokens or num_tokens,
+        sampling=None,
+    )
+    return Script(
+        number=number,
+        request=replace(request, **fields),
+        submitted=at,
+        tokens=[list(tokens or [5] * num_tokens)],
+        stops=[stop],
+        is_assumed=False,
+    )
+
+
+def make_trace(*scripts: Script, interventions: Sequence[Entry] = ()) -> Trace:
+    """Requests for one worker group that is there from the start."""
+    return Trace(lives=[], scripts=list(scripts), interventions=[join(), *interventions], steps=[])
+
+
+def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> Recording:
+    """The recording of a trace that is put to a core in virtual time."""
+    recording = Recording(OPAQUE)
+    simulate(trace, RecordingCore(config, recording, codec=OPAQUE), {"g0": costs})
+    return recording
+
+
+def read_trace(recording: Recording) -> Trace:
+    """What a recording says of its users and workers."""
+    reader = TraceReader()
+    summary = Replay(recording.header().config, OPAQUE).run(recording.entries(), reader.observe)
+    assert summary.is_exact
+    return reader.trace()
