@@ -168,7 +168,9 @@ class _Simulation:
 
     def _submit(self, script: Script) -> None:
         try:
-            self._core.submit(replace(script.request, sampling=script), self._now)
+            # Of a beam search only what was found is known: its choices, without their rivals.
+            request = replace(script.request, sampling=script, beam_search=None)
+            self._core.submit(request, self._now)
         except PagewireError:
             self._num_refused += 1
             return

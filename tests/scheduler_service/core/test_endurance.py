@@ -20,7 +20,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
-from scheduler_service.errors import DuplicateRequest, PromptTooLong
+from scheduler_service.errors import DeadlineUnreachable, DuplicateRequest, PromptTooLong
 from tests.support.core_driver import make_capacity
 from tests.support.symbolic_worker import logprobs_of
 
@@ -96,7 +96,7 @@ class Traffic:
         )
         try:
             self.core.submit(request, self._now)
-        except PromptTooLong:
+        except (PromptTooLong, DeadlineUnreachable):
             self.num_refused += 1
             return
         with pytest.raises(DuplicateRequest):
