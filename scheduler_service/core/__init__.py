@@ -32,8 +32,9 @@ How it is made, from the outside in:
     running_set.py    who is in the batch, in that order
     preemption.py     who leaves it for want of memory, and how
     swapping.py       who is in host memory, and comes back
+    moving_costs.py   whether it is worth it
     block_manager.py  who has which blocks; block_pool.py counts references
-    host_blocks.py    the same of host memory
+    host_blocks.py    the same of host memory; what the device has no room to remember
     prefix_cache.py   what sequences begin alike; cached_blocks.py knows which blocks hold it
     batch.py          a plan in the making
     pipeline.py       plans without results yet
@@ -53,10 +54,10 @@ Promises to workers, beyond those of plan.proto:
 - A block may be given to another sequence in the plan after the one in which its last owner was
   scheduled: plans are executed in order, so a row that is run in vain (its sequence ended while
   the step was in flight) writes before the new owner does.
-- A new sequence's `num_computed_tokens` are full blocks that earlier plans computed for other
-  sequences, or for itself before a preemption, and whose results are in; nobody writes to them. Or
-  they are all but its last token, in blocks that an earlier plan swapped in. At least its last
-  token is left to compute.
+- A new sequence's `num_computed_tokens` are in full blocks that earlier plans computed, for other
+  sequences or for itself before a preemption, and whose results are in; nobody writes to them. Or
+  it was swapped out, and they are all but its last token. An earlier plan may have swapped the
+  blocks in. At least its last token is left to compute.
 - What a plan swaps in is not used by it: neither read nor written by its rows, nor copied. A host
   block that it reads is not written before the next plan.
 - No plan asks a sequence for more tokens than its request or the model allows, whatever is still

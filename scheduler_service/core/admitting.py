@@ -6,10 +6,11 @@ from scheduler_service.core.batch import Batch
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.introducing import introduce
+from scheduler_service.core.moving_costs import is_fetch_cheaper
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.prefilling import Prefilling
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.rates import StepRates
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -28,6 +29,7 @@ class Admitting:
         pipeline: Pipeline,
         prefilling: Prefilling,
         beams: BeamScheduling,
+        rates: StepRates,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -37,6 +39,7 @@ class Admitting:
         self._pipeline = pipeline
         self._prefilling = prefilling
         self._beams = beams
+        self._rates = rates
 
     def admit(self, batch: Batch) -> SequenceGroup | None:
         """Fill the batch from the queue; the group that stopped it by being longer than the whole
@@ -70,26 +73,37 @@ class Admitting:
         if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
             return AllocStatus.LATER
         found = self._prefixes.find(seq)
-        num_missing = seq.length - len(found) * self._blocks.block_size
-        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
+        stored = self._find_on_host(seq, len(found), batch)
+        num_found = (len(found) + len(stored)) * self._blocks.block_size
+        if not self._config.enable_chunked_prefill and seq.length - num_found > batch.budget:
             return AllocStatus.LATER
         verdict = self._blocks.can_allocate(seq.length, found)
         if verdict is AllocStatus.OK:
-            self._start(seq, found)
-            self._running.enter(seq, forks, batch.now_us)
-            table = self._blocks.allocate(seq.seq_id, seq.length, found)
-            batch.add_new(introduce(seq, table))
-            self._prefilling.add_row(seq, batch)
+            self._start(seq, len(found), num_found)
+            self._running.enter(seq, forks, batch.now_us, arrives=bool(stored))
+            batch.swap_in += self._blocks.fetch(seq.seq_id, seq.length, found, stored)
+            if not stored:
+                self._prefilling.add_row(seq, batch)
         return verdict
 
-    def _start(self, seq: Sequence, found: list[int]) -> None:
+    def _find_on_host(self, seq: Sequence, num_found: int, batch: Batch) -> list[int]:
+        """Host blocks worth bringing back.
+
+        None in a step with preemptions: a block that one of its copies reads may have come free
+        since, and must not be the target of a swap-in, which would come first.
+        """
+        if batch.has_preempted or not is_fetch_cheaper(self._rates, self._blocks.block_size):
+            return []
+        return self._prefixes.find_on_host(seq, num_found)
+
+    def _start(self, seq: Sequence, num_found_blocks: int, num_found_tokens: int) -> None:
         """Count what was found as computed."""
         seq.first_step_id = self._pipeline.next_step_id
-        seq.num_computed = len(found) * self._blocks.block_size
-        seq.num_offered_blocks = len(found)
+        seq.num_computed = num_found_tokens
+        seq.num_offered_blocks = num_found_blocks
         group = seq.group
         if not group.has_begun:
-            group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
+            group.num_cached_tokens = min(num_found_tokens, group.num_prompt_tokens)
 
 
 def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:

@@ -16,7 +16,6 @@ from scheduler_service.core.batch import Batch
 from scheduler_service.core.beam_group import BeamGroup, Continuation
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.introducing import introduce
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.plan import NewSequence, RowCandidates
 from scheduler_service.core.preemption import Preemption
@@ -131,21 +130,14 @@ class BeamScheduling:
         if start.source is not None:
             _beams(group).source_of[seq] = start.source
         self._running.enter(seq, idle, now_us)
-        self._running.note_unknown(seq)
 
-    def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
-        """Whether a beam that is computed again may get a row; if it is its first, the worker is
-        told of it."""
+    def may_prefill(self, seq: Sequence) -> bool:
+        """Whether a beam that is computed again may get a row: what it shares is computed."""
         source = _beams(seq.group).source_of.get(seq)
         if source is not None and not _beams(seq.group).has_candidates(source):
             return False
-        num_missing = seq.length - seq.num_computed
-        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
-            return False
         if self._running.is_unknown(seq):
             seq.first_step_id = self._pipeline.next_step_id
-            batch.add_new(introduce(seq, self._blocks.table(seq.seq_id)))
-            self._running.introduce(seq)
         return True
 
     # One token for each beam.

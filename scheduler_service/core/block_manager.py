@@ -41,6 +41,9 @@ class BlockManager:
     Swapping moves the tables of sequences that belong together: a block that they share is moved
     once. The pairs of blocks to move come back as the plan wants them.
 
+    A block that is evicted goes to the host, if there is room, and can be found there; the plan in
+    the making moves it before anything is written to it.
+
     Invariant: a block's reference count is the number of tables it is in, and it is in a table at
     most once. A sequence has a table on the device or on the host, or none.
     """
@@ -49,8 +52,8 @@ class BlockManager:
         self, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, watermark: float
     ) -> None:
         self.block_size = block_size
-        self.gpu_pool = BlockPool(num_gpu_blocks)
         self.host = HostBlocks(num_cpu_blocks)
+        self.gpu_pool = BlockPool(num_gpu_blocks, self.host.keep)
         self._watermark_blocks = int(watermark * num_gpu_blocks)
         self._tables: dict[int, list[int]] = {}
 
@@ -90,14 +93,11 @@ class BlockManager:
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """The blocks with these keys, up to the first key that none has."""
-        find = self.gpu_pool.cached.find
-        blocks = []
-        for key in keys:
-            block = find(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return _find_all(self.gpu_pool, keys)
+
+    def find_on_host(self, keys: Iterable[BlockKey]) -> list[int]:
+        """The same of host blocks."""
+        return _find_all(self.host.pool, keys)
 
     def can_allocate(
         self, num_tokens: int, found: Sequence[int] = (), num_blocks_promised: int = 0
@@ -132,6 +132,16 @@ class BlockManager:
         table = [*found, *self.gpu_pool.allocate(num_blocks)]
         self._tables[seq_id] = table
         return list(table)
+
+    def fetch(
+        self, seq_id: int, num_tokens: int, found: Sequence[int], stored: Sequence[int]
+    ) -> list[int]:
+        """The same where more of its tokens are in host blocks that were found: these are swapped
+        in to the blocks that follow; (host block, device block) pairs."""
+        self.host.fetch(stored)
+        table = self.allocate(seq_id, num_tokens, found)
+        targets = table[len(found) : len(found) + len(stored)]
+        return [block for pair in zip(stored, targets, strict=True) for block in pair]
 
     def can_append(self, seq_id: int, length: int) -> bool:
         """Whether the sequence can write its token number `length`."""
@@ -183,10 +193,12 @@ class BlockManager:
         for index, key in enumerate(keys, first):
             self.gpu_pool.cached.add(table[index], key)
 
-    def forget_keys(self, seq_id: int) -> None:
-        """Have none of a sequence's blocks found any more."""
-        for block in self._tables[seq_id]:
-            self.gpu_pool.cached.discard(block)
+    def forget_keys(self, keys: Iterable[BlockKey]) -> None:
+        """Have nothing found by these keys any more, on device and host."""
+        for pool in (self.gpu_pool, self.host.pool):
+            for block in [pool.cached.find(key) for key in keys]:
+                if block is not None:
+                    pool.forget(block)
 
     def free(self, seq_id: int) -> None:
         """Drop a sequence's hold on its blocks. Those with keys can be found until they are given
@@ -195,9 +207,10 @@ class BlockManager:
 
     # Swapping.
 
-    def num_blocks_of(self, seq_ids: Sequence[int]) -> int:
-        """Distinct blocks of these sequences."""
-        return len({block for seq_id in seq_ids for block in self._tables[seq_id]})
+    def num_moves(self, seq_ids: Sequence[int]) -> int:
+        """Block moves that it takes to swap these sequences out and in again."""
+        keys = self._keys_of(seq_ids)
+        return self.host.num_missing(keys.values()) + len(keys)
 
     def num_own_blocks(self, seq_ids: Sequence[int]) -> int:
         """Distinct blocks of these sequences that nobody else has: what freeing them all frees."""
@@ -205,20 +218,23 @@ class BlockManager:
         return sum(self.gpu_pool.num_references(block) == n for block, n in counts.items())
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Whether the host has room for all blocks of these sequences."""
-        num_blocks = self.num_blocks_of(seq_ids)
-        if num_blocks > self.host.pool.num_blocks:
+        """Whether the host has room for all blocks of these sequences, at the expense of what is
+        cached there."""
+        keys = self._keys_of(seq_ids)
+        if len(keys) > self.host.pool.num_blocks:
             return AllocStatus.NEVER
-        enough = num_blocks <= self.host.pool.num_free_blocks
+        enough = self.host.num_needed(keys.values()) <= self.host.pool.num_free_blocks
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[int]:
-        """Move these sequences' blocks to the host: (device block, host block) pairs.
+        """Move these sequences' blocks to the host, except what it has: (device block, host block)
+        pairs.
 
         The device blocks are free at once: the worker reads them before anything else happens.
         """
+        keys = self._keys_of(seq_ids)
         tables = {seq_id: self._tables.pop(seq_id) for seq_id in seq_ids}
-        targets = self.host.put(tables)
+        targets = self.host.put(tables, keys)
         for table in tables.values():
             self.gpu_pool.release(table)
         return [block for pair in targets.items() for block in pair]
@@ -229,7 +245,7 @@ class BlockManager:
 
         Never NEVER: they have been on the device together.
         """
-        num_blocks = self.host.num_blocks_of(list(seq_ids))
+        num_blocks = self.host.num_blocks_of(seq_ids)
         kept = self._watermark_blocks + len(seq_ids) if self._tables else 0
         enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
         return AllocStatus.OK if enough else AllocStatus.LATER
@@ -237,9 +253,9 @@ class BlockManager:
     def swap_in(self, seq_ids: Sequence[int]) -> list[int]:
         """Move these sequences' blocks to the device: (host block, device block) pairs.
 
-        The host blocks are free once the plan is complete.
+        The host blocks are free once the plan is complete; those with keys stay cached.
         """
-        tables = self.host.take(list(seq_ids))
+        tables = self.host.take(seq_ids)
         sources = list(dict.fromkeys(block for table in tables.values() for block in table))
         targets = dict(zip(sources, self.gpu_pool.allocate(len(sources)), strict=True))
         for seq_id, table in tables.items():
@@ -252,9 +268,10 @@ class BlockManager:
         """Drop a swapped-out sequence's hold on its blocks."""
         self.host.free(seq_id)
 
-    def end_plan(self) -> None:
-        """The plan in the making is complete: host blocks that it reads are free after it."""
-        self.host.end_plan()
+    def end_plan(self) -> list[int]:
+        """The plan in the making is complete, but for these (device block, host block) pairs that
+        it must swap out to keep what was evicted."""
+        return self.host.end_plan()
 
     def check(self) -> None:
         """Assert the invariants, between plans."""
@@ -270,3 +287,20 @@ class BlockManager:
         index = (length - 1) // self.block_size
         assert index <= len(table), "tokens are appended one by one"
         return index == len(table) or self.gpu_pool.is_shared(table[index])
+
+    def _keys_of(self, seq_ids: Sequence[int]) -> dict[int, BlockKey | None]:
+        """The keys of these sequences' distinct blocks."""
+        key_of = self.gpu_pool.cached.key_of
+        return {block: key_of(block) for seq_id in seq_ids for block in self._tables[seq_id]}
+
+
+def _find_all(pool: BlockPool, keys: Iterable[BlockKey]) -> list[int]:
+    """The blocks with these keys, up to the first key that none has."""
+    find = pool.cached.find
+    blocks = []
+    for key in keys:
+        block = find(key)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks

@@ -3,9 +3,9 @@
 The pool hands out block ids; the memory behind them is the worker's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from scheduler_service.core.cached_blocks import CachedBlocks
+from scheduler_service.core.cached_blocks import BlockKey, CachedBlocks
 
 
 class BlockPool:
@@ -16,11 +16,15 @@ class BlockPool:
     Invariant: a block is in the free list, or free in `cached`, exactly when its count is zero.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int, BlockKey], None] | None = None
+    ) -> None:
+        """`on_evict` is told of each block that is handed out although it had this key."""
         self.num_blocks = num_blocks
         self.cached = CachedBlocks()
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._on_evict = on_evict
 
     @property
     def num_free_blocks(self) -> int:
@@ -41,7 +45,7 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Blocks with one reference each; there must be as many free ones."""
-        free, evict = self._free, self.cached.evict
+        free, evict = self._free, self._evict
         blocks = [free.pop() if free else evict() for _ in range(num_blocks)]
         for block in blocks:
             self._ref_counts[block] = 1
@@ -68,6 +72,19 @@ class BlockPool:
                     self.cached.free(block)
                 else:
                     self._free.append(block)
+
+    def forget(self, block: int) -> None:
+        """Have a block found no more, if it has a key."""
+        if block in self.cached and self._ref_counts[block] == 0:
+            self.cached.use(block)
+            self._free.append(block)
+        self.cached.discard(block)
+
+    def _evict(self) -> int:
+        block, key = self.cached.evict()
+        if self._on_evict is not None:
+            self._on_evict(block, key)
+        return block
 
     def check(self, ref_counts: dict[int, int]) -> None:
         """Assert that exactly these blocks are in use, by so many references each."""

@@ -28,6 +28,10 @@ class CachedBlocks:
         """Blocks that are not in use."""
         return len(self._free)
 
+    def key_of(self, block: int) -> BlockKey | None:
+        """The key of a block that has one."""
+        return self._keys.get(block)
+
     def find(self, key: BlockKey) -> int | None:
         """The block with this key."""
         return self._blocks.get(key)
@@ -53,12 +57,18 @@ class CachedBlocks:
         """A free block was found and is in use again."""
         del self._free[block]
 
-    def evict(self) -> int:
-        """The free block that was not used for the longest time, without its key from now on."""
+    def touch(self, block: int) -> None:
+        """Of a block with a key, let the other free ones go first."""
+        if block in self._free:
+            self._free.move_to_end(block)
+
+    def evict(self) -> tuple[int, BlockKey]:
+        """The free block that was not used for the longest time, and the key that it had."""
         assert self._free, "no block is free"
         block, _ = self._free.popitem(last=False)
+        key = self._keys[block]
         self.discard(block)
-        return block
+        return block, key
 
     def check(self, ref_counts: dict[int, int]) -> None:
         """Assert the invariant; `ref_counts` are those of the blocks in use."""

@@ -8,13 +8,16 @@ they have freed something.
 A group leaves by *swap*, its blocks to host memory and back, or by *recompute*: its blocks are
 freed, and its tokens computed again later. `auto` does what costs less by the measured rates:
 
-    swap         2 x distinct blocks x us_per_moved_block
+    swap         block moves, out and back x us_per_moved_block
     recompute    tokens to compute x us_per_prefill_token
 
-With the prefix cache, sequences find what others have or have computed before them. So what counts
-is each block once, and only those that nobody else has. As long as nothing of the kind has been
-measured, a single sequence is recomputed, which takes one pass over its tokens, and several are
-swapped: their blocks are moved once, but without a prefix cache each is computed on its own.
+Each block is moved once each way, and not to the host if it is there already. With the prefix
+cache, sequences find what others have or have computed before them: then the tokens of each block
+count once, and only if nobody else has it. (More may be found, unless it is evicted meanwhile.)
+
+As long as nothing of the kind has been measured, a single sequence is recomputed, which takes one
+pass over its tokens, and several are swapped: what they share is moved once, but each of them may
+have to be computed on its own.
 """
 
 import logging
@@ -22,6 +25,7 @@ import logging
 from scheduler_service.core.batch import Batch
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.moving_costs import is_swap_cheaper
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.rates import StepRates
 from scheduler_service.core.running_set import RunningSet
@@ -31,16 +35,6 @@ from scheduler_service.core.swapping import Swapping
 from scheduler_service.core.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-
-def is_swap_cheaper(
-    rates: StepRates, *, num_sequences: int, num_blocks: int, num_tokens: int
-) -> bool:
-    """Whether `num_blocks` are sooner moved to the host and back than `num_tokens` computed."""
-    us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
-    if us_per_block is None or us_per_token is None:
-        return num_sequences > 1
-    return 2 * num_blocks * us_per_block < num_tokens * us_per_token
 
 
 class Preemption:
@@ -114,7 +108,7 @@ class Preemption:
         return is_swap_cheaper(
             self._rates,
             num_sequences=len(sequences),
-            num_blocks=self._blocks.num_blocks_of(seq_ids),
+            num_moves=self._blocks.num_moves(seq_ids),
             num_tokens=self._num_tokens_to_recompute(sequences),
         )
 

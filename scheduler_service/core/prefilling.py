@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from scheduler_service.core.batch import Batch
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import BlockManager
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.introducing import introduce
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.plan import NewSequence
 from scheduler_service.core.running_set import RunningSet
@@ -22,30 +24,35 @@ class Prefilling:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         blocks: BlockManager,
         running: RunningSet,
         pipeline: Pipeline,
         beams: BeamScheduling,
     ) -> None:
+        self._config = config
         self._blocks = blocks
         self._running = running
         self._pipeline = pipeline
         self._beams = beams
 
     def go_on(self, batch: Batch) -> None:
-        """The next chunks of prompts that are partly computed."""
+        """The next chunks of prompts that are partly computed, or were partly found on the host."""
         self.add_rows(list(self._running.prefilling), batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
         """The next chunks of these, in order."""
+        in_pieces = self._config.enable_chunked_prefill
         for seq in sequences:
-            if batch.budget == 0:
+            if batch.budget < (1 if in_pieces else seq.length - seq.num_computed):
                 return
-            if not seq.group.is_lockstep or self._beams.may_prefill(seq, batch):
+            if not seq.group.is_lockstep or self._beams.may_prefill(seq):
                 self.add_row(seq, batch)
 
     def add_row(self, seq: Sequence, batch: Batch) -> None:
         """A row for the sequence's next tokens; with the last of them it begins to decode."""
+        if self._running.introduce(seq):
+            batch.add_new(introduce(seq, self._blocks.table(seq.seq_id)))
         num_tokens = min(batch.budget, seq.length - seq.num_computed)
         seq.num_computed += num_tokens
         is_last = seq.num_computed == seq.length

@@ -50,9 +50,19 @@ class PrefixCache:
 
     def find(self, seq: Sequence) -> list[int]:
         """The blocks that hold the longest known start of a waiting sequence."""
-        num_tokens = min(seq.num_known - 1, _most_reusable(seq))
-        num_blocks = num_tokens // self._block_size
+        num_blocks = self._most_reusable_blocks(seq)
         return self._blocks.find(islice(self._keys(seq, num_blocks), num_blocks))
+
+    def find_on_host(self, seq: Sequence, num_found: int) -> list[int]:
+        """The host blocks that hold what follows the first `num_found` blocks of a waiting
+        sequence."""
+        num_blocks = self._most_reusable_blocks(seq)
+        keys = islice(self._keys(seq, num_blocks), num_found, num_blocks)
+        return self._blocks.find_on_host(keys)
+
+    def note_arrival(self, seq: Sequence) -> None:
+        """What was found on the host for a running sequence is on the device now."""
+        self._offer(seq, seq.num_computed)
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
         """The result is in of a step that computed a running sequence's first tokens so far."""
@@ -65,9 +75,12 @@ class PrefixCache:
             self._offer(seq, seq.num_known - 1)  # the last known token was sampled, not computed
 
     def forget(self, seq: Sequence) -> None:
-        """A running sequence failed: its blocks are not to be found again."""
+        """A sequence failed: nothing that it may have computed is to be found again."""
         seq.is_prefilled = False
-        self._blocks.forget_keys(seq.seq_id)
+        self._blocks.forget_keys(seq.block_keys.get(self._block_size, []))
+
+    def _most_reusable_blocks(self, seq: Sequence) -> int:
+        return min(seq.num_known - 1, _most_reusable(seq)) // self._block_size
 
     def _offer(self, seq: Sequence, num_tokens: int) -> None:
         first, num_blocks = seq.num_offered_blocks, num_tokens // self._block_size
@@ -98,6 +111,14 @@ class NoPrefixCache:
         """No blocks."""
         del seq
         return []
+
+    def find_on_host(self, seq: Sequence, num_found: int) -> list[int]:
+        """No blocks."""
+        del seq, num_found
+        return []
+
+    def note_arrival(self, seq: Sequence) -> None:
+        """No effect."""
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
         """No effect."""

@@ -17,8 +17,8 @@ def _order(seq: Sequence) -> tuple[tuple[int, ...], int]:
 class RunningSet:
     """Who is in the batch, in order of priority.
 
-    A sequence of the batch is in `prefilling`, in `decoding`, in `arriving`, or a fork of one in
-    `prefilling`; those in the lists have blocks. A sequence that leaves because it ended stays in
+    A sequence of the batch is in `prefilling`, in `decoding`, in `arriving`, or a fork of one that
+    is to prefill; those in the lists have blocks. A sequence that leaves because it ended stays in
     its list until `drop_ended`, so that a step's many ends cost one pass.
     """
 
@@ -36,34 +36,46 @@ class RunningSet:
         self._unknown: set[Sequence] = set()
         """Those with blocks that the worker has not been told of."""
 
-    def enter(self, seq: Sequence, forks: list[Sequence], now_us: int) -> None:
-        """Give a sequence that will prefill, and those that will fork from it, their places."""
+    def enter(
+        self, seq: Sequence, forks: list[Sequence], now_us: int, *, arrives: bool = False
+    ) -> None:
+        """Give a sequence that will prefill, and those that will fork from it, their places.
+
+        `arrives`: it begins in the next plan, since this one swaps in some of its blocks.
+        """
         seq.forks = forks
         self._take_places([seq, *forks], now_us)
         seq.group.has_begun = True
-        insort(self.prefilling, seq, key=_order)
+        self._unknown.add(seq)
+        if arrives:
+            self.arriving.append(seq)
+        else:
+            insort(self.prefilling, seq, key=_order)
 
     def begin_decoding(self, seq: Sequence) -> None:
         """Its prompt is computed, or it has forked."""
         insort(self.decoding, seq, key=_order)
 
-    def arrive(self, sequences: list[Sequence], now_us: int) -> None:
-        """Give sequences of one group, whose blocks this plan swaps in, their places."""
+    def come_back(self, sequences: list[Sequence], now_us: int) -> None:
+        """Give sequences of one group their places that were swapped out, and whose blocks this
+        plan swaps in: they decode from the next one on."""
         self._take_places(sequences, now_us)
-        self.arriving += sequences
         self._unknown.update(sequences)
+        self.arriving += sequences
 
     def land(self) -> list[Sequence]:
-        """Let those decode whose blocks the last plan swapped in: they are to be introduced to
-        the worker if they get rows. In order."""
+        """Put those whose blocks the last plan swapped in among those that decode, if they have
+        done so before, or else among those that prefill. In order."""
         landed, self.arriving = sorted(self.arriving, key=_order), []
         for seq in landed:
-            insort(self.decoding, seq, key=_order)
+            insort(self.decoding if seq.is_prefilled else self.prefilling, seq, key=_order)
         return landed
 
-    def introduce(self, seq: Sequence) -> None:
-        """The worker is told of a sequence that arrived."""
-        self._unknown.remove(seq)
+    def introduce(self, seq: Sequence) -> bool:
+        """The worker is told of a sequence that gets a row; whether it did not know it."""
+        is_new = seq in self._unknown
+        self._unknown.discard(seq)
+        return is_new
 
     def last(self) -> Sequence:
         """The last in order of those in the lists."""
@@ -84,10 +96,6 @@ class RunningSet:
         while (self.decoding or self.prefilling) and self.last().group is group:
             popped.append(self.pop_last())
         return popped[::-1]
-
-    def note_unknown(self, seq: Sequence) -> None:
-        """A sequence has got its blocks before the worker is told of it."""
-        self._unknown.add(seq)
 
     def is_unknown(self, seq: Sequence) -> bool:
         """Whether the worker has not been told of a sequence that has blocks."""

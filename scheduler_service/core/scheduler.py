@@ -70,7 +70,7 @@ class Scheduler:
         self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
         self.swapping = Swapping(
-            config.max_num_seqs, self.blocks, self._running, self._pipeline, totals
+            config.max_num_seqs, self.blocks, self._prefixes, self._running, self._pipeline
         )
         self._preemption = Preemption(
             config,
@@ -90,7 +90,9 @@ class Scheduler:
             self._pipeline,
             self._preemption,
         )
-        self._prefilling = Prefilling(self.blocks, self._running, self._pipeline, self._beams)
+        self._prefilling = Prefilling(
+            config, self.blocks, self._running, self._pipeline, self._beams
+        )
         self._admitting = Admitting(
             config,
             self.blocks,
@@ -100,6 +102,7 @@ class Scheduler:
             self._pipeline,
             self._prefilling,
             self._beams,
+            self.rates,
         )
         self._outgrown: list[SequenceGroup] = []
         self._ended: list[SequenceGroup] = []
@@ -325,13 +328,15 @@ class Scheduler:
         self._outgrown = []
 
     def _emit(self, batch: Batch) -> StepPlan | None:
-        self.blocks.end_plan()
+        batch.swap_out += self.blocks.end_plan()
         if batch.is_empty:
             return None
         forget_seq_ids = self._running.take_forget_seq_ids()
         plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
         self._pipeline.push(step)
         self._totals.num_prefill_tokens += batch.num_prefill_tokens
+        self._totals.num_swapped_out_blocks += len(plan.swap_out) // 2
+        self._totals.num_swapped_in_blocks += len(plan.swap_in) // 2
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
@@ -424,8 +429,7 @@ class Scheduler:
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed. What it computed may be the cause, and
         must not be found by others."""
-        if seq.status is RUNNING and self.blocks.holds(seq.seq_id):
-            self._prefixes.forget(seq)
+        self._prefixes.forget(seq)
         self.fail_group(seq.group, GenerationFailed(error.message, reason=error.reason), now_us)
 
 

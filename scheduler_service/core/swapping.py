@@ -11,9 +11,9 @@ from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.introducing import introduce
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.plan import NewSequence
+from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.snapshot import Totals
 
 
 class Swapping:
@@ -27,29 +27,24 @@ class Swapping:
         self,
         max_num_seqs: int,
         blocks: BlockManager,
+        prefixes: PrefixCache | NoPrefixCache,
         running: RunningSet,
         pipeline: Pipeline,
-        totals: Totals,
     ) -> None:
         self._max_num_seqs = max_num_seqs
         self._blocks = blocks
+        self._prefixes = prefixes
         self._running = running
         self._pipeline = pipeline
-        self._totals = totals
         self._groups: RemovableHeap[SequenceGroup] = RemovableHeap()
         self._landed: list[tuple[Sequence, NewSequence]] = []
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self._groups
-
     def swap_out(self, sequences: list[Sequence], batch: Batch) -> None:
         """Move the blocks of all running sequences of a group, which are out of their lists."""
-        pairs = self._running.swap_out(sequences, batch.now_us)
-        batch.swap_out += pairs
-        self._totals.num_swapped_out_blocks += len(pairs) // 2
+        batch.swap_out += self._running.swap_out(sequences, batch.now_us)
         group = sequences[0].group
         if group not in self._groups:
             self._groups.push(group.rank, group)
@@ -62,10 +57,11 @@ class Swapping:
             if not self._can_come_back(sequences):
                 return
             self._groups.remove(group)
-            pairs = self._blocks.swap_in([seq.seq_id for seq in sequences])
-            batch.swap_in += pairs
-            self._totals.num_swapped_in_blocks += len(pairs) // 2
-            self._running.arrive(sequences, batch.now_us)
+            batch.swap_in += self._blocks.swap_in([seq.seq_id for seq in sequences])
+            for seq in sequences:
+                seq.num_computed = seq.length - 1
+                seq.is_prefilled = True
+            self._running.come_back(sequences, batch.now_us)
 
     def _can_come_back(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
@@ -75,17 +71,18 @@ class Swapping:
         return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
 
     def land(self) -> None:
-        """What the last plan swapped in decodes from now on."""
+        """What the last plan swapped in, for a group that comes back or one that has found its
+        prompt on the host, is on the device from now on."""
         for seq in self._running.land():
             seq.first_step_id = self._pipeline.next_step_id
-            seq.num_computed = seq.length - 1
-            seq.is_prefilled = True
-            table = self._blocks.table(seq.seq_id)  # before the step changes it
-            self._landed.append((seq, introduce(seq, table)))
+            self._prefixes.note_arrival(seq)
+            if seq.is_prefilled:
+                table = self._blocks.table(seq.seq_id)  # before the step changes it
+                self._landed.append((seq, introduce(seq, table)))
 
     def introduce_landed(self, batch: Batch) -> None:
-        """Have the worker told of those that landed and got rows; the others had to leave again,
-        or have outgrown the cache."""
+        """Have the worker told of those that decode again and got rows; the others had to leave
+        once more, or have outgrown the cache."""
         for seq, new_sequence in self._landed:
             if seq.num_in_flight:
                 batch.add_new(new_sequence)

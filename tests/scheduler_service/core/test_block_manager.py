@@ -67,12 +67,36 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def used(self) -> set[int]:
         return {block for table in self.tables.values() for block in table}
 
+    def end_plan(self, swap_in: Sequence[int] = (), swap_out: Sequence[int] = ()) -> None:
+        """Move blocks as a worker does: out, those that are evicted as well, then in."""
+        out = [*swap_out, *self.manager.end_plan()]
+        assert len(set(out[1::2])) == len(out) // 2, "a target twice"
+        self.move(out, self.memory, self.host_memory)
+        self.move(swap_in, self.host_memory, self.memory)
+
+    def move(
+        self,
+        pairs: Sequence[int],
+        sources: dict[tuple[int, int], bytes],
+        targets: dict[tuple[int, int], bytes],
+    ) -> None:
+        """Whole blocks."""
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            for offset in range(BLOCK_SIZE):
+                targets.pop((target, offset), None)
+                if (source, offset) in sources:
+                    targets[target, offset] = sources[source, offset]
+
     @rule(
-        target=sequences, tokens=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=20)
+        target=sequences,
+        tokens=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=20),
+        fetches=st.booleans(),
     )
-    def allocate(self, tokens: list[int]) -> int | None:
+    def allocate(self, tokens: list[int], fetches: bool) -> int | None:
         num_tokens = len(tokens)
-        found = self.manager.find(keys_of(tokens[:-1]))
+        keys = keys_of(tokens[:-1])
+        found = self.manager.find(keys)
+        stored = self.manager.find_on_host(keys[len(found) :]) if fetches else []
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         free = self.num_blocks - len(self.used() | set(found))
         verdict = self.manager.can_allocate(num_tokens, found)
@@ -87,12 +111,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return None
         self.num_sequences += 1
         seq_id = self.num_sequences
-        table = self.manager.allocate(seq_id, num_tokens, found)
+        swap_in = self.manager.fetch(seq_id, num_tokens, found, stored)
+        table = self.manager.table(seq_id)
         assert len(table) == num_blocks
+        assert swap_in[::2] == stored
+        assert swap_in[1::2] == table[len(found) :][: len(stored)]
         assert table[: len(found)] == found
         assert not set(table[len(found) :]) & self.used()
+        self.end_plan(swap_in)
         self.tables[seq_id] = table
-        num_found = len(found) * BLOCK_SIZE
+        num_found = (len(found) + len(stored)) * BLOCK_SIZE
         self.tokens[seq_id] = tokens[:num_found]
         for token in tokens[num_found:]:
             self.write(seq_id, token)
@@ -108,10 +136,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(seq_id=sequences)
     def forget_keys(self, seq_id: int | None) -> None:
-        if seq_id in self.tables:
-            self.manager.forget_keys(seq_id)
-            found = self.manager.find(keys_of(self.tokens[seq_id]))
-            assert not set(found) & set(self.tables[seq_id])
+        if seq_id in self.tokens:
+            keys = keys_of(self.tokens[seq_id])
+            self.manager.forget_keys(keys)
+            assert not any(self.manager.find([key]) for key in keys)
+            assert not any(self.manager.find_on_host([key]) for key in keys)
 
     @rule(seq_id=sequences, token=st.sampled_from([0, 1]))
     def append(self, seq_id: int | None, token: int) -> None:
@@ -122,6 +151,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert len(self.used()) == self.num_blocks, "refused while blocks are free"
             return
         update = self.manager.append(seq_id, length)
+        self.end_plan()
         if update is not None:
             self.apply(seq_id, update)
         self.write(seq_id, token)
@@ -158,25 +188,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """A plan that swaps out a group and may bring back another, planned first or last."""
         if comes_back and pick % 2:
             back = self.plan_swap_in(pick)
-            self.move(self.plan_swap_out(seq_ids), self.memory, self.host_memory)
+            out = self.plan_swap_out(seq_ids)
         else:
-            self.move(self.plan_swap_out(seq_ids), self.memory, self.host_memory)
+            out = self.plan_swap_out(seq_ids)
             back = self.plan_swap_in(pick) if comes_back else []
-        self.move(back, self.host_memory, self.memory)
-        self.manager.end_plan()
-
-    def move(
-        self,
-        pairs: list[int],
-        sources: dict[tuple[int, int], bytes],
-        targets: dict[tuple[int, int], bytes],
-    ) -> None:
-        """Whole blocks, in the order in which the worker does it: out, then in."""
-        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
-            for offset in range(BLOCK_SIZE):
-                targets.pop((target, offset), None)
-                if (source, offset) in sources:
-                    targets[target, offset] = sources[source, offset]
+        assert not {*out[1::2]} & {*back[::2]} or not pick % 2, "read after it is overwritten"
+        self.end_plan(back, out)
 
     def plan_swap_out(self, seq_ids: list[int | None]) -> list[int]:
         group = {seq_id: self.tables[seq_id] for seq_id in seq_ids if seq_id in self.tables}
@@ -184,20 +201,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return []
         ids = list(group)
         blocks = {block for table in group.values() for block in table}
-        free = self.manager.num_free_host_blocks
+        num_free, num_free_host = self.manager.num_free_blocks, self.manager.num_free_host_blocks
         verdict = self.manager.can_swap_out(ids)
-        if len(blocks) > self.num_host_blocks:
-            assert verdict is AllocStatus.NEVER
-        else:
-            assert verdict is (AllocStatus.OK if len(blocks) <= free else AllocStatus.LATER)
+        assert (verdict is AllocStatus.NEVER) == (len(blocks) > self.num_host_blocks)
+        if len(blocks) <= num_free_host:
+            assert verdict is AllocStatus.OK
         if verdict is not AllocStatus.OK:
             return []
         own = self.manager.num_own_blocks(ids)
-        num_free = self.manager.num_free_blocks
         pairs = self.manager.swap_out(ids)
         assert self.manager.num_free_blocks == num_free + own
-        assert sorted(pairs[::2]) == sorted(blocks), "each block is moved once"
-        assert len(set(pairs[1::2])) == len(blocks) == free - self.manager.num_free_host_blocks
+        assert set(pairs[::2]) <= blocks
+        assert len(set(pairs[::2])) == len(pairs) // 2, "no block is moved twice"
+        assert num_free_host - self.manager.num_free_host_blocks <= len(blocks)
         for seq_id in ids:
             del self.tables[seq_id]
         self.swapped.append(group)
@@ -207,7 +223,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not self.swapped:
             return []
         group = self.swapped[pick % len(self.swapped)]
-        blocks = {block for table in group.values() for block in table}
+        blocks = {block for seq_id in group for block in self.manager.host.tables[seq_id]}
         kept = self.watermark_blocks + len(group) if self.tables else 0
         enough = self.num_blocks - len(self.used()) - len(blocks) >= kept
         verdict = self.manager.can_swap_in(list(group))
@@ -246,10 +262,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def blocks_are_free_or_counted(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check()
-            held = sum(
-                len({b for table in group.values() for b in table}) for group in self.swapped
-            )
-            assert self.manager.num_free_host_blocks == self.num_host_blocks - held
+            host = {b for table in self.manager.host.tables.values() for b in table}
+            assert self.manager.num_free_host_blocks == self.num_host_blocks - len(host)
             assert self.manager.num_free_blocks == self.num_blocks - len(self.used())
 
     @invariant()
@@ -382,6 +396,7 @@ def test_what_sequences_share_is_moved_once_and_shared_again() -> None:
     manager.allocate(1, 6)
     manager.fork(1, 2)
     manager.append(1, 7)
+    manager.end_plan()
     assert [manager.table(1), manager.table(2)] == [[0, 2], [0, 1]]
     assert manager.swap_out([1, 2]) == [0, 0, 2, 1, 1, 2]
     manager.end_plan()
@@ -416,4 +431,107 @@ def test_only_blocks_that_nobody_else_has_are_freed_by_leaving() -> None:
     manager.set_keys(1, 0, [b"a", b"b"])
     manager.allocate(2, 12, table[:2])
     assert manager.num_own_blocks([1]) == manager.num_own_blocks([2]) == 1
-    assert manager.num_own_blocks([1, 2]) == manager.num_blocks_of([1, 2]) == 4
+    assert manager.num_own_blocks([1, 2]) == 4
+    assert manager.num_moves([1]) == 6
+    assert manager.num_moves([1, 2]) == 8
+
+
+def keyed(manager: BlockManager, seq_id: int, keys: Sequence[bytes]) -> list[int]:
+    """Blocks that a sequence has computed and left."""
+    table = manager.allocate(seq_id, len(keys) * BLOCK_SIZE)
+    manager.set_keys(seq_id, 0, keys)
+    manager.free(seq_id)
+    return table
+
+
+def test_what_is_evicted_goes_to_the_host_and_is_found_there() -> None:
+    manager = make_manager(2, 4)
+    assert keyed(manager, 1, [b"a", b"b"]) == [0, 1]
+    assert manager.end_plan() == []
+    assert manager.allocate(2, 8) == [1, 0]
+    assert manager.end_plan() == [1, 0, 0, 1], "the last block of the sequence goes first"
+    assert manager.find([b"a", b"b"]) == []
+    assert manager.find_on_host([b"a", b"b"]) == [1, 0]
+    assert manager.num_free_host_blocks == 4
+    manager.free(2)
+    assert manager.fetch(3, 8, [], [1, 0])[::2] == [1, 0]
+
+
+def test_host_blocks_go_the_longest_unused_first_and_of_a_sequence_the_last() -> None:
+    manager = make_manager(2, 3)
+    for seq_id, keys in enumerate(([b"a", b"b"], [b"c", b"d"], [b"e", b"f"]), 1):
+        keyed(manager, seq_id, keys)
+        manager.end_plan()
+    assert manager.find_on_host([b"a"]) != []
+    assert manager.find_on_host([b"b"]) == []
+    assert manager.find_on_host([b"d"]) != []
+    manager.fetch(4, 8, [], manager.find_on_host([b"a"]))
+    manager.end_plan()
+    assert [manager.find_on_host([key]) != [] for key in (b"a", b"d")] == [True, False]
+
+
+def test_swapped_out_sequences_come_before_what_is_cached_on_the_host() -> None:
+    manager = make_manager(2, 2)
+    keyed(manager, 1, [b"a", b"b"])
+    manager.allocate(2, 8)
+    manager.end_plan()
+    assert manager.find_on_host([b"a", b"b"]) != []
+    assert manager.can_swap_out([2]) is AllocStatus.OK
+    manager.swap_out([2])
+    manager.end_plan()
+    assert manager.find_on_host([b"a"]) == manager.find_on_host([b"b"]) == []
+    keyed(manager, 3, [b"c", b"d"])
+    manager.allocate(4, 8)
+    assert manager.end_plan() == [], "there is no room"
+
+
+def test_what_the_host_has_is_not_moved_again() -> None:
+    manager = make_manager(3, 4)
+    manager.allocate(1, 10)
+    manager.set_keys(1, 0, [b"a", b"b"])
+    assert len(manager.swap_out([1])) == 6
+    manager.end_plan()
+    manager.swap_in([1])
+    manager.set_keys(1, 0, [b"a", b"b"])
+    manager.end_plan()
+    last = manager.table(1)[2]
+    assert manager.num_moves([1]) == 4
+    assert manager.swap_out([1])[::2] == [last]
+    manager.end_plan()
+
+
+def test_a_host_block_is_no_target_twice_in_a_plan_nor_where_it_is_read() -> None:
+    manager = make_manager(3, 1)
+    keyed(manager, 1, [b"a", b"b"])
+    manager.allocate(2, 12)
+    assert manager.end_plan() == [0, 0], "room for one of two: the first"
+    [kept] = manager.find_on_host([b"a"])
+    manager.free(2)
+    keyed(manager, 3, [b"c"])
+    manager.fetch(4, 12, [], [kept])
+    assert manager.end_plan() == [], "the only host block is read"
+
+
+def test_a_host_block_that_a_plan_writes_is_not_given_to_what_it_swaps_out() -> None:
+    manager = make_manager(3, 1)
+    keyed(manager, 1, [b"a"])
+    manager.allocate(2, 8)
+    manager.allocate(3, 4)  # in place of the first one's
+    assert manager.can_swap_out([3]) is AllocStatus.LATER
+    assert manager.end_plan() == [0, 0]
+    assert manager.can_swap_out([3]) is AllocStatus.OK
+
+
+def test_keys_are_forgotten_on_device_and_host() -> None:
+    manager = make_manager(4, 4)
+    manager.allocate(1, 4)
+    manager.set_keys(1, 0, [b"a"])
+    manager.swap_out([1])
+    manager.end_plan()
+    manager.swap_in([1])
+    manager.set_keys(1, 0, [b"a"])
+    manager.end_plan()
+    assert [] not in (manager.find([b"a"]), manager.find_on_host([b"a"]))
+    manager.forget_keys([b"a"])
+    assert manager.find([b"a"]) == manager.find_on_host([b"a"]) == []
+    manager.check()

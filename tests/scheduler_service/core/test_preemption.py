@@ -6,8 +6,8 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.moving_costs import is_swap_cheaper
 from scheduler_service.core.plan import StepResult
-from scheduler_service.core.preemption import is_swap_cheaper
 from scheduler_service.core.rates import StepRates, StepWork
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
 from tests.support.symbolic_worker import Sampling
@@ -30,13 +30,13 @@ def test_blocks_are_moved_there_and_back_where_that_costs_less_than_their_tokens
 ) -> None:
     rates = measured(us_per_prefill_token=10, us_per_moved_block=us_per_moved_block)
     for num_sequences in (1, 2):
-        decision = is_swap_cheaper(rates, num_sequences=num_sequences, num_blocks=4, num_tokens=64)
+        decision = is_swap_cheaper(rates, num_sequences=num_sequences, num_moves=8, num_tokens=64)
         assert decision is swaps
 
 
 def test_as_long_as_nothing_is_measured_only_several_sequences_are_swapped() -> None:
-    assert not is_swap_cheaper(StepRates(), num_sequences=1, num_blocks=1, num_tokens=1000)
-    assert is_swap_cheaper(StepRates(), num_sequences=2, num_blocks=1000, num_tokens=1)
+    assert not is_swap_cheaper(StepRates(), num_sequences=1, num_moves=2, num_tokens=1000)
+    assert is_swap_cheaper(StepRates(), num_sequences=2, num_moves=2000, num_tokens=1)
 
 
 def make_driver(
@@ -51,6 +51,7 @@ def make_driver(
         "max_num_batched_tokens": 32,
         "watermark": 0.0,
         "preemption_mode": mode,
+        "enable_prefix_caching": False,
     }
     driver = CoreDriver(SchedulerConfig(**(values | changes)))  # type: ignore[arg-type]
     driver.add_group(make_capacity(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks))
@@ -190,4 +191,5 @@ def test_everything_ends_whatever_the_host_holds(
     status = driver.core.snapshot()
     assert status.num_preemptions > 0
     if mode is PreemptionMode.SWAP and num_cpu_blocks > 0:
-        assert status.num_swapped_in_blocks == status.num_swapped_out_blocks > 0
+        assert status.num_swapped_in_blocks > 0
+        assert caching or status.num_swapped_in_blocks == status.num_swapped_out_blocks
