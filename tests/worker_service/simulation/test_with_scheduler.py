@@ -76,6 +76,8 @@ def test_requests_get_their_tokens_with_plenty_and_with_little_memory(
         start(cluster)
         with inference_stub(cluster.frontend_address()) as stub:
             check(generate_together(stub, requests()))
+            status = stub.GetStatus(pb.GetStatusRequest()).status
+        assert (status.num_swapped_in_blocks > 0) == (num_gpu_blocks == 96)
         for worker in cluster.workers:
             assert worker.log.count("step stream opened") == 1  # no plan was refused
         if num_gpu_blocks == 96:
