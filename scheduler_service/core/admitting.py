@@ -24,7 +24,6 @@ class Admitting:
         config: SchedulerConfig,
         blocks: BlockManager,
         prefixes: PrefixCache | NoPrefixCache,
-        waiting: WaitingQueue,
         running: RunningSet,
         pipeline: Pipeline,
         prefilling: Prefilling,
@@ -34,21 +33,20 @@ class Admitting:
         self._config = config
         self._blocks = blocks
         self._prefixes = prefixes
-        self._waiting = waiting
         self._running = running
         self._pipeline = pipeline
         self._prefilling = prefilling
         self._beams = beams
         self._rates = rates
 
-    def admit(self, batch: Batch) -> SequenceGroup | None:
-        """Fill the batch from the queue; the group that stopped it by being longer than the whole
+    def admit(self, waiting: WaitingQueue, batch: Batch) -> SequenceGroup | None:
+        """Fill the batch from a queue; the group that stopped it by being longer than the whole
         cache, if one did."""
-        while batch.budget > 0 and (group := self._waiting.head()) is not None:
+        while batch.budget > 0 and (group := waiting.head()) is not None:
             verdict = self._admit_group(group, batch)
             if verdict is not AllocStatus.OK:
                 return group if verdict is AllocStatus.NEVER else None
-            self._waiting.discard(group)
+            waiting.discard(group)
         return None
 
     def _admit_group(self, group: SequenceGroup, batch: Batch) -> AllocStatus:

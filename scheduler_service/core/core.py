@@ -285,7 +285,9 @@ class SchedulerCore:
 
     def _queues(self) -> list[Queue]:
         """All places in which requests wait."""
-        queues: list[Queue] = [scheduler.waiting for scheduler in self._schedulers.values()]
+        queues: list[Queue] = []
+        for scheduler in self._schedulers.values():
+            queues += (scheduler.waiting, scheduler.ahead)
         for model in self._models.values():
             queues += (model.waiting, model.stranded)
         return queues

@@ -76,7 +76,7 @@ class Model:
         """A group may have been in a worker group, and is no more: its tenant may use the blocks
         for others."""
         if group.is_placed:
-            group.is_placed = False
+            group.is_placed = group.is_ahead = False
             group.tenant.num_kv_blocks -= group.num_reserved_blocks
             group.num_reserved_blocks = 0
 
@@ -101,6 +101,9 @@ class Model:
                 self.waiting.set_aside(group)
                 continue
             candidates = [s for s in allowed if s.can_take(group)]
+            group.is_ahead = not candidates
+            if group.is_ahead:
+                candidates = [s for s in allowed if s.can_take_ahead(group)]
             if not candidates:
                 break
             if is_late(group):

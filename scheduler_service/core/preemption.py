@@ -77,12 +77,22 @@ class Preemption:
             self._recompute([running.pop_last()], batch)
             return True
         swaps = self._is_to_swap(last.group)
-        victims = running.pop_last_group()
+        self._take_out(running.pop_last_group(), swaps, batch)
+        return True
+
+    def make_way(self, victim: SequenceGroup, batch: Batch) -> None:
+        """Take the places and blocks of a group for one that goes ahead of it. Before anything has
+        a row."""
+        batch.has_preempted = True
+        self._totals.num_preemptions += 1
+        swaps = self._is_to_swap(victim)
+        self._take_out(self._running.pop_group(victim), swaps, batch)
+
+    def _take_out(self, victims: list[Sequence], swaps: bool, batch: Batch) -> None:
         if swaps:
             self._swap_out(victims, batch)
         else:
             self._recompute(victims, batch)
-        return True
 
     def _is_alone(self, group: SequenceGroup) -> bool:
         """Whether nothing but the group is in the batch."""
@@ -135,7 +145,7 @@ class Preemption:
 
     def _log(self, means: str, victims: list[Sequence]) -> None:
         logger.warning(
-            "preempted for want of blocks by=%s request_id=%s seq_ids=%s num_tokens=%d",
+            "preempted by=%s request_id=%s seq_ids=%s num_tokens=%d",
             means,
             victims[0].group.request.request_id,
             ",".join(str(seq.seq_id) for seq in victims),

@@ -37,8 +37,10 @@ class Prefilling:
         self._beams = beams
 
     def go_on(self, batch: Batch) -> None:
-        """The next chunks of prompts that are partly computed, or were partly found on the host."""
-        self.add_rows(list(self._running.prefilling), batch)
+        """The next chunks of prompts that are partly computed, or were partly found on the host;
+        those that go ahead first."""
+        prefilling = self._running.prefilling
+        self.add_rows(sorted(prefilling, key=lambda seq: not seq.group.is_ahead), batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
         """The next chunks of these, in order."""

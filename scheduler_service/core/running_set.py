@@ -114,6 +114,14 @@ class RunningSet:
         insort(self.decoding, seq, key=_order)
         self._unknown.add(seq)
 
+    def pop_group(self, group: SequenceGroup) -> list[Sequence]:
+        """All of a group's, out of their lists, in order; they are still to be vacated or swapped
+        out. Not while the lists are gone through."""
+        popped = [s for s in self.decoding + self.prefilling if s.group is group]
+        self.decoding = [seq for seq in self.decoding if seq.group is not group]
+        self.prefilling = [seq for seq in self.prefilling if seq.group is not group]
+        return sorted(popped, key=_order)
+
     def vacate(self, seq: Sequence, now_us: int) -> None:
         """Take a sequence's place and blocks, and its forks' places: they wait again."""
         if self._blocks.holds(seq.seq_id):

@@ -9,6 +9,7 @@ from scheduler_service.core.beam_delivery import deliver_beams
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.making_way import MakingWay
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.plan import RowError, StepPlan, StepResult
 from scheduler_service.core.policies import Policy
@@ -58,6 +59,8 @@ class Scheduler:
             else NoPrefixCache()
         )
         self.waiting = WaitingQueue()
+        self.ahead = WaitingQueue()
+        """Waiting groups, none of which has run here, that go ahead of all others: one at most."""
         self.groups: dict[SequenceGroup, None] = {}
         """All groups placed here, in the order in which they came."""
         self.clock = StepClock(now_us)
@@ -97,13 +100,13 @@ class Scheduler:
             config,
             self.blocks,
             self._prefixes,
-            self.waiting,
             self._running,
             self._pipeline,
             self._prefilling,
             self._beams,
             self.rates,
         )
+        self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
         self._outgrown: list[SequenceGroup] = []
         self._ended: list[SequenceGroup] = []
 
@@ -117,7 +120,8 @@ class Scheduler:
     @property
     def num_sequences(self) -> int:
         """Sequences here, in the batch or waiting for it."""
-        return self._running.num_places + self.waiting.num_sequences
+        num_waiting = self.waiting.num_sequences + self.ahead.num_sequences
+        return self._running.num_places + num_waiting
 
     def fits(self, group: SequenceGroup) -> bool:
         """Whether the group's sequences can be computed here, one by one at least."""
@@ -137,7 +141,7 @@ class Scheduler:
 
     def can_take(self, group: SequenceGroup) -> bool:
         """Whether the group would find places and blocks here now, beside those that wait."""
-        if self.is_draining or self.swapping or not self.fits(group):
+        if self.is_draining or self.ahead or self.swapping or not self.fits(group):
             return False
         if self.num_sequences + len(group.waiting()) > self._config.max_num_seqs:
             return False
@@ -147,6 +151,13 @@ class Scheduler:
         found = self._prefixes.find(group.longest)
         verdict = self.blocks.can_allocate(group.max_known_tokens, found, promised)
         return verdict is AllocStatus.OK
+
+    def can_take_ahead(self, group: SequenceGroup) -> bool:
+        """Whether the group would find room here now at the expense of others that it goes ahead
+        of, be they running or waiting."""
+        if self.is_draining or self.ahead or not self.fits(group):
+            return False
+        return self._making_way.find(group, self.groups) is not None
 
     @property
     def _num_tokens_to_prefill(self) -> int:
@@ -169,7 +180,7 @@ class Scheduler:
         else:
             self._end_full(group, now_us)
         if group.num_unfinished:
-            self.waiting.add(group)
+            (self.ahead if group.is_ahead else self.waiting).add(group)
 
     def _end_full(self, group: SequenceGroup, now_us: int) -> None:
         """End choices that have all the tokens they can have here."""
@@ -181,9 +192,10 @@ class Scheduler:
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
         phases = (Phase.QUEUE, Phase.RECOVERY)
-        groups = [group for group in self.waiting if group.clock.phase in phases]
+        waiting = (*self.ahead, *self.waiting)
+        groups = [group for group in waiting if group.clock.phase in phases]
         for group in groups:
-            self.waiting.discard(group)
+            self._discard(group)
             del self.groups[group]
         return groups
 
@@ -193,6 +205,7 @@ class Scheduler:
         on_worker = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
         on_worker |= {group for group in self.groups if group.num_running}
         self.waiting.take_all()
+        self.ahead.take_all()
         for group in self.groups:
             if group.num_running:
                 group.clock.leave_batch(now_us, Phase.RECOVERY)
@@ -233,8 +246,10 @@ class Scheduler:
         self._running.drop_ended()
         batch = Batch(now_us, self._config.max_num_batched_tokens)
         self.swapping.land()
+        self._make_way(batch)
         self._schedule_decodes(batch)
         self.swapping.introduce_landed(batch)
+        self._admit_ahead(batch)
         self._prefilling.go_on(batch)
         self._swap_in(batch)
         self._admit(batch)
@@ -274,7 +289,8 @@ class Scheduler:
         self._running.check(self.groups)
         assert self._running.num_places <= self._config.max_num_seqs
         for group in self.groups:
-            assert (group in self.waiting) == bool(group.waiting()), "queued if it waits"
+            is_queued = (group in self.waiting) + (group in self.ahead)
+            assert is_queued == bool(group.waiting()), "queued once if it waits"
             self.swapping.check(group)
 
     # The phases of schedule().
@@ -295,6 +311,23 @@ class Scheduler:
             rows.append(seq)
         batch.budget -= len(batch.rows)
 
+    def _make_way(self, batch: Batch) -> None:
+        """Have others leave the batch for the group that goes ahead of them."""
+        group = self.ahead.head()
+        if group is not None:
+            for victim in self._making_way.find(group, self.groups) or ():
+                self._preemption.make_way(victim, batch)
+
+    def _admit_ahead(self, batch: Batch) -> None:
+        """The group that goes ahead. Once it has begun, what is left of it waits with others."""
+        group = self.ahead.head()
+        if group is None:
+            return
+        self._note_outgrown(self._admitting.admit(self.ahead, batch))
+        if group in self.ahead and group.num_running:
+            self.ahead.discard(group)
+            self.waiting.add(group)
+
     def _swap_in(self, batch: Batch) -> None:
         """Swapped-out groups, unless what runs is already short of memory."""
         if not batch.has_preempted:
@@ -304,9 +337,11 @@ class Scheduler:
         """Waiting groups, where none is swapped out."""
         if self.swapping:
             return
-        outgrown = self._admitting.admit(batch)
-        if outgrown is not None:
-            self._outgrown.append(outgrown)
+        self._note_outgrown(self._admitting.admit(self.waiting, batch))
+
+    def _note_outgrown(self, group: SequenceGroup | None) -> None:
+        if group is not None:
+            self._outgrown.append(group)
 
     def _fail_outgrown(self, now_us: int) -> None:
         """End groups with a sequence that has become longer than the whole cache.
@@ -407,13 +442,18 @@ class Scheduler:
         elif seq.status is SequenceStatus.SWAPPED:
             self.swapping.end(seq)
         group.end(seq, status)
-        if group.waiting():
+        if not group.waiting():
+            self._discard(group)
+        elif group not in self.ahead:
             self.waiting.add(group)
-        else:
-            self.waiting.discard(group)
         if group.num_unfinished == 0:
             del self.groups[group]
             self._ended.append(group)
+
+    def _discard(self, group: SequenceGroup) -> None:
+        """Take a group out of the queues."""
+        self.waiting.discard(group)
+        self.ahead.discard(group)
 
     def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
         """End all that is left of a group."""

@@ -160,6 +160,8 @@ class SequenceGroup:
     """Prompt tokens that were found in the prefix cache when it was first in a batch."""
     is_placed: bool = False
     """Whether it is in a worker group."""
+    is_ahead: bool = False
+    """Whether it was placed there ahead of others, at whose expense it may find room."""
     num_reserved_blocks: int = 0
     """What its tenant may not give to others while it is in a worker group."""
     is_charged: bool = False

@@ -1,6 +1,7 @@
 """Fair shares for tenants, counted in tokens."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from operator import attrgetter
@@ -45,9 +46,8 @@ class Fair(Policy):
     `pipeline_depth` steps late, changes nothing: tokens in flight are among the M. Recomputing
     after a preemption is not charged; the bound is about tokens that tenants get, not about work.
 
-    The rank is the arrival: when memory runs out, what came last is preempted, and is the first to
-    come back. It has the least to compute again, and each preemption is forgotten by the counters,
-    so whoever's request it was is not served less for it.
+    The rank is the arrival: when memory runs out, what came last is preempted. It has the least to
+    compute again, and the counters do not charge that, so its tenant is not served less for it.
     """
 
     def __init__(self, tenants: Tenants) -> None:
@@ -74,6 +74,28 @@ class Fair(Policy):
         """Its tenant's service."""
         account = self._account(head.tenant)
         return account.service, account.last_turn
+
+    def yielding(
+        self, group: SequenceGroup, others: Iterable[SequenceGroup]
+    ) -> Iterator[SequenceGroup]:
+        """The last of the tenant with the most places in the batch for its weight, as long as it
+        keeps at least as many as the group's tenant then has. So a flood that fills the batch
+        does not make others wait for its end, and nobody is preempted in turn."""
+        running: dict[Tenant, list[SequenceGroup]] = {}
+        for other in others:
+            if other.num_running:
+                running.setdefault(other.tenant, []).append(other)
+        own = sum(other.num_running for other in running.pop(group.tenant, ()))
+        share = (own + group.num_unfinished) / group.tenant.config.weight
+        places = {t: sum(o.num_running for o in groups) for t, groups in running.items()}
+        while places:
+            tenant = max(places, key=lambda tenant: places[tenant] / tenant.config.weight)
+            last = max(running[tenant], key=lambda other: other.rank)
+            running[tenant].remove(last)
+            places[tenant] -= last.num_running
+            if places[tenant] / tenant.config.weight < share:
+                return
+            yield last
 
     def open_lane(self, tenant: Tenant, first: SequenceGroup | None) -> None:
         """Lift the tenant that comes back."""

@@ -1,6 +1,7 @@
 """What a scheduling policy is asked, and what it is told."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -39,6 +40,17 @@ class Policy(ABC):
         """The present place of the lane that a group is the first of, the lowest is served first.
         It must not fall while the group is first."""
         return head.rank
+
+    def yielding(
+        self, group: SequenceGroup, others: Iterable[SequenceGroup]
+    ) -> Iterator[SequenceGroup]:
+        """Which of the others in a worker group a group that waits goes ahead of: those that leave
+        the batch for it if it finds no room otherwise, the first to leave first.
+
+        A group that has left must not go ahead of the one that it left for.
+        """
+        del group, others
+        return iter(())
 
     def open_lane(self, tenant: Tenant, first: SequenceGroup | None) -> None:
         """A tenant's request is to stand in a lane that was empty, or could not move for the

@@ -9,19 +9,28 @@ from benchmarks import fairness
 from benchmarks.fairness import CONFIG, GROUP, Arrival, CostModel, Simulation
 from scheduler_service.core import PolicyName, TenantConfig
 from scheduler_service.core.policies.fair import Fair
+from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.tenants import make_group
 
 
 def test_saturated_tenants_get_shares_by_weight_within_five_percent() -> None:
-    shares = fairness.shares(PolicyName.FAIR, until=60.0)
+    shares = fairness.shares(PolicyName.FAIR, until=30.0)
     for tenant, due in fairness.due_shares().items():
         assert shares[tenant] == pytest.approx(due, rel=0.05)
 
 
+def test_a_flood_makes_a_calm_tenant_wait_at_most_half_as_long_again() -> None:
+    assert fairness.slowdown(PolicyName.FAIR, until=60.0) <= 1.5
+
+
+def test_first_come_first_served_lets_a_calm_tenant_wait_for_the_flood() -> None:
+    assert fairness.slowdown(PolicyName.FCFS, until=60.0) > 10
+
+
 def test_first_come_first_served_gives_no_shares_by_weight() -> None:
-    shares = fairness.shares(PolicyName.FCFS, until=60.0)
+    shares = fairness.shares(PolicyName.FCFS, until=30.0)
     assert shares["a"] > 2 * fairness.due_shares()["a"]
 
 
@@ -125,6 +134,47 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten_unless_they_had_more() 
             fair.note_placed(served_most)
     assert len(fair) < 200
     assert fair.key(served_most)[0] == 50_000
+
+
+def places(tenants: Tenants, **num_groups: int) -> list[SequenceGroup]:
+    """Running groups of one choice each, so many per tenant, the tenants one after another."""
+    names = [name for name, number in num_groups.items() for _ in range(number)]
+    groups = []
+    for arrival, name in enumerate(names):
+        group = make_group(tenants, name, arrival=arrival)
+        tenants.add_request(group.tenant, 0)
+        group.num_running = 1
+        groups.append(group)
+    return groups
+
+
+def test_the_last_of_the_tenant_with_the_most_places_yield_until_both_have_as_many() -> None:
+    fair, tenants = make_fair()
+    groups = places(tenants, few=1, many=6)
+    newcomer = make_group(tenants, "few", arrival=99)
+    assert list(fair.yielding(newcomer, groups)) == groups[:2:-1]
+    assert list(fair.yielding(make_group(tenants, "many", arrival=99), groups)) == []
+
+
+def test_places_count_by_weight() -> None:
+    fair, tenants = make_fair(heavy=3.0)
+    groups = places(tenants, light=2, heavy=5)
+    assert list(fair.yielding(make_group(tenants, "light", arrival=99), groups)) == []
+    groups = places(tenants, light=4, heavy=2)
+    newcomer = make_group(tenants, "heavy", arrival=99)
+    assert list(fair.yielding(newcomer, groups)) == groups[3:0:-1]
+
+
+def test_who_has_left_does_not_go_ahead_of_the_one_it_left_for() -> None:
+    fair, tenants = make_fair(a=1.0, b=2.0, c=0.7)
+    for numbers in ({"a": 1, "b": 5, "c": 2}, {"a": 3, "b": 3}, {"a": 0, "b": 4, "c": 4}):
+        groups = places(tenants, **numbers)
+        newcomer = make_group(tenants, "a", arrival=99)
+        for victim in fair.yielding(newcomer, groups):
+            victim.num_running = 0
+            newcomer.num_running = 1
+            assert newcomer not in fair.yielding(victim, [*groups, newcomer])
+            newcomer.num_running = 0
 
 
 def test_a_flood_is_not_served_before_a_newcomer() -> None:
