@@ -31,6 +31,9 @@ class MakingWay:
         self._blocks = blocks
         self._prefixes = prefixes
         self._running = running
+        self._in_vain: tuple[SequenceGroup, int] | None = None
+        """Who asked last when nobody yielded, and the batch's changes until then: it asks in every
+        step, and while the same are in the batch the answer is the same."""
 
     def find(
         self, group: SequenceGroup, groups: Iterable[SequenceGroup]
@@ -38,9 +41,13 @@ class MakingWay:
         """Who must leave the batch for a waiting group to be admitted, the fewest, the first to
         leave first. None if it goes ahead of none of the `groups` that are here, running or not,
         or finds no room even so."""
+        question = (group, self._running.num_changes)
+        if question == self._in_vain:
+            return None
         yielding = self._policy.yielding(group, groups)
         first = next(yielding, None)
         if first is None:
+            self._in_vain = question
             return None
         found = self._prefixes.find(group.longest)
         victims: list[SequenceGroup] = []

@@ -25,6 +25,8 @@ class RunningSet:
     def __init__(self, blocks: BlockManager, clock: StepClock) -> None:
         self.num_places = 0
         """Places taken in the batch."""
+        self.num_changes = 0
+        """How often sequences have entered the batch or left it."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.arriving: list[Sequence] = []
@@ -176,10 +178,12 @@ class RunningSet:
             seq.status = RUNNING
         group.num_running += len(sequences)
         self.num_places += len(sequences)
+        self.num_changes += 1
 
     def _leave(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         seq.leave(status)
         self.num_places -= 1
+        self.num_changes += 1
         self._has_ended = True
         group = seq.group
         group.num_running -= 1

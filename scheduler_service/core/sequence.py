@@ -85,8 +85,12 @@ class Sequence:
     frontend: Frontend = field(init=False)
     """Its group's: a delivered token then needs no look at the group, which is cold memory."""
 
+    tenant: Tenant = field(init=False)
+    """Its group's, for the same reason."""
+
     def __post_init__(self) -> None:
         self.frontend = self.group.frontend
+        self.tenant = self.group.tenant
 
     @property
     def num_known(self) -> int:

@@ -14,7 +14,7 @@ from scheduler_service.core.tenants import Tenant, Tenants
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
 _NUM_IDLE_KEPT = 64
-_tenant_of = attrgetter("group.tenant")
+_tenant_of = attrgetter("tenant")
 
 
 @dataclass(slots=True, eq=False)
