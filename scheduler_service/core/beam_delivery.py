@@ -1,10 +1,10 @@
-"""From a finished beam search to the outbox: its best sequences as the request's choices."""
+"""What beam searches deliver: nothing by the step, and their best sequences at the end."""
 
 from scheduler_service.columns import to_column, to_float_column
 from scheduler_service.core.beam_search import Path
 from scheduler_service.core.outbox import ChoiceFinished
 from scheduler_service.core.plan import RowLogprobs
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 
 def deliver_beams(group: SequenceGroup) -> int | None:
@@ -50,3 +50,12 @@ def _logprobs(step: Path, num_top: int) -> RowLogprobs:
         logprobs=to_float_column([step.logprob, *step.row.logprobs[:num_top]]),
         sampled_rank=step.place + 1,
     )
+
+
+def without_beams(
+    sampled: list[Sequence], token_ids: list[int]
+) -> tuple[list[Sequence], list[int]]:
+    """Those rows that have tokens of their own."""
+    pairs = zip(sampled, token_ids, strict=True)
+    chosen = [(seq, token) for seq, token in pairs if not seq.group.is_lockstep]
+    return [seq for seq, _ in chosen], [token for _, token in chosen]

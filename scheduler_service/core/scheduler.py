@@ -5,7 +5,7 @@ import logging
 from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
 from scheduler_service.core.batch import Batch
-from scheduler_service.core.beam_delivery import deliver_beams
+from scheduler_service.core.beam_delivery import deliver_beams, without_beams
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
@@ -275,7 +275,7 @@ class Scheduler:
         sampled, token_ids = step.sampled, result.token_ids
         if step.lockstep_rows:
             self._receive_candidates(step, result, now_us)
-            sampled, token_ids = _without_beams(sampled, token_ids)
+            sampled, token_ids = without_beams(sampled, token_ids)
         accepted, finished = delivery.deliver_tokens(sampled, token_ids)
         self._totals.num_generated_tokens += accepted
         self._policy.note_tokens(step.sampled)
@@ -471,12 +471,3 @@ class Scheduler:
         must not be found by others."""
         self._prefixes.forget(seq)
         self.fail_group(seq.group, GenerationFailed(error.message, reason=error.reason), now_us)
-
-
-def _without_beams(
-    sampled: list[Sequence], token_ids: list[int]
-) -> tuple[list[Sequence], list[int]]:
-    """Those rows that have tokens of their own."""
-    pairs = zip(sampled, token_ids, strict=True)
-    chosen = [(seq, token) for seq, token in pairs if not seq.group.is_lockstep]
-    return [seq for seq, _ in chosen], [token for _, token in chosen]

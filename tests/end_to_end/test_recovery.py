@@ -15,8 +15,9 @@ NUM_STREAMS = 6
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Sampled, with everything that depends on which tokens were generated and which given."""
-    return [
+    """Sampled, with everything that depends on which tokens were generated and which given; and
+    beside them what tells nothing before its end."""
+    streamed = [
         request_for(
             "Once upon a time",
             temperature=0.8,
@@ -30,16 +31,22 @@ def requests() -> list[pb.GenerateRequest]:
         )
         for seed in range(NUM_STREAMS)
     ]
+    beams = {"width": 3, "length_penalty": 0.5}
+    return [
+        *streamed,
+        request_for("One day", beam_search=beams, n=2, max_tokens=200, ignore_eos=True),
+        request_for("One day", best_of=3, n=2, seed=5, max_tokens=200, ignore_eos=True),
+    ]
 
 
 class Streams:
-    """Streams read in the background; `started` is set once each has some tokens."""
+    """Streams read in the background; `started` counts those that are streamed and have begun."""
 
     def __init__(self, stub: InferenceServiceStub) -> None:
-        self.answers = [Answer() for _ in range(NUM_STREAMS)]
         self.errors: list[Exception] = []
         self.started = threading.Semaphore(0)
         streams = [stub.Generate(request, timeout=120) for request in requests()]
+        self.answers = [Answer() for _ in streams]
         self.threads = [
             threading.Thread(target=self._read, args=(stream, answer))
             for stream, answer in zip(streams, self.answers, strict=True)
@@ -62,7 +69,7 @@ class Streams:
                 self.started.release()
 
     def wait_started(self) -> None:
-        for _ in self.threads:
+        for _ in range(NUM_STREAMS):
             assert self.started.acquire(timeout=60)
 
     def tokens(self) -> list[list[list[int]]]:
