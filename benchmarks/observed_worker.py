@@ -19,7 +19,13 @@ import grpc
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.core import GroupCapacity, Outbox, Request, SchedulerConfig
+from scheduler_service.core import (
+    GroupCapacity,
+    Outbox,
+    Request,
+    SchedulerConfig,
+    SchedulerCore,
+)
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.grpc_options import channel_options
@@ -143,14 +149,13 @@ class ObservedWorker:
                 num_gpu_blocks=capacity.num_gpu_blocks, num_cpu_blocks=0, epoch=self._epoch
             )
         )
-        driver = CoreDriver(
-            SchedulerConfig(
-                max_num_seqs=load.num_seqs,
-                max_num_batched_tokens=load.num_seqs * (load.prompt_tokens + 1),
-                watermark=0.0,
-                pipeline_depth=pipeline_depth,
-            )
+        config = SchedulerConfig(
+            max_num_seqs=load.num_seqs,
+            max_num_batched_tokens=load.num_seqs * (load.prompt_tokens + 1),
+            watermark=0.0,
+            pipeline_depth=pipeline_depth,
         )
+        driver = CoreDriver(SchedulerCore(config))
         ends = Ends(load.num_seqs)
         driver.add_frontend(FRONTEND, ends)
         for index in range(load.num_seqs):
