@@ -38,6 +38,7 @@ KINDS = (
     "forks",
     "plans sent ahead",
     "tokens in vain",
+    "beam searches",
     "cancels",
     "stop strings",
     "lost workers",

@@ -128,11 +128,14 @@ class Deployment:
             model=MODEL,
             prompt_token_ids=self._prompts[index],
             num_choices=job.num_choices,
+            tenant=job.tenant,
+            priority=job.priority,
             max_tokens=job.max_tokens,
             stop_token_ids=job.stop_token_ids,
             sampling=job.sampling,
+            beam_search=job.beam_search,
             min_tokens=job.sampling.min_tokens,
-            wants_logprobs=job.sampling.HasField("logprobs"),
+            wants_logprobs=_wants_logprobs(job),
             wants_prompt_logprobs=job.sampling.HasField("prompt_logprobs"),
         )
         received = Received(job, request, [Choice() for _ in range(job.num_choices)])
@@ -269,5 +272,12 @@ class Deployment:
             received.has_ended = True
             received.cached_tokens = finished.cached_tokens
             self.disturbance["cached tokens"] += finished.cached_tokens
+            self.disturbance["beam searches"] += received.job.beam_search is not None
         for _, error in outbox.requests_failed:
             raise error
+
+
+def _wants_logprobs(job: Job) -> bool:
+    if job.beam_search is not None:
+        return job.beam_search.num_logprobs is not None
+    return job.sampling.HasField("logprobs")

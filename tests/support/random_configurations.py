@@ -10,7 +10,8 @@ from random import Random
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import to_column
-from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
 
 MODELS = ("embedded", "llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "qwen3_moe")
 """The embedded model, and families of tests/support/checkpoints.py."""
@@ -36,6 +37,10 @@ class Job:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     sampling: sampling_pb2.SamplerParams
+    tenant: str = ""
+    priority: int = 0
+    beam_search: BeamParams | None = None
+    """Search for the best choices instead of sampling them; they come all at the end."""
     cancelled_after: int | None = None
     """Its client goes away at so many tokens of the first choice."""
     stopped_after: int | None = None
@@ -105,7 +110,7 @@ def draw_configuration(number: int, max_model_lens: dict[str, int]) -> Configura
     model = MODELS[number % len(MODELS)]
     jobs = _draw_jobs(draw)
     block_size = draw.choice((1, 2, 4, 4, 8, 16))
-    num_blocks = [-(-tokens // block_size) for tokens in _most_tokens(jobs)]
+    num_blocks = _most_blocks(jobs, block_size)
     return Configuration(
         number=number,
         model=model,
@@ -129,6 +134,8 @@ def _draw_scheduler(draw: Random, max_model_len: int) -> SchedulerConfig:
         enable_prefix_caching=draw.random() < 0.7,
         watermark=draw.choice((0.0, 0.01, 0.1, 0.3)),
         pipeline_depth=draw.choice((1, 2, 2, 3)),
+        policy=draw.choice(tuple(PolicyName)),
+        isolate_tenants=draw.random() < 0.2,
         preemption_mode=draw.choice((*PreemptionMode, PreemptionMode.SWAP)),
     )
 
@@ -158,11 +165,13 @@ def _draw_losses(draw: Random) -> tuple[Loss, ...]:
 def _draw_jobs(draw: Random) -> tuple[Job, ...]:
     stems = [_draw_tokens(draw, draw.randint(6, 40)) for _ in range(3)]
     jobs: list[Job] = []
+    has_beams = draw.random() < 0.3  # they need memory for all at once: not in every workload
     for index in range(draw.randint(6, 12)):
         follows = draw.randrange(index) if index and draw.random() < 0.25 else None
         if follows is not None and _depth(jobs, follows) > 1:
             follows = None  # conversations of at most three turns, or they get slow
-        jobs.append(_draw_job(draw, stems, follows))
+        job = _draw_job(draw, stems, follows)
+        jobs.append(_with_beams(draw, job) if has_beams and draw.random() < 0.3 else job)
     return tuple(jobs)
 
 
@@ -182,8 +191,35 @@ def _draw_job(draw: Random, stems: Sequence[tuple[int, ...]], follows: int | Non
         max_tokens=max_tokens,
         stop_token_ids=stops,
         sampling=_draw_sampling(draw, stops, min_tokens),
+        tenant=draw.choice(("", "a", "b")),
+        priority=draw.choice((0, 0, 1, -1)),
         cancelled_after=draw.randint(0, max_tokens) if draw.random() < 0.12 else None,
         stopped_after=draw.randint(1, max_tokens) if draw.random() < 0.12 else None,
+    )
+
+
+def _with_beams(draw: Random, job: Job) -> Job:
+    """The same request for beam search."""
+    width = draw.choice((2, 3))
+    num_logprobs = draw.choice((None, 0, 2))
+    stops = job.stop_token_ids
+    return replace(
+        job,
+        num_choices=draw.randint(1, width),
+        stopped_after=None,
+        sampling=sampling_pb2.SamplerParams(
+            top_p=1.0,
+            repetition_penalty=draw.choice((1.0, 1.2)),
+            min_tokens=job.sampling.min_tokens,
+            suppressed_token_ids=job.sampling.suppressed_token_ids,
+            num_candidates=max(width + len(stops), num_logprobs or 0),
+        ),
+        beam_search=BeamParams(
+            width=width,
+            length_penalty=draw.choice((0.0, 1.0, 2.0, -1.0)),
+            early_stopping=draw.choice(tuple(EarlyStopping)),
+            num_logprobs=num_logprobs,
+        ),
     )
 
 
@@ -223,6 +259,16 @@ def _depth(jobs: Sequence[Job], index: int) -> int:
     """Turns before this one in its conversation."""
     follows = jobs[index].follows
     return 0 if follows is None else 1 + _depth(jobs, follows)
+
+
+def _most_blocks(jobs: Sequence[Job], block_size: int) -> list[int]:
+    """For each job the most blocks without which it cannot go on alone: of one sequence, since the
+    others can wait for it; of all beams, since they go on together."""
+    widths = [job.beam_search.width if job.beam_search else 1 for job in jobs]
+    return [
+        width * -(-num_tokens // block_size)
+        for width, num_tokens in zip(widths, _most_tokens(jobs), strict=True)
+    ]
 
 
 def _most_tokens(jobs: Sequence[Job]) -> list[int]:
