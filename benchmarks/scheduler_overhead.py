@@ -107,9 +107,9 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
 
 
 def growth(rows: Sequence[Row]) -> dict[str, float | None]:
-    """What a row of the longest batch costs against one of 256 (1 is linear growth), and one of
-    the longest context against one of the shortest (1 is flat); the worst of all such pairs. Below
-    256 rows what a step costs whatever is in it outweighs them. None: there is no such pair."""
+    """What a row of a larger batch costs against one of a smaller (1 is linear growth), and one in
+    a longer context against one in a shorter (1 is flat); the worst of all such pairs. Below 256
+    rows what a step costs whatever is in it outweighs them. None: there is no such pair."""
     return {
         "with_rows": _worst(rows, "rows_per_step", 256, ("groups", "prompt_tokens")),
         "with_length": _worst(rows, "prompt_tokens", 0, ("groups", "rows_per_step")),
