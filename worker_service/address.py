@@ -75,10 +75,10 @@ def advertised(listening: Address, core: Address | None) -> Address:
         return listening
     if not isinstance(core, TcpAddress):
         return TcpAddress("127.0.0.1", listening.port)
-    return TcpAddress(_local_host_towards(core), listening.port)
+    return TcpAddress(local_host_towards(core), listening.port)
 
 
-def _local_host_towards(peer: TcpAddress) -> str:
+def local_host_towards(peer: TcpAddress) -> str:
     """Our own host address on the route to a peer; nothing is sent."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(

@@ -24,7 +24,7 @@ class Engine:
         """The greatest epoch seen."""
         self.num_weight_loads = 0
         self._executor = executor
-        """Touched on the model thread only, but for its assets."""
+        """Touched on the model thread only, but for its assets and `interrupt`."""
         self._thread = ModelThread()
         self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
@@ -83,7 +83,7 @@ class Engine:
         self._runner = None
 
         self._runner = await self._thread.run(
-            lambda: self._executor.make_runner(num_gpu_blocks, num_cpu_blocks)
+            lambda: self._executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
         )
         logger.info(
             "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
@@ -112,6 +112,7 @@ class Engine:
         """Drop what is left of a stream; to be called once its rpc ends, whatever the reason."""
         stream.close()
         if stream is self._stream:
+            self._executor.interrupt()
             self._forget_stream()
             logger.info("step stream closed epoch=%d", stream.epoch)
 
@@ -119,6 +120,7 @@ class Engine:
         """End the stream there is, if any, as not ready to serve."""
         if self._stream is not None:
             self._stream.close(NotReady("the worker is shutting down"))
+        self._executor.interrupt()
 
     def drain(self) -> None:
         """Accept no new stream from now on."""
@@ -150,7 +152,9 @@ class Engine:
             raise NotReady("the worker is shutting down")
 
     def _fence(self, epoch: int) -> None:
-        """Take note of an epoch and end an older one's stream."""
+        """Take note of an epoch and end an older one's stream, and its meeting of ranks."""
+        if epoch > self.last_epoch:
+            self._executor.interrupt()
         if self._stream is not None and self._stream.epoch < epoch:
             logger.warning("step stream fenced epoch=%d by_epoch=%d", self._stream.epoch, epoch)
             self._stream.close(StaleEpoch(f"epoch {epoch} has taken over"))

@@ -12,6 +12,7 @@
     ├── OutOfOrder         a call or a step out of its turn
     ├── SentAway           the core told this worker to end
     ├── StaleEpoch         a newer epoch has taken over
+    ├── GroupBroken        another rank of the group is gone
     └── StepFailed         our own bug, or the device's failure, in the middle of a step
 
 Nothing here knows gRPC: `worker_service/status_codes.py` maps each class to a status code.
@@ -69,6 +70,10 @@ class SentAway(WorkerError):
 
 class StaleEpoch(WorkerError):
     """A newer epoch has taken over; what the older one had on this worker is gone."""
+
+
+class GroupBroken(WorkerError):
+    """Another rank of the group is gone, or parted with this one; a new epoch joins them again."""
 
 
 class StepFailed(WorkerError):

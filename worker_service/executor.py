@@ -53,7 +53,8 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """A model and its caches. All methods but `assets` are called on the model thread."""
+    """A model and its caches. All methods are called on the model thread, but for `assets` and
+    `interrupt`."""
 
     def load(self) -> ModelFacts:
         """Make the model ready; called once, before anything else. Raises WorkerError."""
@@ -63,8 +64,15 @@ class Executor(Protocol):
         """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does."""
         ...
 
-    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Runner:
-        """A runner over caches of these sizes, in place of any made before."""
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> Runner:
+        """A runner over caches of these sizes, in place of any made before.
+
+        A rank of several meets the others for the epoch; raises GroupBroken if they do not come.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """From any thread: have what waits for other ranks give up, with GroupBroken."""
         ...
 
     def assets(self) -> Iterator[tuple[str, bytes]]:

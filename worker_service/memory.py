@@ -37,10 +37,12 @@ def profile_blocks(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     cache: CacheEngine | None = None,
+    num_ranks: int = 1,
 ) -> BlockCounts:
     """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does.
 
-    `cache` is the one there is already, which the new one will replace.
+    `cache` is the one there is already, which the new one will replace; `num_ranks` may want as
+    much of the same memory, if it is a CPU's.
     """
     block_bytes = model.kv_cache_spec.block_bytes(config.block_size)
     if device.type == "cuda":
@@ -51,7 +53,7 @@ def profile_blocks(
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
         run_batch(model, config.block_size, device, 2, _WARM_UP_TOKENS)
-        budget = _cpu_budget(model, config, max_num_seqs)
+        budget = _cpu_budget(model, config, max_num_seqs, num_ranks)
         swap_space = config.swap_space or 0
     num_gpu_blocks = budget // block_bytes
     if num_gpu_blocks < 1:
@@ -117,13 +119,13 @@ def _container_memory() -> list[int]:
     return found or [2**63]
 
 
-def _cpu_budget(model: Model, config: CacheConfig, max_num_seqs: int) -> int:
+def _cpu_budget(model: Model, config: CacheConfig, max_num_seqs: int, num_ranks: int) -> int:
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     blocks_per_seq = -(-model.max_model_len // config.block_size)
     block_bytes = model.kv_cache_spec.block_bytes(config.block_size)
     useful = max_num_seqs * blocks_per_seq * block_bytes
-    return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // CPU_SHARE)
+    return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
 
 
 def _gpu_budget(config: CacheConfig, device: torch.device, held_bytes: int) -> int:

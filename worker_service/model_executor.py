@@ -11,6 +11,8 @@ from worker_service.loader import LoadedModel
 from worker_service.loader.assets import iter_assets
 from worker_service.memory import profile_blocks
 from worker_service.model_runner import ModelRunner
+from worker_service.parallel.rendezvous import Rendezvous
+from worker_service.parallel.runner import RankRunner
 from worker_service.profiler import Profiler
 
 
@@ -18,16 +20,24 @@ class ModelExecutor:
     """Implements `worker_service.executor.Executor` with torch."""
 
     def __init__(
-        self, config: CacheConfig, profiler: Profiler, load: Callable[[], LoadedModel]
+        self,
+        config: CacheConfig,
+        profiler: Profiler,
+        load: Callable[[], LoadedModel],
+        rendezvous: Rendezvous | None = None,
     ) -> None:
+        """rendezvous: where the ranks meet, if the model is shared by several."""
         self._config = config
         self._profiler = profiler
         self._load = load
+        self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
         self._cache: CacheEngine | None = None
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
+        if self._rendezvous is not None:
+            self._rendezvous.open()
         self._loaded = self._load()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -36,31 +46,42 @@ class ModelExecutor:
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit beside the largest batch."""
         return profile_blocks(
-            self._model.model,
+            self.loaded.model,
             self._config,
             self._device,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
+            num_ranks=self.loaded.ranks.layout.world_size,
         )
 
-    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int) -> ModelRunner:
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
         """A runner over the caches there are, if they have the right sizes, or over new ones."""
+        if self._rendezvous is not None:
+            self.loaded.ranks.join(self._rendezvous, epoch, self._device)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
             # Let go of the old ones first: both would not fit.
             self._cache = None
             self._cache = CacheEngine(
-                self._model.model.kv_cache_spec,
+                self.loaded.model.kv_cache_spec,
                 block_size=self._config.block_size,
                 num_gpu_blocks=num_gpu_blocks,
                 num_cpu_blocks=num_cpu_blocks,
                 device=self._device,
             )
-        return ModelRunner(self._model.model, self._cache, self._config.block_size)
+        model, block_size = self.loaded.model, self._config.block_size
+        if self._rendezvous is None:
+            return ModelRunner(model, self._cache, block_size)
+        return RankRunner(model, self._cache, block_size, self.loaded.ranks)
+
+    def interrupt(self) -> None:
+        """From any thread: have what waits for other ranks give up."""
+        if self._loaded is not None:
+            self._loaded.ranks.interrupt()
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The files of the checkpoint that frontends need."""
-        return iter_assets(self._model.model_dir)
+        return iter_assets(self.loaded.model_dir)
 
     def start_profile(self) -> None:
         """Begin a trace of this thread."""
@@ -71,13 +92,14 @@ class ModelExecutor:
         return self._profiler.stop()
 
     @property
-    def _model(self) -> LoadedModel:
+    def loaded(self) -> LoadedModel:
+        """The model. To be loaded before."""
         assert self._loaded is not None, "load() comes first"
         return self._loaded
 
     @property
     def _device(self) -> torch.device:
-        return torch.device(self._model.config.device)
+        return torch.device(self.loaded.config.device)
 
 
 def _facts_of(loaded: LoadedModel, block_size: int) -> ModelFacts:

@@ -49,6 +49,9 @@ class Outcome:
     candidates: dict[int, Candidates]
     errors: dict[int, RowErrorReason]
 
+    forward_us: int = 0
+    """Input preparation and forward pass, in microseconds."""
+
 
 class ModelRunner:
     """A model, its KV caches and the sequences in them."""
@@ -58,11 +61,14 @@ class ModelRunner:
         self._cache = cache
         self._block_size = block_size
         self._device = cache.device_cache.device
-        self.reset()
+        self._sequences = self._no_sequences()
 
     def reset(self) -> None:
         """Forget all sequences; the caches' contents become meaningless."""
-        self._sequences = SequenceTable(
+        self._sequences = self._no_sequences()
+
+    def _no_sequences(self) -> SequenceTable:
+        return SequenceTable(
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
             block_size=self._block_size,
@@ -82,28 +88,20 @@ class ModelRunner:
         the caller resets the runner.
         """
         started_us = monotonic_us()
-        self._sequences.forget(plan.forget_seq_ids)
+        self._forget(plan)
         self._cache.execute(plan)
         cache_done_us = monotonic_us()
         self._take_in(plan)
-        rows = resolve_rows(plan, self._sequences)
-        outcome = self._start(rows)
-        forward = self._forward(rows)
-        sampling = self._sampling_rows(rows)
-        logits = self._last_logits(sampling, rows, forward)
-        forward_done_us = monotonic_us()
-        if forward is not None:
-            self._add_prompt_logprobs(outcome, rows, forward)
-        self._advance(rows)
-        if logits is not None:
-            self._sample(outcome, logits, sampling, rows)
+        taken_in_us = monotonic_us()
+        outcome = self._compute(plan)
+        forward_us = taken_in_us - cache_done_us + outcome.forward_us
         if len(plan.seq_ids) == 0:
             self._cache.finish()  # there is nothing that could run beside
         finished_us = monotonic_us()
         return StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
-            token_ids=outcome.tokens[rows.sample].astype(np.int32),
+            token_ids=outcome.tokens[plan.sample].astype(np.int32),
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             candidates=outcome.candidates,
@@ -113,10 +111,29 @@ class ModelRunner:
                 started_us=started_us,
                 finished_us=finished_us,
                 cache_ops_us=cache_done_us - started_us + self._cache.device_us(),
-                forward_us=forward_done_us - cache_done_us,
-                sample_us=finished_us - forward_done_us,
+                forward_us=forward_us,
+                sample_us=finished_us - cache_done_us - forward_us,
             ),
         )
+
+    def _forget(self, plan: StepPlan) -> None:
+        self._sequences.forget(plan.forget_seq_ids)
+
+    def _compute(self, plan: StepPlan) -> Outcome:
+        """Compute the plan's rows, and sample."""
+        started_us = monotonic_us()
+        rows = resolve_rows(plan, self._sequences)
+        outcome = self._start(rows)
+        forward = self._forward(rows)
+        sampling = self._sampling_rows(rows)
+        logits = self._last_logits(sampling, rows, forward)
+        outcome.forward_us = monotonic_us() - started_us
+        if forward is not None:
+            self._add_prompt_logprobs(outcome, rows, forward)
+        self._advance(rows)
+        if logits is not None:
+            self._sample(outcome, logits, sampling, rows)
+        return outcome
 
     def _take_in(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):

@@ -67,6 +67,10 @@ class SequenceTable:
         """Number of sequences known."""
         return len(self._slot_of)
 
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether a sequence is known."""
+        return seq_id in self._slot_of
+
     def slots(self, seq_ids: Int32Array, field: str) -> Int64Array:
         """The slots of known sequences. Raises InvalidPlan, naming the plan's field."""
         slot_of = self._slot_of

@@ -25,6 +25,7 @@ STATUS_CODES: dict[type[errors.WorkerError], grpc.StatusCode] = {
     errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SentAway: grpc.StatusCode.UNAVAILABLE,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
+    errors.GroupBroken: grpc.StatusCode.ABORTED,
     errors.StepFailed: grpc.StatusCode.INTERNAL,
 }
 

@@ -5,7 +5,7 @@ only the network and the processes are missing. So a test can run many models in
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,10 +78,19 @@ class InProcessWorker:
 
     def execute(self, plan: bytes) -> StepResult:
         """The result of a serialized plan, carried over the wire's bytes."""
-        message = plan_pb2.StepPlan.FromString(plan)
-        result = self._runner.execute(worker_wire.decode_plan(message, received_us=0))
-        answer = worker_wire.encode_result(result).SerializeToString()
-        return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
+        return execute(self._runner, plan)
+
+    def send(self, plan: bytes) -> Callable[[], StepResult]:
+        """Hand a plan over; to be called, in order, for its result."""
+        return lambda: self.execute(plan)
+
+
+def execute(runner: ModelRunner, plan: bytes) -> StepResult:
+    """The result of a serialized plan, carried over the wire's bytes."""
+    message = plan_pb2.StepPlan.FromString(plan)
+    result = runner.execute(worker_wire.decode_plan(message, received_us=0))
+    answer = worker_wire.encode_result(result).SerializeToString()
+    return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
 
 
 class InProcessEngine:
@@ -111,15 +120,19 @@ class InProcessEngine:
         self, *, num_gpu_blocks: int, num_cpu_blocks: int = 0, config: SchedulerConfig
     ) -> None:
         """Begin again with the same weights, another cache and another scheduler."""
-        self.worker = InProcessWorker(
+        self.worker = self.make_worker(num_gpu_blocks, num_cpu_blocks)
+        self.core = SchedulerCore(config)
+        self.core.add_group(self.worker.capacity(GROUP), now=0.0)
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        """What executes the plans, over empty caches."""
+        return InProcessWorker(
             self.loaded.model,
             num_gpu_blocks=num_gpu_blocks,
             block_size=self.block_size,
             num_cpu_blocks=num_cpu_blocks,
             device=self.device,
         )
-        self.core = SchedulerCore(config)
-        self.core.add_group(self.worker.capacity(GROUP), now=0.0)
 
     def generate(
         self,
@@ -162,13 +175,14 @@ class InProcessEngine:
 
     def _run(self, outputs: dict[int, Output]) -> None:
         """Plan as far ahead as the pipeline allows, execute in order, until nothing is left."""
-        plans: deque[bytes] = deque()
+        results: deque[Callable[[], StepResult]] = deque()
         while True:
             while (plan := self.core.schedule(GROUP, now=0.0)) is not None:
-                plans.append(scheduler_wire.encode_plan(plan, epoch=1).SerializeToString())
-            if not plans:
+                message = scheduler_wire.encode_plan(plan, epoch=1)
+                results.append(self.worker.send(message.SerializeToString()))
+            if not results:
                 return
-            self.core.update(GROUP, self.worker.execute(plans.popleft()), now=0.0)
+            self.core.update(GROUP, results.popleft()(), now=0.0)
             self._deliver(outputs)
 
     def _deliver(self, outputs: dict[int, Output]) -> None:

@@ -1,12 +1,14 @@
 """Which model to load and how, and what comes of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from worker_service.errors import InvalidOption
 from worker_service.models.interface import Model
+from worker_service.parallel.layout import Layout
+from worker_service.parallel.ranks import Ranks
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
@@ -43,6 +45,12 @@ class ModelConfig:
 
     trust_remote_code: bool = False
     """Whether Python code in the checkpoint may be run."""
+
+    local_rank: int = 0
+    """Place among the ranks on this machine: which GPU `auto` and `cuda` take."""
+
+    layout: Layout = field(default_factory=Layout)
+    """Which share of the model to load."""
 
     show_progress: bool | None = None
     """Whether to draw a progress bar on stderr; None draws it on a terminal only."""
@@ -83,3 +91,6 @@ class LoadedModel:
     batch_invariant: bool
     """Whether a row's logits are bitwise the same whatever else is in the batch and however its
     tokens were computed."""
+
+    ranks: Ranks = field(default_factory=lambda: Ranks(Layout()))
+    """The others that have a share of the model; mostly there are none."""

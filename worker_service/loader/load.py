@@ -18,8 +18,11 @@ from worker_service.loader.resolve import read_config, resolve_model, special_to
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
 from worker_service.models.interface import Model
+from worker_service.models.native import NativeModel
 from worker_service.models.placement import Placement
-from worker_service.models.registry import build_native_model
+from worker_service.models.registry import NATIVE_MODELS, build_native_model
+from worker_service.parallel.layout import Layout
+from worker_service.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +33,17 @@ def load_model(config: ModelConfig) -> LoadedModel:
     Raises a `WorkerError` that tells what is wrong with the option, the place or the checkpoint.
     """
     started = time.monotonic()
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, config.local_rank)
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
     dtype = resolve_dtype(config.dtype, hf_config, device)
     backend = _backend(device, config.attention_backend)
 
-    place = Placement(dtype=dtype, device=device)
+    place = Placement(dtype=dtype, device=device, ranks=Ranks(config.layout))
     model = _build(config, hf_config, model_dir, place, backend)
     if device.type == "cpu":
-        set_threads(config.threads, model.num_parameters)
+        set_threads(config.threads, model.num_parameters // config.layout.world_size)
     backend.warm_up(dtype)
     same_bits = try_model(model, device)
     resolved = replace(
@@ -59,6 +62,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         fingerprint=fingerprint(model_dir, config.load_format),
+        ranks=place.ranks,
         batch_invariant=same_bits and device.type == "cpu",  # elsewhere it was chance
     )
     _log(loaded, time.monotonic() - started)
@@ -94,13 +98,47 @@ def _build(
 ) -> Model:
     model = build_native_model(hf_config, config.max_model_len, place, backend)
     if model is None:
+        _refuse_ranks(config.layout, hf_config)
         return _build_through_transformers(config, hf_config, model_dir, place, backend)
+    whole = model
+    if config.layout.world_size > 1:
+        whole = _outline(config, hf_config, place, backend)
     if config.load_format == "dummy":
         fill_dummy_weights(model.weight_slots())
     else:
-        load_weights(model, open_checkpoint(model_dir), show_progress=config.show_progress)
+        load_weights(
+            model,
+            open_checkpoint(model_dir),
+            others={slot.name for slot in whole.weight_slots()},
+            show_progress=config.show_progress,
+        )
+    num_parameters = sum(slot.target.numel() for slot in whole.weight_slots())
     model.finish_loading()
+    model.num_parameters = num_parameters
     return model
+
+
+def _outline(
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    place: Placement,
+    backend: AttentionBackend,
+) -> NativeModel:
+    """The whole model without memory for its weights: what all ranks have together."""
+    outline = Placement(dtype=place.dtype, device=torch.device("meta"))
+    model = build_native_model(hf_config, config.max_model_len, outline, backend)
+    assert model is not None, "a rank's share of it was built"
+    return model
+
+
+def _refuse_ranks(layout: Layout, hf_config: Mapping[str, Any]) -> None:
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(layout, option) > 1:
+            raise InvalidOption(
+                f"{option}: {hf_config['architectures'][0]} runs on one rank only, got"
+                f" {getattr(layout, option)}; there are models for several ranks of"
+                f" {', '.join(NATIVE_MODELS)}"
+            )
 
 
 def _build_through_transformers(

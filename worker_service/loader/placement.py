@@ -23,10 +23,13 @@ _DTYPES = {
 }
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is a GPU if there is one."""
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; `auto` is a GPU if there is one.
+
+    Of several GPUs, names without a number take the one with the number `local_rank`.
+    """
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -34,7 +37,9 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InvalidOption(f"device: expected auto, cpu or cuda:N, got {name!r}")
     if device.type == "cuda":
-        return _check_gpu(device)
+        return _check_gpu(
+            torch.device("cuda", local_rank if device.index is None else device.index)
+        )
     return torch.device("cpu")
 
 

@@ -1,7 +1,8 @@
 """Reading weights from safetensors, and from nothing else: a pickle may run any code."""
 
 import sys
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,31 +79,51 @@ def _open(file: Path) -> Iterator[safe_open]:
         raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
 
 
-def load_weights(model: NativeModel, checkpoint: Checkpoint, *, show_progress: bool | None) -> None:
-    """Fill the model's slots from the checkpoint. Missing, unexpected and misshapen tensors are
-    all named in one error before anything is read."""
-    slots = {slot.name: slot for slot in model.weight_slots()}
+def load_weights(
+    model: NativeModel,
+    checkpoint: Checkpoint,
+    *,
+    others: Container[str] = (),
+    show_progress: bool | None,
+) -> int:
+    """Fill the model's slots from the checkpoint; returns the bytes read.
+
+    Of a tensor that several ranks share, only this rank's part is read. Missing, unexpected and
+    misshapen tensors are all named in one error before anything is read. others: canonical names
+    of tensors that are other ranks'.
+    """
+    slots: dict[str, list[WeightSlot]] = {}
+    for slot in model.weight_slots():
+        slots.setdefault(slot.name, []).append(slot)
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
-    _check_names(model, slots, sources)
+    _check_names(model, slots, sources, others)
     by_file: dict[Path, list[tuple[str, WeightSlot]]] = {file: [] for file in checkpoint.files}
-    for name, slot in slots.items():
-        by_file[checkpoint.file_of[sources[name]]].append((sources[name], slot))
+    for name, same_named in slots.items():
+        wanted = by_file[checkpoint.file_of[sources[name]]]
+        wanted.extend((sources[name], slot) for slot in same_named)
     _check_shapes(by_file)
 
-    num_bytes = sum(slot.target.nbytes for slot in slots.values())
+    num_bytes = sum(slot.target.nbytes for same_named in slots.values() for slot in same_named)
+    num_read = 0
     with _progress_bar(num_bytes, show_progress) as advance:
         for file, wanted in by_file.items():
             with _open(file) as tensors:
                 for name, slot in wanted:
-                    slot.target.copy_(tensors.get_tensor(name))
+                    part = tensors.get_slice(name)[slot.source_index or ...]
+                    slot.target.copy_(part)
+                    num_read += part.nbytes
                     advance(slot.target.nbytes)
+    return num_read
 
 
 def _check_names(
-    model: NativeModel, slots: Mapping[str, WeightSlot], sources: Mapping[str, str]
+    model: NativeModel,
+    slots: Mapping[str, list[WeightSlot]],
+    sources: Mapping[str, str],
+    others: Container[str],
 ) -> None:
     missing = [name for name in slots if name not in sources]
-    unknown = [name for name in sources if name not in slots]
+    unknown = [name for name in sources if name not in slots and name not in others]
     unexpected = [name for name in unknown if not model.optional_names.fullmatch(name)]
     faults = []
     if missing:
@@ -118,7 +139,7 @@ def _check_shapes(by_file: Mapping[Path, list[tuple[str, WeightSlot]]]) -> None:
     for file, wanted in by_file.items():
         with _open(file) as tensors:
             for name, slot in wanted:
-                found, expected = tensors.get_slice(name).get_shape(), list(slot.target.shape)
+                found, expected = tensors.get_slice(name).get_shape(), slot.source_shape
                 if found != expected:
                     wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
@@ -128,15 +149,17 @@ def _check_shapes(by_file: Mapping[Path, list[tuple[str, WeightSlot]]]) -> None:
 def fill_dummy_weights(slots: Iterator[WeightSlot], seed: int = 0) -> None:
     """Small random numbers, the same for the same seed: weights for benchmarks.
 
-    Vectors, such as norms and biases, are 1 where a norm needs them to be and 0 elsewhere.
+    A tensor's numbers depend on its name, so that ranks fill in parts of the same. Vectors, such as
+    norms and biases, are 1 where a norm needs them to be and 0 elsewhere.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator()
     for slot in slots:
         if slot.target.dim() == 1:
             slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
         else:
-            values = torch.empty(slot.target.shape).uniform_(-0.05, 0.05, generator=generator)
-            slot.target.copy_(values)
+            generator.manual_seed(seed + zlib.crc32(slot.name.encode()))
+            values = torch.empty(slot.source_shape).uniform_(-0.05, 0.05, generator=generator)
+            slot.target.copy_(values[slot.source_index])
 
 
 class _Advance:

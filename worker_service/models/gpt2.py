@@ -13,9 +13,11 @@ from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
-from worker_service.models.linear import Linear, TiedLinear
-from worker_service.models.native import NativeModel, WeightSlot, linear_slots, norm_slots
+from worker_service.models.linear import Linear
+from worker_service.models.native import NativeModel, WeightSlot, norm_slots, vocab_slots
 from worker_service.models.placement import Placement
+from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
+from worker_service.parallel.layout import Share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +55,22 @@ class GPT2Layer(nn.Module):
     def __init__(
         self, settings: GPT2Settings, layer: int, place: Placement, backend: AttentionBackend
     ) -> None:
+        """layer: of the whole model's."""
         super().__init__()
-        s, size = settings, settings.hidden_size
-        self._heads_shape = (3, s.num_heads, s.head_dim)
+        s, size, layout = settings, settings.hidden_size, place.ranks.layout
+        heads = layout.even_share(s.num_heads, "attention heads")
+        self._heads_shape = (3, heads.size, s.head_dim)
+        self._attended = heads.times(s.head_dim)
+        self._inner = layout.even_share(s.inner_size, "columns of the MLP")
         self.attention_norm = LayerNorm(size, s.norm_eps, place.dtype, place.device)
-        self.qkv = Linear(size, 3 * size, bias=True, **place.as_kwargs())
-        self.output = Linear(size, size, bias=True, **place.as_kwargs())
+        self.qkv = Linear(size, 3 * self._attended.size, bias=True, **place.as_kwargs())
+        self.output = RowParallelLinear(self._attended, size, bias=True, place=place)
         self.mlp_norm = LayerNorm(size, s.norm_eps, place.dtype, place.device)
-        self.up = Linear(size, s.inner_size, bias=True, **place.as_kwargs())
-        self.down = Linear(s.inner_size, size, bias=True, **place.as_kwargs())
+        self.up = Linear(size, self._inner.size, bias=True, **place.as_kwargs())
+        self.down = RowParallelLinear(self._inner, size, bias=True, place=place)
         self._activation = ACTIVATIONS[s.activation]
-        self._attend = PagedAttention(backend, layer, scale=s.scale(layer))
+        own_layer = layer - layout.layer_range(s.num_layers).start
+        self._attend = PagedAttention(backend, own_layer, scale=s.scale(layer))
 
     def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         heads = self.qkv(self.attention_norm(x)).unflatten(1, self._heads_shape)
@@ -72,12 +79,14 @@ class GPT2Layer(nn.Module):
         return x + self.down(self._activation(self.up(self.mlp_norm(x))))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
+        size = self._attended.total
+        qkv = [self._attended.within(offset, 3 * size) for offset in (0, size, 2 * size)]
         yield from norm_slots(f"{name}.ln_1", self.attention_norm)
-        yield from _transposed_slots(f"{name}.attn.c_attn", self.qkv)
-        yield from _transposed_slots(f"{name}.attn.c_proj", self.output)
+        yield from _column_slots(f"{name}.attn.c_attn", self.qkv, qkv)
+        yield from _row_slots(f"{name}.attn.c_proj", self.output, self._attended)
         yield from norm_slots(f"{name}.ln_2", self.mlp_norm)
-        yield from _transposed_slots(f"{name}.mlp.c_fc", self.up)
-        yield from _transposed_slots(f"{name}.mlp.c_proj", self.down)
+        yield from _column_slots(f"{name}.mlp.c_fc", self.up, [self._inner])
+        yield from _row_slots(f"{name}.mlp.c_proj", self.down, self._inner)
 
 
 class GPT2Model(NativeModel):
@@ -95,44 +104,49 @@ class GPT2Model(NativeModel):
         place: Placement,
         backend: AttentionBackend,
     ) -> None:
-        super().__init__()
+        super().__init__(settings.hidden_size, place)
         s = self._settings = settings
+        layout = place.ranks.layout
         self.architecture = "GPT2LMHeadModel"
         self.vocab_size = s.vocab_size
         self.max_model_len = max_model_len
+        self._layer_range = layout.layer_range(s.num_layers)
         self.kv_cache_spec = KVCacheSpec(
-            num_layers=s.num_layers,
-            num_kv_heads=s.num_heads,
+            num_layers=len(self._layer_range),
+            num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
             dtype=place.dtype,
         )
-        self.embedding = torch.empty(s.vocab_size, s.hidden_size, **place.as_kwargs())
-        self.position_embedding = torch.empty(s.max_positions, s.hidden_size, **place.as_kwargs())
+        self.embedding = self.position_embedding = self.head = self.norm = None
+        if layout.is_first_stage:
+            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place)
+            self.position_embedding = torch.empty(
+                s.max_positions, s.hidden_size, **place.as_kwargs()
+            )
         self.layers = nn.ModuleList(
-            GPT2Layer(s, layer, place, backend) for layer in range(s.num_layers)
+            GPT2Layer(s, layer, place, backend) for layer in self._layer_range
         )
-        self.norm = LayerNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
-        self.lm_head = (
-            TiedLinear(self.embedding)
-            if s.tie_word_embeddings
-            else Linear(s.hidden_size, s.vocab_size, bias=False, **place.as_kwargs())
-        )
+        if layout.is_last_stage:
+            self.norm = LayerNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+            tied_to = self.embedding if s.tie_word_embeddings else None
+            self.head = VocabHead(s.vocab_size, s.hidden_size, place, tied_to)
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.position_embedding is not None
+        x = self.embedding(token_ids)
+        return x + nn.functional.embedding(positions, self.position_embedding)
 
     def run_layers(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        x = nn.functional.embedding(token_ids, self.embedding)
-        x = x + nn.functional.embedding(positions, self.position_embedding)
         for layer in self.layers:
             x = layer(x, kv_cache, metadata)
-        return self.norm(x)
+        return x
 
-    def head(self) -> nn.Module:
-        return self.lm_head
+    def finish(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.norm(x)
 
     def canonical_name(self, name: str) -> str:
         """The first checkpoints hold the inner model alone."""
@@ -140,14 +154,15 @@ class GPT2Model(NativeModel):
         return name if outer else f"transformer.{name}"
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("transformer.wte.weight", self.embedding)
-        yield WeightSlot("transformer.wpe.weight", self.position_embedding)
-        for i, layer in enumerate(self.layers):
+        tied = self._settings.tie_word_embeddings
+        yield from vocab_slots(self, "transformer.wte.weight", "lm_head.weight", tied=tied)
+        if self.position_embedding is not None:
+            yield WeightSlot("transformer.wpe.weight", self.position_embedding)
+        for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, GPT2Layer)
             yield from layer.slots(f"transformer.h.{i}")
-        yield from norm_slots("transformer.ln_f", self.norm)
-        if not self._settings.tie_word_embeddings:
-            yield from linear_slots("lm_head", self.lm_head)
+        if self.norm is not None:
+            yield from norm_slots("transformer.ln_f", self.norm)
 
 
 def gpt2_settings(config: Mapping[str, Any]) -> GPT2Settings:
@@ -169,9 +184,21 @@ def gpt2_settings(config: Mapping[str, Any]) -> GPT2Settings:
     )
 
 
-def _transposed_slots(name: str, linear: Linear) -> Iterator[WeightSlot]:
-    """Slots of a layer stored as [in_features, out_features]."""
+def _column_slots(name: str, linear: Linear, shares: list[Share]) -> Iterator[WeightSlot]:
+    """Slots of a layer stored as [in_features, out_features]; `shares` are of its outputs."""
     assert linear.weight is not None
     assert linear.bias is not None
-    yield WeightSlot(f"{name}.weight", linear.weight.t())
+    sizes = [share.size for share in shares]
+    for weight, bias, share in zip(
+        linear.weight.split(sizes), linear.bias.split(sizes), shares, strict=True
+    ):
+        yield WeightSlot(f"{name}.weight", weight.t(), axis=1, share=share)
+        yield WeightSlot(f"{name}.bias", bias, share=share)
+
+
+def _row_slots(name: str, linear: Linear, share: Share) -> Iterator[WeightSlot]:
+    """Slots of a layer stored as [in_features, out_features]; `share` is of its inputs."""
+    assert linear.weight is not None
+    assert linear.bias is not None
+    yield WeightSlot(f"{name}.weight", linear.weight.t(), share=share)
     yield WeightSlot(f"{name}.bias", linear.bias)

@@ -85,10 +85,14 @@ class Linear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
+        return self.multiply(rows, self.bias)
+
+    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """As `forward`, with another bias."""
         if self._packed is not None:
-            return self._packed.apply(rows, self.bias)
+            return self._packed.apply(rows, bias)
         assert self.weight is not None
-        return nn.functional.linear(rows, self.weight, self.bias)
+        return nn.functional.linear(rows, self.weight, bias)
 
 
 class TiedLinear(Linear):

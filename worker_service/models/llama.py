@@ -5,23 +5,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
-from worker_service.models.linear import Linear, TiedLinear
+from worker_service.models.linear import Linear
 from worker_service.models.native import (
     NativeModel,
     WeightSlot,
-    linear_slots,
+    column_slots,
     norm_slots,
-    stacked_slots,
+    row_slots,
+    vocab_slots,
 )
 from worker_service.models.placement import Placement
 from worker_service.models.rotary import RotarySettings, RotaryTable, rotate_
+from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,24 +58,29 @@ class LlamaAttention(nn.Module):
     def __init__(
         self, settings: LlamaSettings, layer: int, place: Placement, backend: AttentionBackend
     ) -> None:
+        """layer: of the whole model's."""
         super().__init__()
-        s = settings
-        self._num_heads, self._num_kv_heads = s.num_heads, s.num_kv_heads
+        s, layout = settings, place.ranks.layout
+        heads = layout.even_share(s.num_heads, "attention heads")
+        kv_heads = layout.kv_head_share(s.num_kv_heads)
+        self._num_heads, self._num_kv_heads = heads.size, kv_heads.size
         self._head_dim = s.head_dim
-        num_stacked = s.num_heads + 2 * s.num_kv_heads
+        self._inner, self._kv_inner = heads.times(s.head_dim), kv_heads.times(s.head_dim)
+        num_stacked = heads.size + 2 * kv_heads.size
         self.qkv = Linear(
             s.hidden_size, num_stacked * s.head_dim, bias=s.qkv_bias, **place.as_kwargs()
         )
-        self.output = Linear(
-            s.num_heads * s.head_dim, s.hidden_size, bias=s.output_bias, **place.as_kwargs()
-        )
+        self.output = RowParallelLinear(self._inner, s.hidden_size, bias=s.output_bias, place=place)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if s.qk_norm:
             self.query_norm = RMSNorm(s.head_dim, s.norm_eps, place.dtype, place.device)
             self.key_norm = RMSNorm(s.head_dim, s.norm_eps, place.dtype, place.device)
         self._attend = PagedAttention(
-            backend, layer, scale=s.head_dim**-0.5, sliding_window=s.sliding_windows[layer]
+            backend,
+            layer - layout.layer_range(s.num_layers).start,
+            scale=s.head_dim**-0.5,
+            sliding_window=s.sliding_windows[layer],
         )
 
     def forward(
@@ -96,10 +102,9 @@ class LlamaAttention(nn.Module):
         return self.output(self._attend(query, key, value, kv_cache, metadata))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
-        query, key_value = (n * self._head_dim for n in (self._num_heads, self._num_kv_heads))
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        yield from stacked_slots(names, self.qkv, [query, key_value, key_value])
-        yield from linear_slots(f"{name}.o_proj", self.output)
+        yield from column_slots(names, self.qkv, [self._inner, self._kv_inner, self._kv_inner])
+        yield from row_slots(f"{name}.o_proj", self.output, self._inner)
         if self.query_norm is not None and self.key_norm is not None:
             yield from norm_slots(f"{name}.q_norm", self.query_norm)
             yield from norm_slots(f"{name}.k_norm", self.key_norm)
@@ -111,12 +116,11 @@ class GatedMLP(nn.Module):
     def __init__(self, settings: LlamaSettings, place: Placement) -> None:
         super().__init__()
         s = settings
-        self.gate_up = Linear(
-            s.hidden_size, 2 * s.intermediate_size, bias=s.mlp_bias, **place.as_kwargs()
-        )
-        self.down = Linear(s.intermediate_size, s.hidden_size, bias=s.mlp_bias, **place.as_kwargs())
+        inner = place.ranks.layout.even_share(s.intermediate_size, "columns of the MLP")
+        self.gate_up = Linear(s.hidden_size, 2 * inner.size, bias=s.mlp_bias, **place.as_kwargs())
+        self.down = RowParallelLinear(inner, s.hidden_size, bias=s.mlp_bias, place=place)
         self._activation = ACTIVATIONS[s.activation]
-        self._size = s.intermediate_size
+        self._inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -124,8 +128,8 @@ class GatedMLP(nn.Module):
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        yield from stacked_slots(names, self.gate_up, [self._size, self._size])
-        yield from linear_slots(f"{name}.down_proj", self.down)
+        yield from column_slots(names, self.gate_up, [self._inner, self._inner])
+        yield from row_slots(f"{name}.down_proj", self.down, self._inner)
 
 
 class LlamaLayer(nn.Module):
@@ -173,56 +177,58 @@ class LlamaModel(NativeModel):
         place: Placement,
         backend: AttentionBackend,
     ) -> None:
-        super().__init__()
+        super().__init__(settings.hidden_size, place)
         s = self._settings = settings
+        layout = place.ranks.layout
         self.architecture = s.architecture
         self.vocab_size = s.vocab_size
         self.max_model_len = max_model_len
+        self._layer_range = layout.layer_range(s.num_layers)
+        self.embedding = self.head = self.norm = None
+        if layout.is_first_stage:
+            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place)
+        self.rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
+        self.layers = nn.ModuleList(
+            LlamaLayer(s, layer, place, backend) for layer in self._layer_range
+        )
         self.kv_cache_spec = KVCacheSpec(
-            num_layers=s.num_layers,
-            num_kv_heads=s.num_kv_heads,
+            num_layers=len(self._layer_range),
+            num_kv_heads=layout.kv_head_share(s.num_kv_heads).size,
             head_dim=s.head_dim,
             dtype=place.dtype,
         )
-        self.embedding = torch.empty(s.vocab_size, s.hidden_size, **place.as_kwargs())
-        self.rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
-        self.layers = nn.ModuleList(
-            LlamaLayer(s, layer, place, backend) for layer in range(s.num_layers)
-        )
-        self.norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
-        self.lm_head = (
-            TiedLinear(self.embedding)
-            if s.tie_word_embeddings
-            else Linear(s.hidden_size, s.vocab_size, bias=False, **place.as_kwargs())
-        )
+        if layout.is_last_stage:
+            self.norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+            tied_to = self.embedding if s.tie_word_embeddings else None
+            self.head = VocabHead(s.vocab_size, s.hidden_size, place, tied_to)
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        assert self.embedding is not None
+        return self.embedding(token_ids)
 
     def run_layers(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        x = nn.functional.embedding(token_ids, self.embedding)
         cos, sin = self.rotary.rows(positions)
         for layer in self.layers:
             x = layer(x, cos, sin, kv_cache, metadata)
-        return self.norm(x)
+        return x
 
-    def head(self) -> nn.Module:
-        return self.lm_head
+    def finish(self, x: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.norm(x)
 
     def canonical_name(self, name: str) -> str:
         return name
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("model.embed_tokens.weight", self.embedding)
-        for i, layer in enumerate(self.layers):
+        tied = self._settings.tie_word_embeddings
+        yield from vocab_slots(self, "model.embed_tokens.weight", "lm_head.weight", tied=tied)
+        for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, LlamaLayer)
             yield from layer.slots(f"model.layers.{i}")
-        yield from norm_slots("model.norm", self.norm)
-        if not self._settings.tie_word_embeddings:
-            yield from linear_slots("lm_head", self.lm_head)
+        if self.norm is not None:
+            yield from norm_slots("model.norm", self.norm)
 
 
 def llama_settings(config: Mapping[str, Any]) -> LlamaSettings:

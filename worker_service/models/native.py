@@ -12,21 +12,48 @@ from torch import Tensor, nn
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.linear import Linear
+from worker_service.models.placement import Placement
+from worker_service.parallel.layers import VocabEmbedding, VocabHead
+from worker_service.parallel.layout import Share
+from worker_service.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where a checkpoint's tensor goes: often a view of a larger, stacked one."""
+    """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
 
     name: str
-    """As in the checkpoint, in the model's canonical form."""
+    """As in the checkpoint, in the model's canonical form. Several slots may share a tensor."""
 
     target: Tensor
-    """Of the tensor's shape."""
+    """Of the part's shape."""
+
+    axis: int = 0
+    share: Share | None = None
+    """Which part of the checkpoint's tensor along `axis` it is; None: all of it."""
+
+    @property
+    def source_shape(self) -> list[int]:
+        """Of the checkpoint's tensor."""
+        shape = list(self.target.shape)
+        if self.share is not None:
+            shape[self.axis] = self.share.total
+        return shape
+
+    @property
+    def source_index(self) -> tuple[slice, ...]:
+        """Where the part is in the checkpoint's tensor."""
+        if self.share is None:
+            return ()
+        part = slice(self.share.start, self.share.start + self.share.size)
+        return (slice(None),) * self.axis + (part,)
 
 
 class NativeModel(nn.Module, ABC):
-    """A model in our own code. A subclass fills in the attributes and the three methods."""
+    """A model in our own code. A subclass fills in the attributes and the abstract methods.
+
+    A rank of a group builds its stage's layers only, and of each its own share.
+    """
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"lm_head\.weight")
     """Canonical names that a checkpoint may hold though there is no slot for them, such as that of
@@ -37,7 +64,20 @@ class NativeModel(nn.Module, ABC):
     vocab_size: int
     max_model_len: int
     num_parameters: int
-    """Numbers in the checkpoint, a tied one counted once; known once loading is finished."""
+    """Numbers in the checkpoint, a tied one counted once; of all ranks together. Known once loading
+    is finished."""
+
+    ranks: Ranks
+    embedding: VocabEmbedding | None
+    """None on later stages."""
+
+    head: VocabHead | None
+    """None on earlier stages."""
+
+    def __init__(self, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        self.ranks = place.ranks
+        self._hidden_like = torch.empty(hidden_size, **place.as_kwargs())
 
     @abstractmethod
     def weight_slots(self) -> Iterator[WeightSlot]:
@@ -48,18 +88,18 @@ class NativeModel(nn.Module, ABC):
         """The name a slot has for what a checkpoint calls `name`."""
 
     @abstractmethod
-    def run_layers(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """As `forward`, without regard to autograd."""
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer takes, [num_tokens, hidden_size]."""
 
     @abstractmethod
-    def head(self) -> nn.Module:
-        """From hidden states to logits."""
+    def run_layers(
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Through this rank's layers; takes and returns [num_tokens, hidden_size]."""
+
+    @abstractmethod
+    def finish(self, x: Tensor) -> Tensor:
+        """From what the last layer gives to what the head takes."""
 
     @torch.inference_mode()
     def forward(
@@ -69,18 +109,33 @@ class NativeModel(nn.Module, ABC):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Last hidden states of all rows, [num_tokens, hidden_size]; see `interface.Model`."""
-        return self.run_layers(token_ids, positions, kv_cache, metadata)
+        """Last hidden states of all rows, [num_tokens, hidden_size]; see `interface.Model`.
+
+        Of several stages each computes its layers, takes what the one before has, and hands on.
+        """
+        layout = self.ranks.layout
+        if layout.is_first_stage:
+            x = self.embed(token_ids, positions)
+        else:
+            x = self.ranks.receive(token_ids, positions, like=self._hidden_like)
+        x = self.run_layers(x, positions, kv_cache, metadata)
+        if layout.is_last_stage:
+            return self.finish(x)
+        self.ranks.send_on(x)
+        return x
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits of chosen rows: float32 [num_rows, vocab_size]."""
-        logits: Tensor = self.head()(hidden_states)
-        return logits.float()
+        """Logits of chosen rows: float32 [num_rows, vocab_size].
+
+        A stage without the head returns the hidden states, for trial runs to compare.
+        """
+        if self.head is None:
+            return hidden_states.float()
+        return self.head(hidden_states)
 
     def finish_loading(self) -> None:
         """Lay the weights out for the device. To be called once, with all slots filled."""
-        self.num_parameters = sum(slot.target.numel() for slot in self.weight_slots())
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -88,21 +143,43 @@ class NativeModel(nn.Module, ABC):
 
 def linear_slots(name: str, linear: Linear) -> Iterator[WeightSlot]:
     """Slots of a linear layer that the checkpoint holds as one."""
-    yield from stacked_slots([name], linear, None)
-
-
-def stacked_slots(
-    names: list[str], linear: Linear, sizes: list[int] | None
-) -> Iterator[WeightSlot]:
-    """Slots of several linear layers that we compute as one; `sizes` are their out_features."""
     assert linear.weight is not None
-    parts = linear.weight.split(sizes) if sizes else [linear.weight]
-    for name, part in zip(names, parts, strict=True):
-        yield WeightSlot(f"{name}.weight", part)
+    yield WeightSlot(f"{name}.weight", linear.weight)
     if linear.bias is not None:
-        parts = linear.bias.split(sizes) if sizes else [linear.bias]
-        for name, part in zip(names, parts, strict=True):
-            yield WeightSlot(f"{name}.bias", part)
+        yield WeightSlot(f"{name}.bias", linear.bias)
+
+
+def column_slots(names: list[str], linear: Linear, shares: list[Share]) -> Iterator[WeightSlot]:
+    """Slots of several linear layers that we compute as one; `shares` are of their outputs."""
+    assert linear.weight is not None
+    sizes = [share.size for share in shares]
+    for name, part, share in zip(names, linear.weight.split(sizes), shares, strict=True):
+        yield WeightSlot(f"{name}.weight", part, share=share)
+    if linear.bias is not None:
+        for name, part, share in zip(names, linear.bias.split(sizes), shares, strict=True):
+            yield WeightSlot(f"{name}.bias", part, share=share)
+
+
+def row_slots(name: str, linear: Linear, share: Share) -> Iterator[WeightSlot]:
+    """Slots of a linear layer of which each rank has a share of the inputs."""
+    assert linear.weight is not None
+    yield WeightSlot(f"{name}.weight", linear.weight, axis=1, share=share)
+    if linear.bias is not None:
+        yield WeightSlot(f"{name}.bias", linear.bias)
+
+
+def vocab_slots(
+    model: NativeModel, embedding_name: str, head_name: str, *, tied: bool
+) -> Iterator[WeightSlot]:
+    """Slots of embedding and head; a tied head of a later stage takes the embedding's numbers."""
+    if model.embedding is not None:
+        share = model.embedding.share
+        yield WeightSlot(embedding_name, model.embedding.weight[: share.size], share=share)
+    if model.head is not None and not (tied and model.embedding is not None):
+        share, weight = model.head.share, model.head.linear.weight
+        assert weight is not None
+        name = embedding_name if tied else head_name
+        yield WeightSlot(name, weight[: share.size], share=share)
 
 
 def norm_slots(name: str, norm: nn.Module) -> Iterator[WeightSlot]:

@@ -11,15 +11,18 @@ from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
-from worker_service.models.linear import Linear, TiedLinear
+from worker_service.models.linear import Linear
 from worker_service.models.native import (
     NativeModel,
     WeightSlot,
+    column_slots,
     linear_slots,
     norm_slots,
-    stacked_slots,
+    row_slots,
+    vocab_slots,
 )
 from worker_service.models.placement import Placement
+from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
 
 POSITION_OFFSET = 2
 """The first rows of the position table are unused."""
@@ -61,17 +64,23 @@ class OPTLayer(nn.Module):
     def __init__(
         self, settings: OPTSettings, layer: int, place: Placement, backend: AttentionBackend
     ) -> None:
+        """layer: of the whole model's."""
         super().__init__()
-        s, size = settings, settings.hidden_size
+        s, size, layout = settings, settings.hidden_size, place.ranks.layout
         self._settings = s
-        self.qkv = Linear(size, 3 * size, bias=s.bias, **place.as_kwargs())
-        self.output = Linear(size, size, bias=s.bias, **place.as_kwargs())
+        heads = layout.even_share(s.num_heads, "attention heads")
+        self._heads_shape = (3, heads.size, s.head_dim)
+        self._attended = heads.times(s.head_dim)
+        self._inner = layout.even_share(s.ffn_size, "columns of the MLP")
+        self.qkv = Linear(size, 3 * self._attended.size, bias=s.bias, **place.as_kwargs())
+        self.output = RowParallelLinear(self._attended, size, bias=s.bias, place=place)
         self.attention_norm = _norm(s, place)
-        self.up = Linear(size, s.ffn_size, bias=s.bias, **place.as_kwargs())
-        self.down = Linear(s.ffn_size, size, bias=s.bias, **place.as_kwargs())
+        self.up = Linear(size, self._inner.size, bias=s.bias, **place.as_kwargs())
+        self.down = RowParallelLinear(self._inner, size, bias=s.bias, place=place)
         self.mlp_norm = _norm(s, place)
         self._activation = ACTIVATIONS[s.activation]
-        self._attend = PagedAttention(backend, layer, scale=s.head_dim**-0.5)
+        own_layer = layer - layout.layer_range(s.num_layers).start
+        self._attend = PagedAttention(backend, own_layer, scale=s.head_dim**-0.5)
 
     def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         norm_first = self._settings.norm_first
@@ -81,8 +90,7 @@ class OPTLayer(nn.Module):
         return x + expanded if norm_first else self.mlp_norm(x + expanded)
 
     def _attention(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        heads = self.qkv(x).unflatten(1, (3, self._settings.num_heads, self._settings.head_dim))
-        query, key, value = heads.unbind(1)
+        query, key, value = self.qkv(x).unflatten(1, self._heads_shape).unbind(1)
         return self.output(self._attend(query, key, value, kv_cache, metadata))
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -90,11 +98,11 @@ class OPTLayer(nn.Module):
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-        yield from stacked_slots(names, self.qkv, [self._settings.hidden_size] * 3)
-        yield from linear_slots(f"{name}.self_attn.out_proj", self.output)
+        yield from column_slots(names, self.qkv, [self._attended] * 3)
+        yield from row_slots(f"{name}.self_attn.out_proj", self.output, self._attended)
         yield from norm_slots(f"{name}.self_attn_layer_norm", self.attention_norm)
-        yield from linear_slots(f"{name}.fc1", self.up)
-        yield from linear_slots(f"{name}.fc2", self.down)
+        yield from column_slots([f"{name}.fc1"], self.up, [self._inner])
+        yield from row_slots(f"{name}.fc2", self.down, self._inner)
         yield from norm_slots(f"{name}.final_layer_norm", self.mlp_norm)
 
 
@@ -108,78 +116,93 @@ class OPTModel(NativeModel):
         place: Placement,
         backend: AttentionBackend,
     ) -> None:
-        super().__init__()
+        super().__init__(settings.hidden_size, place)
         s = self._settings = settings
+        layout = place.ranks.layout
         self.architecture = "OPTForCausalLM"
         self.vocab_size = s.vocab_size
         self.max_model_len = max_model_len
+        self._layer_range = layout.layer_range(s.num_layers)
         self.kv_cache_spec = KVCacheSpec(
-            num_layers=s.num_layers,
-            num_kv_heads=s.num_heads,
+            num_layers=len(self._layer_range),
+            num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
             dtype=place.dtype,
         )
-        self.embedding = torch.empty(s.vocab_size, s.embedding_size, **place.as_kwargs())
+        self.embedding = self.head = None
+        self.position_embedding: Tensor | None = None
+        self.project_in: Linear | None = None
+        self.project_out: Linear | None = None
+        self.norm: LayerNorm | None = None
+        if layout.is_first_stage:
+            self._make_first(place)
+        self.layers = nn.ModuleList(
+            OPTLayer(s, layer, place, backend) for layer in self._layer_range
+        )
+        if layout.is_last_stage:
+            self._make_last(place)
+
+    def _make_first(self, place: Placement) -> None:
+        s = self._settings
+        self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, place)
         self.position_embedding = torch.empty(
             s.max_positions + POSITION_OFFSET, s.hidden_size, **place.as_kwargs()
         )
-        self.project_in: Linear | None = None
-        self.project_out: Linear | None = None
         if s.embedding_size != s.hidden_size:
             self.project_in = Linear(
                 s.embedding_size, s.hidden_size, bias=False, **place.as_kwargs()
             )
+
+    def _make_last(self, place: Placement) -> None:
+        s = self._settings
+        self.norm = _norm(s, place) if s.final_norm else None
+        if s.embedding_size != s.hidden_size:
             self.project_out = Linear(
                 s.hidden_size, s.embedding_size, bias=False, **place.as_kwargs()
             )
-        self.layers = nn.ModuleList(
-            OPTLayer(s, layer, place, backend) for layer in range(s.num_layers)
-        )
-        self.norm = _norm(s, place) if s.final_norm else None
-        self.lm_head = (
-            TiedLinear(self.embedding)
-            if s.tie_word_embeddings
-            else Linear(s.embedding_size, s.vocab_size, bias=False, **place.as_kwargs())
-        )
+        tied_to = self.embedding if s.tie_word_embeddings else None
+        self.head = VocabHead(s.vocab_size, s.embedding_size, place, tied_to)
 
-    def run_layers(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        x = nn.functional.embedding(token_ids, self.embedding)
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        assert self.embedding is not None
+        assert self.position_embedding is not None
+        x = self.embedding(token_ids)
         if self.project_in is not None:
             x = self.project_in(x)
-        x = x + nn.functional.embedding(positions + POSITION_OFFSET, self.position_embedding)
+        return x + nn.functional.embedding(positions + POSITION_OFFSET, self.position_embedding)
+
+    def run_layers(
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         for layer in self.layers:
             x = layer(x, kv_cache, metadata)
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
         if self.norm is not None:
             x = self.norm(x)
-        return self.project_out(x) if self.project_out is not None else x
-
-    def head(self) -> nn.Module:
-        return self.lm_head
+        return x if self.project_out is None else self.project_out(x)
 
     def canonical_name(self, name: str) -> str:
         """Some checkpoints hold the inner model alone."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot("model.decoder.embed_tokens.weight", self.embedding)
-        yield WeightSlot("model.decoder.embed_positions.weight", self.position_embedding)
+        tied = self._settings.tie_word_embeddings
+        yield from vocab_slots(
+            self, "model.decoder.embed_tokens.weight", "lm_head.weight", tied=tied
+        )
+        if self.position_embedding is not None:
+            yield WeightSlot("model.decoder.embed_positions.weight", self.position_embedding)
         for name in ("project_in", "project_out"):
             linear = getattr(self, name)
             if linear is not None:
                 yield from linear_slots(f"model.decoder.{name}", linear)
-        for i, layer in enumerate(self.layers):
+        for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, OPTLayer)
             yield from layer.slots(f"model.decoder.layers.{i}")
         if self.norm is not None:
             yield from norm_slots("model.decoder.final_layer_norm", self.norm)
-        if not self._settings.tie_word_embeddings:
-            yield from linear_slots("lm_head", self.lm_head)
 
 
 def opt_settings(config: Mapping[str, Any]) -> OPTSettings:

@@ -1,9 +1,12 @@
-"""Where a model's tensors live."""
+"""Where a model's tensors live, and which share of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import torch
+
+from worker_service.parallel.layout import Layout
+from worker_service.parallel.ranks import Ranks
 
 
 class _TensorOptions(TypedDict):
@@ -13,10 +16,11 @@ class _TensorOptions(TypedDict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Type and place of weights, activations and KV."""
+    """Type and place of weights, activations and KV, and the ranks that share them."""
 
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks = field(default_factory=lambda: Ranks(Layout()))
 
     def as_kwargs(self) -> _TensorOptions:
         """For torch's constructors."""

@@ -39,7 +39,7 @@ class SimulatedExecutor:
             num_gpu_blocks=self._config.num_gpu_blocks, num_cpu_blocks=self._config.num_cpu_blocks
         )
 
-    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int) -> SimulatedRunner:
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> SimulatedRunner:
         """A runner over empty caches."""
         return SimulatedRunner(
             self._config,
@@ -47,6 +47,9 @@ class SimulatedExecutor:
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
         )
+
+    def interrupt(self) -> None:
+        """There are no other ranks to wait for."""
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """None: there is no tokenizer, prompts are token ids."""

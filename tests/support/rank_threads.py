@@ -1,0 +1,179 @@
+"""The ranks of a group as threads of this process, joined by gloo over loopback as processes are.
+
+Each rank has a thread, its share of the weights, its own caches and its own state of the sequences,
+and all get the same plans. What ranks do as processes of their own is tested end to end.
+"""
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.plan import StepResult
+from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
+from worker_service.address import TcpAddress
+from worker_service.config import CacheConfig
+from worker_service.loader import ModelConfig, load_model
+from worker_service.model_executor import ModelExecutor
+from worker_service.model_runner import ModelRunner
+from worker_service.parallel.layout import Layout
+from worker_service.parallel.rendezvous import Rendezvous
+from worker_service.profiler import Profiler
+
+Result = TypeVar("Result")
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RankThread:
+    """One rank; its executor is used on its thread only, but for `interrupt`."""
+
+    def __init__(self, model: Path, layout: Layout, block_size: int, port: int) -> None:
+        self.layout = layout
+        config = ModelConfig(
+            model=str(model), device="cpu", dtype="float32", layout=layout, threads=1
+        )
+        self.executor = ModelExecutor(
+            CacheConfig(block_size=block_size),
+            Profiler(Path(".")),
+            lambda: load_model(config),
+            Rendezvous(TcpAddress("127.0.0.1", port), layout),
+        )
+        self.runner: ModelRunner | None = None
+        self.thread = ThreadPoolExecutor(1)
+
+    def run(self, work: Callable[[], Result]) -> "Future[Result]":
+        """Have `work` done on the rank's thread, after all before."""
+        return self.thread.submit(work)
+
+    def join(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
+        """On its thread: meet the others over empty caches."""
+        self.runner = self.executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+    def execute(self, plan: bytes) -> StepResult:
+        """On its thread: a plan's result, both as they travel."""
+        assert self.runner is not None
+        return execute(self.runner, plan)
+
+
+class RankThreads:
+    """All ranks of a group."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        block_size: int = 4,
+    ) -> None:
+        port = free_port()
+        self.ranks = [
+            RankThread(
+                model,
+                Layout(
+                    tensor_parallel_size=tensor_parallel_size,
+                    pipeline_parallel_size=pipeline_parallel_size,
+                    rank=rank,
+                ),
+                block_size,
+                port,
+            )
+            for rank in range(tensor_parallel_size * pipeline_parallel_size)
+        ]
+        self.facts = [rank.run(rank.executor.load).result() for rank in self.ranks]
+        self.epoch = 0
+        self.block_size = block_size
+
+    def join(self, num_gpu_blocks: int, num_cpu_blocks: int = 0) -> None:
+        """Begin a new epoch."""
+        self.epoch += 1
+        sizes = num_gpu_blocks, num_cpu_blocks, self.epoch
+        joining = [rank.run(lambda r=rank: r.join(*sizes)) for rank in self.ranks]
+        for future in joining:
+            future.result()
+
+    def send(self, plan: bytes) -> "list[Future[StepResult]]":
+        """Each rank's result to come, by rank."""
+        return [rank.run(lambda r=rank: r.execute(plan)) for rank in self.ranks]
+
+    def close(self) -> None:
+        """Part the ranks, and end their threads."""
+        for rank in self.ranks:
+            rank.executor.interrupt()
+            if rank.runner is not None:
+                rank.run(rank.runner.reset)
+        for rank in self.ranks:
+            rank.thread.shutdown()
+
+
+class ParallelWorker(InProcessWorker):
+    """A group of ranks as a worker; each epoch is another."""
+
+    def __init__(self, group: RankThreads, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        self._group = group
+        self._num_blocks = num_gpu_blocks, num_cpu_blocks
+        group.join(num_gpu_blocks, num_cpu_blocks)
+
+    def capacity(self, group_id: str) -> GroupCapacity:
+        """What a core is told of it."""
+        facts = self._group.facts[0]
+        num_gpu_blocks, num_cpu_blocks = self._num_blocks
+        return GroupCapacity(
+            group_id=group_id,
+            model=MODEL,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_size=self._group.block_size,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+        )
+
+    def send(self, plan: bytes) -> Callable[[], StepResult]:
+        """Hand a plan to all ranks; what is returned waits for the sampling rank's result."""
+        results = self._group.send(plan)
+        sampler = self._group.ranks[0].layout.sampler
+
+        def result() -> StepResult:
+            for rank, other in enumerate(results):
+                assert rank == sampler or not other.done() or other.result().token_ids == []
+            return results[sampler].result()
+
+        return result
+
+
+class ParallelEngine(InProcessEngine):
+    """A group of ranks served to this process alone."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        num_gpu_blocks: int = 512,
+        num_cpu_blocks: int = 0,
+        config: SchedulerConfig | None = None,
+    ) -> None:
+        self.group = RankThreads(
+            model,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
+        self.reset(
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            config=config or SchedulerConfig(),
+        )
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> ParallelWorker:
+        """All ranks meet over empty caches."""
+        return ParallelWorker(self.group, num_gpu_blocks, num_cpu_blocks)

@@ -1,0 +1,115 @@
+"""A group of ranks gives the tokens of one rank, for every family we have models of."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from scheduler_service.core.config import SchedulerConfig
+from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.in_process import InProcessEngine, Output
+from tests.support.rank_threads import ParallelEngine
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 10
+FEW_KV_HEADS = "llama_few_kv_heads"
+ODD_LAYERS = "qwen3_odd_layers"
+ROTARY_VARIANTS = ("llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "mistral_full")
+"""What differs in them is the same on every rank."""
+SMALL = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24)
+"""Prompts are computed in chunks, beside decodes."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On tiny models, waking other threads takes longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose heads, layers and vocabulary do not divide by the number of ranks."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        FEW_KV_HEADS: make_checkpoint(
+            "llama", folder / "few", num_key_value_heads=1, vocab_size=301
+        ),
+        ODD_LAYERS: make_checkpoint(
+            "qwen3", folder / "odd", num_hidden_layers=3, tie_word_embeddings=True
+        ),
+    }
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(6)
+    return [
+        torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 3, 30, 9, 17, 6, 2)
+    ]
+
+
+@cache
+def _alone(model: Path) -> list[Output]:
+    return InProcessEngine(model, config=SMALL).generate(_prompts(), NUM_TOKENS, logprobs=0)
+
+
+def _largest_difference(some: list[Output], others: list[Output]) -> float:
+    pairs = zip(some, others, strict=True)
+    return max(abs(a - b) for x, y in pairs for a, b in zip(x.logprobs, y.logprobs, strict=True))
+
+
+def _check(model: Path, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    engine = ParallelEngine(
+        model,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        config=SMALL,
+    )
+    try:
+        together = engine.generate(_prompts(), NUM_TOKENS, logprobs=0)
+    finally:
+        engine.group.close()
+    expected = _alone(model)
+    assert [o.token_ids for o in together] == [o.token_ids for o in expected]
+    assert all(len(o.logprobs) == NUM_TOKENS for o in together)
+    # Stages compute what one rank computes; ranks that share layers add in another order.
+    allowed = TOLERANCE if tensor_parallel_size > 1 else 0.0
+    assert _largest_difference(together, expected) <= allowed
+    assert len({token for o in expected for token in o.token_ids}) > len(expected)
+
+
+FAMILIES = [family for family in NATIVE_FAMILIES if family not in ROTARY_VARIANTS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_in_each_of_two_stages_agree_with_one_rank(family: str) -> None:
+    _check(checkpoint(family), 2, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_two_ranks_that_share_layers_agree_with_one_rank(family: str) -> None:
+    _check(checkpoint(family), 2, 1)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "gpt2", "opt_350m"])
+def test_two_stages_agree_with_one_rank_to_the_bit(family: str) -> None:
+    _check(checkpoint(family), 1, 2)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
+def test_ranks_agree_that_hold_the_same_kv_head_and_unequal_parts_of_the_vocabulary(
+    odd_models: dict[str, Path], tensor: int, pipeline: int
+) -> None:
+    _check(odd_models[FEW_KV_HEADS], tensor, pipeline)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 3), (1, 2), (2, 3)])
+def test_stages_agree_that_have_unequal_numbers_of_layers(
+    odd_models: dict[str, Path], tensor: int, pipeline: int
+) -> None:
+    _check(odd_models[ODD_LAYERS], tensor, pipeline)

@@ -1,0 +1,137 @@
+"""Which part of a model a rank holds, as plain numbers.
+
+Ranks are numbered stage by stage: with tensor_parallel_size 2 and pipeline_parallel_size 2
+
+    stage 0 (first layers)   rank 0   rank 1
+    stage 1 (last layers)    rank 2   rank 3
+
+Within a stage every rank computes its share of each layer; rank 2, the first of the last stage,
+samples.
+"""
+
+from dataclasses import dataclass
+
+from worker_service.errors import InvalidOption
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's range of something that several ranks divide."""
+
+    start: int
+    size: int
+    total: int
+
+    def times(self, factor: int) -> "Share":
+        """The same range where each unit is `factor` elements wide."""
+        return Share(self.start * factor, self.size * factor, self.total * factor)
+
+    def within(self, offset: int, total: int) -> "Share":
+        """The same range where it begins at `offset` of something larger."""
+        return Share(offset + self.start, self.size, total)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left for others."""
+        return self.size == self.total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A rank's place among the ranks that hold one copy of a model together."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
+
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are spread over."""
+
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) < 1:
+                raise InvalidOption(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 <= self.rank < self.world_size:
+            sizes = f"{self.tensor_parallel_size} x {self.pipeline_parallel_size} ranks"
+            raise InvalidOption(
+                f"rank: expected 0 to {self.world_size - 1} with {sizes}, got {self.rank}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place among the ranks of its stage."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Which part of the layers it has."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the head."""
+        return self.stage == self.pipeline_parallel_size - 1
+
+    @property
+    def sampler(self) -> int:
+        """The rank that picks the tokens."""
+        return self.world_size - self.tensor_parallel_size
+
+    @property
+    def samples(self) -> bool:
+        """Whether this is the rank that picks the tokens."""
+        return self.rank == self.sampler
+
+    def even_share(self, total: int, what: str) -> Share:
+        """This rank's part of `total` units. Raises InvalidOption unless all parts are equal."""
+        size, rest = divmod(total, self.tensor_parallel_size)
+        if rest:
+            raise InvalidOption(
+                f"tensor_parallel_size: {self.tensor_parallel_size} ranks cannot share the"
+                f" model's {total} {what} evenly; expected a divisor of {total}"
+            )
+        return Share(self.tensor_rank * size, size, total)
+
+    def kv_head_share(self, num_kv_heads: int) -> Share:
+        """This rank's key and value heads; where there are fewer than ranks, several hold one."""
+        num_ranks = self.tensor_parallel_size
+        if num_kv_heads >= num_ranks:
+            return self.even_share(num_kv_heads, "key and value heads")
+        if num_ranks % num_kv_heads:
+            raise InvalidOption(
+                f"tensor_parallel_size: {num_ranks} ranks cannot share the model's {num_kv_heads}"
+                f" key and value heads; expected a multiple or a divisor of {num_kv_heads}"
+            )
+        return Share(self.tensor_rank * num_kv_heads // num_ranks, 1, num_kv_heads)
+
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Rows of the vocabulary's matrices on every rank; the last ones' may be padding."""
+        return -(-vocab_size // self.tensor_parallel_size)
+
+    def vocab_share(self, vocab_size: int) -> Share:
+        """This rank's tokens."""
+        rows = self.vocab_rows(vocab_size)
+        start = min(self.tensor_rank * rows, vocab_size)
+        return Share(start, min(rows, vocab_size - start), vocab_size)
+
+    def layer_range(self, num_layers: int) -> range:
+        """This rank's layers; the first stages have one more where they do not divide evenly."""
+        size, rest = divmod(num_layers, self.pipeline_parallel_size)
+        if size == 0:
+            raise InvalidOption(
+                f"pipeline_parallel_size: expected at most {num_layers}, the model's layers,"
+                f" got {self.pipeline_parallel_size}"
+            )
+        start = self.stage * size + min(self.stage, rest)
+        return range(start, start + size + (self.stage < rest))
