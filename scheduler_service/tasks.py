@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 async def run_until_first(*coroutines: Coroutine[Any, Any, object]) -> None:
@@ -17,6 +19,17 @@ async def run_until_first(*coroutines: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             if task in done:
                 task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
+    """What each returns, in order; if one raises, end the others and raise what it raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -9,7 +9,8 @@ import grpc
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.core_service.registry import Worker, WorkerRegistry
+from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.errors import Unavailable, UnknownModel
 from scheduler_service.grpc_options import channel_options
 
@@ -33,15 +34,13 @@ class AssetCache:
 
         Raises UnknownModel when no worker has the model, Unavailable when none could tell.
         """
-        holders = self._registry.workers_with(model)
+        holders = self._registry.groups_with(model)
         if not holders:
             raise UnknownModel(f"no worker has a model named {model!r}", details={"model": model})
         fingerprint = holders[0].registration.model.fingerprint
         fetch = self._fetches.get(fingerprint)
         if fetch is None:
-            self._forget_all_but(
-                {worker.registration.model.fingerprint for worker in self._registry}
-            )
+            self._forget_all_but({group.registration.model.fingerprint for group in self._registry})
             fetch = self._fetches[fingerprint] = asyncio.create_task(_fetch_from_any(holders))
             fetch.add_done_callback(lambda done: self._forget_failed(fingerprint, done))
         return await asyncio.shield(fetch)
@@ -62,9 +61,8 @@ class AssetCache:
             del self._fetches[fingerprint]
 
 
-async def _fetch_from_any(workers: list[Worker]) -> Files:
-    for worker in workers:
-        registration = worker.registration
+async def _fetch_from_any(groups: list[WorkerGroup]) -> Files:
+    for registration in [group.registration for group in groups]:
         try:
             files = await _fetch(registration.address)
         except grpc.aio.AioRpcError as error:

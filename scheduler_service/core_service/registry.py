@@ -1,8 +1,8 @@
 """Which workers there are: registration, lease, and the end of either.
 
 A worker's `RegisterWorker` stream is its registration; heartbeats on it renew its lease. As long as
-the lease holds, the worker's link dials it and keeps it busy. One worker stands for its group: the
-latest to register replaces a former one of the same group, which is told to stop.
+the leases of all ranks of a group hold, the group's link dials them and keeps them busy. The latest
+to register as some rank of a group replaces a former one, which is told to stop.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.worker_link import CannotServe, WorkerLink
+from scheduler_service.core_service.worker_group import Worker, WorkerGroup
+from scheduler_service.core_service.worker_link import WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.tasks import run_until_first
 
@@ -32,34 +33,8 @@ FAREWELL_TIMEOUT_S = 1.0
 """For a last message to a worker that may not listen any more."""
 
 
-class Worker:
-    """A registered worker, from its first message to the end of its stream."""
-
-    def __init__(self, registration: pb.WorkerRegistration, link: WorkerLink, now: float) -> None:
-        self.registration = registration
-        self.link = link
-        self.last_heartbeat = now
-        self.stop_reason: str | None = None
-        """Why the process shall end, when it shall."""
-        self.dismissed = asyncio.Event()
-        """Set when the stream is to end, by our wish."""
-        self.ended = asyncio.Event()
-        """Set when nothing of the link is left."""
-        self.directives: asyncio.Queue[pb.WorkerDirective] = asyncio.Queue()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests for the worker's model can be served by it now."""
-        return self.link.state == status_pb2.WORKER_STATE_READY
-
-    def dismiss(self, stop_reason: str | None) -> None:
-        """End the stream; with a reason, tell the process to end."""
-        self.stop_reason = stop_reason
-        self.dismissed.set()
-
-
 class WorkerRegistry:
-    """All registered workers, one per group."""
+    """All registered workers, by group."""
 
     def __init__(
         self,
@@ -74,49 +49,49 @@ class WorkerRegistry:
         self._lease_s = lease_s
         self._scheduler_config = scheduler_config
         self._on_change = on_change
-        self._workers: dict[str, Worker] = {}
+        self._groups: dict[str, WorkerGroup] = {}
 
-    def __iter__(self) -> Iterator[Worker]:
-        """The workers by group id."""
-        return iter([self._workers[group_id] for group_id in sorted(self._workers)])
+    def __iter__(self) -> Iterator[WorkerGroup]:
+        """The groups by group id."""
+        return iter([self._groups[group_id] for group_id in sorted(self._groups)])
 
     def served_models(self) -> list[model_pb2.ModelInfo]:
         """What can be served now, by name; of several groups' lengths the one that fits all."""
         models: dict[str, model_pb2.ModelInfo] = {}
-        for worker in self:
-            model = worker.registration.model
+        for group in self:
+            model = group.registration.model
             known = models.get(model.name)
-            if worker.is_ready and (known is None or model.max_model_len < known.max_model_len):
+            if group.is_ready and (known is None or model.max_model_len < known.max_model_len):
                 models[model.name] = model
         return [models[name] for name in sorted(models)]
 
-    def workers_with(self, model: str) -> list[Worker]:
-        """Workers that have a model loaded, ready ones first."""
-        holders = [worker for worker in self if worker.registration.model.name == model]
-        return sorted(holders, key=lambda worker: not worker.is_ready)
+    def groups_with(self, model: str) -> list[WorkerGroup]:
+        """Groups that have a model loaded, ready ones first."""
+        holders = [group for group in self if group.registration.model.name == model]
+        return sorted(holders, key=lambda group: not group.is_ready)
 
     def drain(self, group_id: str) -> None:
-        """Let a group finish what runs, then tell its worker to stop.
+        """Let a group finish what runs, then tell its workers to stop.
 
         Raises UnknownWorkerGroup.
         """
-        worker = self._workers.get(group_id)
-        if worker is None:
+        group = self._groups.get(group_id)
+        if group is None:
             raise UnknownWorkerGroup(
                 f"no worker group {group_id!r} is registered", details={"group_id": group_id}
             )
-        self._drain(worker)
+        self._drain(group)
 
-    def _drain(self, worker: Worker) -> None:
-        if not worker.link.is_draining:
-            logger.info("draining group_id=%s", worker.registration.group_id)
-            worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
-            worker.link.drain()
+    def _drain(self, group: WorkerGroup) -> None:
+        if not group.is_draining:
+            logger.info("draining group_id=%s", group.group_id)
+            group.drain()
 
     def close(self) -> None:
         """End every worker's stream; the processes go on and look for another core."""
-        for worker in self:
-            worker.dismiss(None)
+        for group in self:
+            for worker in group.workers:
+                worker.dismiss(None)
 
     async def serve(self, context: Context) -> None:
         """Run one worker's stream to its end.
@@ -129,17 +104,17 @@ class WorkerRegistry:
             logger.warning("worker refused worker_id=%s reason=%s", registration.worker_id, refusal)
             await _write(context, pb.WorkerDirective(stop=pb.Stop(reason=refusal)))
             return
-        worker, former = self._join(registration)
+        worker, group = self._join(registration)
         try:
             await run_until_first(
                 worker.dismissed.wait(),
-                self._read_heartbeats(worker, context),
+                self._read_heartbeats(worker, group, context),
                 self._write_directives(worker, context),
                 self._watch_lease(worker),
-                self._run_link(worker, former),
+                group.step(),
             )
         finally:
-            self._leave(worker)
+            self._leave(worker, group)
         if worker.stop_reason is not None:
             with suppress(TimeoutError, asyncio.InvalidStateError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_S):
@@ -165,64 +140,73 @@ class WorkerRegistry:
 
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
         """Why the worker cannot join, or None. A worker it would replace does not count."""
-        if registration.world_size > 1 or registration.rank > 0:
-            return (
-                f"rank {registration.rank} of {registration.world_size}: "
-                "this core serves groups of one rank only"
-            )
+        group = self._groups.get(registration.group_id) or self._make_group(registration)
+        return group.why_refused(registration) or self._why_others_object(registration)
+
+    def _why_others_object(self, registration: pb.WorkerRegistration) -> str | None:
+        """Groups that serve a model of the same name must serve the same model."""
         model = registration.model
-        for other in self.workers_with(model.name):
-            if other.registration.group_id == registration.group_id:
+        for other in self.groups_with(model.name):
+            if other.group_id == registration.group_id:
                 continue
             for fact in ("fingerprint", "dtype"):
                 theirs, ours = getattr(model, fact), getattr(other.registration.model, fact)
                 if theirs != ours:
                     return (
                         f"model {model.name!r} is served with {fact} {ours} by group "
-                        f"{other.registration.group_id!r}; this worker has {theirs}"
+                        f"{other.group_id!r}; this worker has {theirs}"
                     )
         return None
 
-    def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, Worker | None]:
-        """The worker and the one it replaces, if any."""
-        former = self._workers.get(registration.group_id)
-        if former is not None:
-            is_same = former.registration.worker_id == registration.worker_id
-            former.dismiss(
-                None if is_same else f"replaced in its group by worker {registration.worker_id}"
-            )
-        link = WorkerLink(registration, self._driver, self._scheduler_config, self._on_change)
-        worker = Worker(registration, link, self._driver.clock())
+    def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, WorkerGroup]:
+        """The worker, and the group that it is part of now."""
+        worker = Worker(registration, self._driver.clock())
         worker.directives.put_nowait(
             pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self._lease_s * 1000)))
         )
-        self._workers[registration.group_id] = worker
+        group = self._groups.get(registration.group_id)
+        if group is None:
+            group = self._groups[registration.group_id] = self._make_group(registration)
+        group.join(worker)
         logger.info(
-            "worker registered worker_id=%s group_id=%s address=%s model=%s version=%s",
+            "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"
+            " version=%s",
             registration.worker_id,
             registration.group_id,
+            registration.rank,
+            group.world_size,
             registration.address,
             registration.model.name,
             registration.version,
         )
-        return worker, former
+        return worker, group
 
-    def _leave(self, worker: Worker) -> None:
-        worker_id, group_id = worker.registration.worker_id, worker.registration.group_id
-        if self._workers.get(group_id) is worker:
-            del self._workers[group_id]
-        worker.ended.set()
+    def _make_group(self, registration: pb.WorkerRegistration) -> WorkerGroup:
+        return WorkerGroup(
+            registration,
+            lambda ranks: WorkerLink(ranks, self._driver, self._scheduler_config, self._on_change),
+        )
+
+    def _leave(self, worker: Worker, group: WorkerGroup) -> None:
+        group.leave(worker)
+        if group.is_empty and self._groups.get(group.group_id) is group:
+            del self._groups[group.group_id]
         self._on_change()
-        if worker.dismissed.is_set() or worker.stop_reason is not None:
-            logger.info("worker left worker_id=%s group_id=%s", worker_id, group_id)
+        worker_id, rank = worker.registration.worker_id, worker.registration.rank
+        if worker.dismissed.is_set():
+            logger.info(
+                "worker left worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
+            )
         else:
-            logger.warning("worker lost worker_id=%s group_id=%s", worker_id, group_id)
+            logger.warning(
+                "worker lost worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
+            )
 
-    async def _read_heartbeats(self, worker: Worker, context: Context) -> None:
+    async def _read_heartbeats(self, worker: Worker, group: WorkerGroup, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             worker.last_heartbeat = self._driver.clock()
             if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
-                self._drain(worker)
+                self._drain(group)
 
     async def _write_directives(self, worker: Worker, context: Context) -> None:
         while True:
@@ -238,19 +222,6 @@ class WorkerRegistry:
 
     def _lease_left(self, worker: Worker) -> float:
         return worker.last_heartbeat + self._lease_s - self._driver.clock()
-
-    async def _run_link(self, worker: Worker, former: Worker | None) -> None:
-        if former is not None:
-            await former.ended.wait()
-        try:
-            await worker.link.run()
-        except CannotServe as error:
-            logger.warning(
-                "worker unusable group_id=%s reason=%s", worker.registration.group_id, error
-            )
-            worker.stop_reason = str(error)
-        else:
-            worker.stop_reason = "drained"
 
 
 async def _write(context: Context, directive: pb.WorkerDirective) -> None:

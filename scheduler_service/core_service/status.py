@@ -7,7 +7,8 @@ from pagewire.v1 import status_pb2
 from scheduler_service.core.snapshot import GroupSnapshot
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.registry import Worker, WorkerRegistry
+from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,7 @@ class StatusBoard:
             num_swapped_out_blocks=core.num_swapped_out_blocks,
             num_swapped_in_blocks=core.num_swapped_in_blocks,
             groups=[
-                self._group_status(worker, groups.get(worker.registration.group_id))
-                for worker in self._registry
+                self._group_status(group, groups.get(group.group_id)) for group in self._registry
             ],
         )
 
@@ -74,22 +74,21 @@ class StatusBoard:
             before = now
 
     def _group_status(
-        self, worker: Worker, group: GroupSnapshot | None
+        self, group: WorkerGroup, planned: GroupSnapshot | None
     ) -> status_pb2.WorkerGroupStatus:
-        registration = worker.registration
         status = status_pb2.WorkerGroupStatus(
-            group_id=registration.group_id,
-            state=worker.link.state,
-            model=registration.model.name,
-            address=registration.address,
-            num_steps=worker.link.num_steps,
-            epoch=worker.link.epoch,
-            heartbeat_age_s=self._driver.clock() - worker.last_heartbeat,
+            group_id=group.group_id,
+            state=group.state,
+            model=group.registration.model.name,
+            address=group.registration.address,
+            num_steps=group.num_steps,
+            epoch=group.epoch,
+            heartbeat_age_s=self._driver.clock() - group.last_heartbeat,
         )
-        if group is not None:
-            status.num_gpu_blocks = group.num_gpu_blocks
-            status.num_free_gpu_blocks = group.num_free_gpu_blocks
-            status.num_cpu_blocks = group.num_cpu_blocks
-            status.num_free_cpu_blocks = group.num_free_cpu_blocks
-            status.num_running_sequences = group.num_running_sequences
+        if planned is not None:
+            status.num_gpu_blocks = planned.num_gpu_blocks
+            status.num_free_gpu_blocks = planned.num_free_gpu_blocks
+            status.num_cpu_blocks = planned.num_cpu_blocks
+            status.num_free_cpu_blocks = planned.num_free_cpu_blocks
+            status.num_running_sequences = planned.num_running_sequences
         return status

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import grpc
@@ -25,23 +26,28 @@ class LinkFailed(Exception):
 
 
 class StepStream:
-    """One `ExecuteSteps` stream of one worker group, fenced by its epoch.
+    """One `ExecuteSteps` stream to each rank of one worker group, fenced by their epoch.
 
-    The core gives up to `pipeline_depth` plans ahead of the results, so that plan n+1 is at the
-    worker before result n is back.
+    All ranks get the same plans. One samples, and tells what came of them; the others' results say
+    only that they are in step, and a rank that is not ends the stream of all. The core gives up to
+    `pipeline_depth` plans ahead of the results, so that plan n+1 is at the workers before result n
+    is back.
     """
 
     def __init__(
         self,
-        call: Call,
+        calls: Sequence[Call],
         driver: CoreDriver,
         *,
+        sampler: int,
         group_id: str,
         epoch: int,
     ) -> None:
         self.num_steps = 0
         """Steps whose results are back."""
-        self._call = call
+        self._calls = calls
+        self._sampler = sampler
+        self._num_sent = 0
         self._driver = driver
         self._group_id = group_id
         self._epoch = epoch
@@ -53,7 +59,10 @@ class StepStream:
 
         Raises LinkFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot go on.
         """
-        await run_until_first(self._send_plans(work), self._receive_results())
+        followers = [
+            self._follow(rank) for rank in range(len(self._calls)) if rank != self._sampler
+        ]
+        await run_until_first(self._send_plans(work), self._receive_results(), *followers)
 
     def drain(self) -> None:
         """Let `run` return once nothing is left to do; set its `work` event after this."""
@@ -64,7 +73,9 @@ class StepStream:
             work.clear()
             while (request := self._next_request()) is not None:
                 self._num_in_flight += 1
-                await self._write(request)
+                self._num_sent += 1
+                for call in self._calls:
+                    await self._write(call, request)
             await work.wait()
 
     def _next_request(self) -> worker_pb.ExecuteStepsRequest | None:
@@ -81,15 +92,16 @@ class StepStream:
             self._draining and self._num_in_flight == 0 and self._driver.is_drained(self._group_id)
         )
 
-    async def _write(self, request: worker_pb.ExecuteStepsRequest) -> None:
+    async def _write(self, call: Call, request: worker_pb.ExecuteStepsRequest) -> None:
         try:
-            await self._call.write(request)
+            await call.write(request)
         except asyncio.InvalidStateError:  # the call has ended; its status tells why
-            code, details = await self._call.code(), await self._call.details()
+            code, details = await call.code(), await call.details()
             raise LinkFailed(f"the worker ended the stream: {code.name} {details}") from None
 
     async def _receive_results(self) -> None:
-        while (response := await self._call.read()) is not grpc.aio.EOF:
+        call = self._calls[self._sampler]
+        while (response := await call.read()) is not grpc.aio.EOF:
             result = response.result
             if result.epoch < self._epoch:
                 logger.warning(
@@ -104,6 +116,24 @@ class StepStream:
             self.num_steps += 1
             self._apply(result)
         raise LinkFailed("the worker ended the stream")
+
+    async def _follow(self, rank: int) -> None:
+        """Hold a rank that does not sample to its step numbers."""
+        num_results = 0
+        while (response := await self._calls[rank].read()) is not grpc.aio.EOF:
+            result = response.result
+            if result.epoch < self._epoch:
+                continue
+            num_results += 1
+            is_next = (result.epoch, result.step_id) == (self._epoch, num_results)
+            if not is_next or num_results > self._num_sent:
+                raise LinkFailed(
+                    f"rank {rank}: expected the result of epoch {self._epoch} step {num_results}, "
+                    f"got epoch {result.epoch} step {result.step_id}"
+                )
+            if result.token_ids or result.candidates or result.errors:
+                raise LinkFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
+        raise LinkFailed(f"rank {rank} ended the stream")
 
     def _apply(self, result: plan_pb2.StepResult) -> None:
         started_at = self._driver.clock()

@@ -1,17 +1,21 @@
-"""The core's line to one worker: dial, size and make its cache, step, and dial again.
+"""The core's line to one worker group: dial, size and make its caches, step, and dial again.
 
     GetInfo ──▶ ProfileBlocks, once ──▶ InitializeCache(epoch) ──▶ ExecuteSteps ──▶ drained
        ▲                                                                │
        └────────────── a greater epoch, after a pause ◀─── broken ──────┘
 
-While the worker's lease holds, the link tries again; when the lease ends, the link is cancelled.
-Either way the group's sequences go back to the core's queue at once.
+Most groups are one worker. Of several ranks all are called alike: the least of what they profiled
+is made on each, under the same epoch, and each gets the same plans.
+
+While the workers' leases hold, the link tries again; when one ends, the link is cancelled. Either
+way the group's sequences go back to the core's queue at once.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -25,6 +29,7 @@ from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_stream import LinkFailed, StepStream
 from scheduler_service.errors import PagewireError
 from scheduler_service.grpc_options import channel_options
+from scheduler_service.tasks import run_all
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +45,30 @@ STABLE_AFTER_S = 30.0
 """A stream that lasted this long was sound: after it the pauses start short again."""
 
 
+Response = TypeVar("Response")
+Stubs: TypeAlias = Sequence[WorkerServiceStub]
+"""Of a group's ranks, in order."""
+
+
 class CannotServe(Exception):
     """The worker is sound, but this core can never use it; trying again would not help."""
 
 
 class WorkerLink:
-    """From the first call to a registered worker to its last step."""
+    """From the first calls to a group's registered workers to its last step."""
 
     def __init__(
         self,
-        registration: pb.WorkerRegistration,
+        ranks: Sequence[pb.WorkerRegistration],
         driver: CoreDriver,
         config: SchedulerConfig,
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` is called whenever `state` has changed."""
+        """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
         self.state = status_pb2.WORKER_STATE_STARTING
-        self.epoch = registration.last_epoch
-        self._registration = registration
-        self._group_id = registration.group_id
+        self.epoch = max(rank.last_epoch for rank in ranks)
+        self._ranks = ranks
+        self._group_id = ranks[0].group_id
         self._driver = driver
         self._config = config
         self._on_change = on_change
@@ -69,12 +79,12 @@ class WorkerLink:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker takes nothing new."""
+        """Whether the group takes nothing new."""
         return self._draining.is_set()
 
     @property
     def num_steps(self) -> int:
-        """Steps executed since the worker registered."""
+        """Steps executed since the group was whole."""
         return self._num_former_steps + (self._stream.num_steps if self._stream else 0)
 
     def drain(self) -> None:
@@ -86,13 +96,16 @@ class WorkerLink:
             self._set_state(status_pb2.WORKER_STATE_DRAINING)
 
     async def run(self) -> None:
-        """Keep the worker busy until it is drained; raises CannotServe."""
-        address, pause_s = self._registration.address, MIN_PAUSE_S
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            stub = WorkerServiceStub(channel)
+        """Keep the group busy until it is drained; raises CannotServe."""
+        pause_s = MIN_PAUSE_S
+        async with AsyncExitStack() as stack:
+            stubs = [
+                WorkerServiceStub(await stack.enter_async_context(_channel(rank.address)))
+                for rank in self._ranks
+            ]
             while not self._draining.is_set():
                 started_at = self._driver.clock()
-                failure = await self._try_session(stub)
+                failure = await self._try_session(stubs)
                 if failure is None:
                     break
                 if self._driver.clock() - started_at > STABLE_AFTER_S:
@@ -100,11 +113,11 @@ class WorkerLink:
                 await self._pause(failure, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _try_session(self, stub: WorkerServiceStub) -> str | None:
+    async def _try_session(self, stubs: Stubs) -> str | None:
         """One try, from dialling to drained; why it failed, or None."""
         self._set_state(status_pb2.WORKER_STATE_STARTING)
         try:
-            await self._execute_steps(stub, await self._prepare(stub))
+            await self._execute_steps(stubs, await self._prepare(stubs))
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
         except (LinkFailed, ResultMismatch, PagewireError) as error:
@@ -116,44 +129,57 @@ class WorkerLink:
             return f"unexpected {type(error).__name__}"
         return None
 
-    async def _prepare(self, stub: WorkerServiceStub) -> GroupCapacity:
+    async def _prepare(self, stubs: Stubs) -> GroupCapacity:
         """Draw a new epoch and have the caches made for it."""
-        info = await stub.GetInfo(worker_pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
-        if info.worker_id != self._registration.worker_id:
-            raise LinkFailed(
-                f"{self._registration.address} is worker {info.worker_id}, "
-                f"not {self._registration.worker_id}: does --advertise name this worker?"
-            )
-        blocks = self._blocks = self._blocks or await self._profile_blocks(stub)
-        self.epoch = max(self.epoch, info.last_epoch) + 1
-        await stub.InitializeCache(
-            worker_pb.InitializeCacheRequest(
-                num_gpu_blocks=blocks.num_gpu_blocks,
-                num_cpu_blocks=blocks.num_cpu_blocks,
-                epoch=self.epoch,
-            ),
-            timeout=PROFILE_TIMEOUT_S,
+        infos = await run_all(*map(self._get_info, stubs, self._ranks))
+        blocks = self._blocks = self._blocks or await self._profile_blocks(stubs)
+        self.epoch = max(self.epoch, *(info.last_epoch for info in infos)) + 1
+        request = worker_pb.InitializeCacheRequest(
+            num_gpu_blocks=blocks.num_gpu_blocks,
+            num_cpu_blocks=blocks.num_cpu_blocks,
+            epoch=self.epoch,
+        )
+        await run_all(
+            *(_answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
         )
         return self._capacity(blocks)
 
-    async def _profile_blocks(self, stub: WorkerServiceStub) -> worker_pb.ProfileBlocksResponse:
-        """What fits, measured once: it costs a forward pass, and memory does not change."""
+    async def _get_info(
+        self, stub: WorkerServiceStub, rank: pb.WorkerRegistration
+    ) -> worker_pb.GetInfoResponse:
+        info = await stub.GetInfo(worker_pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        if info.worker_id != rank.worker_id:
+            raise LinkFailed(
+                f"{rank.address} is worker {info.worker_id}, "
+                f"not {rank.worker_id}: does --advertise name this worker?"
+            )
+        return info
+
+    async def _profile_blocks(self, stubs: Stubs) -> worker_pb.ProfileBlocksResponse:
+        """What fits on every rank, measured once: it costs a forward pass, and memory does not
+        change."""
         request = worker_pb.ProfileBlocksRequest(
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
         try:
-            blocks = await stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)
+            found = await run_all(
+                *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # its memory will not grow
                 raise CannotServe(error.details()) from error
             raise
+        blocks = worker_pb.ProfileBlocksResponse(
+            num_gpu_blocks=min(each.num_gpu_blocks for each in found),
+            num_cpu_blocks=min(each.num_cpu_blocks for each in found),
+        )
         if blocks.num_gpu_blocks < 1:
             raise CannotServe("not a single block fits into the worker's memory")
         return blocks
 
     def _capacity(self, blocks: worker_pb.ProfileBlocksResponse) -> GroupCapacity:
-        model = self._registration.model
+        model = self._ranks[0].model
         try:
             return GroupCapacity(
                 group_id=self._group_id,
@@ -167,14 +193,15 @@ class WorkerLink:
         except ValueError as error:
             raise CannotServe(str(error)) from error
 
-    async def _execute_steps(self, stub: WorkerServiceStub, capacity: GroupCapacity) -> None:
+    async def _execute_steps(self, stubs: Stubs, capacity: GroupCapacity) -> None:
         """Step until drained. However this ends, the core knows that the group is gone."""
         if self._draining.is_set():
             return
-        call = stub.ExecuteSteps()
+        calls = [stub.ExecuteSteps() for stub in stubs]
         self._stream = StepStream(
-            call,
+            calls,
             self._driver,
+            sampler=self._sampler(),
             group_id=self._group_id,
             epoch=self.epoch,
         )
@@ -182,18 +209,28 @@ class WorkerLink:
             work = self._add_group(capacity)
             self._set_state(status_pb2.WORKER_STATE_READY)
             logger.info(
-                "group ready group_id=%s worker_id=%s epoch=%d num_gpu_blocks=%d",
+                "group ready group_id=%s num_ranks=%d epoch=%d num_gpu_blocks=%d",
                 self._group_id,
-                self._registration.worker_id,
+                len(self._ranks),
                 self.epoch,
                 capacity.num_gpu_blocks,
             )
             await self._stream.run(work)
         finally:
-            call.cancel()
+            for call in calls:
+                call.cancel()
             self._num_former_steps, self._stream = self.num_steps, None
             self._driver.remove_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)
+
+    def _sampler(self) -> int:
+        """Index of the rank whose results count. Raises CannotServe unless there is just one."""
+        samplers = [index for index, rank in enumerate(self._ranks) if rank.samples]
+        if len(self._ranks) == 1:
+            return 0
+        if len(samplers) != 1:
+            raise CannotServe(f"expected one rank that samples, got ranks {samplers}")
+        return samplers[0]
 
     def _add_group(self, capacity: GroupCapacity) -> asyncio.Event:
         try:
@@ -205,7 +242,7 @@ class WorkerLink:
         logger.warning(
             "worker link failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
             self._group_id,
-            self._registration.worker_id,
+            ",".join(rank.worker_id for rank in self._ranks),
             self.epoch,
             pause_s,
             failure,
@@ -218,3 +255,12 @@ class WorkerLink:
         if state != self.state:
             self.state = state
             self._on_change()
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+async def _answer(call: Awaitable[Response]) -> Response:
+    """A call as a coroutine."""
+    return await call

@@ -132,14 +132,19 @@ class FakeWorker(WorkerServiceServicer):
         model: str = "counter",
         fingerprint: str = "f1",
         num_gpu_blocks: int = 256,
+        rank: int = 0,
         world_size: int = 1,
+        samples: bool | None = None,
         dtype: str = "float32",
         max_model_len: int = 512,
         mute_assets: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.group_id = group_id or worker_id
+        self.rank = rank
         self.world_size = world_size
+        self.samples = rank == 0 if samples is None else samples
+        self.tells_tokens = self.samples
         self.num_gpu_blocks = num_gpu_blocks
         self.model = model_pb2.ModelInfo(
             name=model,
@@ -227,7 +232,9 @@ class FakeWorker(WorkerServiceServicer):
             registration = scheduler_service_pb2.WorkerRegistration(
                 worker_id=self.worker_id,
                 group_id=self.group_id,
+                rank=self.rank,
                 world_size=self.world_size,
+                samples=self.samples,
                 address=self.advertise or self.address,
                 model=self.model,
                 last_epoch=last_epoch,
@@ -338,7 +345,7 @@ class FakeWorker(WorkerServiceServicer):
         result = plan_pb2.StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
-            token_ids=array("i", tokens).tobytes(),
+            token_ids=array("i", tokens).tobytes() if self.tells_tokens else b"",
             timings=plan_pb2.StepTimings(started_us=1, finished_us=2),
         )
         if self.answer_next_as_step is not None:

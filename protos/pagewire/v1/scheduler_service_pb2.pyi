@@ -658,6 +658,7 @@ class WorkerRegistration(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     group_id: _builtins.str
@@ -672,6 +673,10 @@ class WorkerRegistration(_message.Message):
     """The greatest epoch it has seen, 0 if none."""
     version: _builtins.str
     """Version of its software."""
+    samples: _builtins.bool
+    """In a group of several ranks: whether this is the one whose results carry what
+    came of a step. The others' results have no tokens. Exactly one rank is.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
@@ -687,10 +692,11 @@ class WorkerRegistration(_message.Message):
         model: _model_pb2.ModelInfo | None = ...,
         last_epoch: _builtins.int = ...,
         version: _builtins.str = ...,
+        samples: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "group_id", b"group_id", "last_epoch", b"last_epoch", "model", b"model", "rank", b"rank", "version", b"version", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "group_id", b"group_id", "last_epoch", b"last_epoch", "model", b"model", "rank", b"rank", "samples", b"samples", "version", b"version", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -175,12 +175,6 @@ async def test_another_model_of_the_same_name_is_refused(
     assert [worker.registration.worker_id for worker in service.registry] == ["first"]
 
 
-async def test_a_group_of_several_ranks_is_refused(service: CoreService, fleet: Fleet) -> None:
-    worker = await fleet.start(FakeWorker(world_size=2))
-    assert "rank" in (worker.stop_reason or "")
-    assert list(service.registry) == []
-
-
 async def test_a_worker_without_memory_is_told_so(service: CoreService, fleet: Fleet) -> None:
     worker = await fleet.start(FakeWorker(num_gpu_blocks=0))
     await until(lambda: worker.stop_reason, "it was told to stop")

@@ -1,0 +1,205 @@
+"""One worker group: the ranks that hold one copy of a model together, and their link.
+
+A group steps while it is whole, that is while every rank is registered. Whoever is lost takes the
+group's link along: its sequences go back to the core's queue at once, and the other ranks wait,
+with their weights, until the missing one has come again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import status_pb2
+from scheduler_service.core_service.worker_link import CannotServe, WorkerLink
+from scheduler_service.tasks import run_until_first
+
+logger = logging.getLogger(__name__)
+
+MakeLink = Callable[[Sequence[pb.WorkerRegistration]], WorkerLink]
+
+_COMMON_FACTS = (
+    "name",
+    "fingerprint",
+    "dtype",
+    "block_size",
+    "max_model_len",
+    "vocab_size",
+)
+"""What a model's ranks must agree on; the size of a block, for one, is each rank's own."""
+
+
+class Worker:
+    """A registered worker, from its first message to the end of its stream."""
+
+    def __init__(self, registration: pb.WorkerRegistration, now: float) -> None:
+        self.registration = registration
+        self.last_heartbeat = now
+        self.stop_reason: str | None = None
+        """Why the process shall end, when it shall."""
+        self.dismissed = asyncio.Event()
+        """Set when the stream is to end, by our wish."""
+        self.directives: asyncio.Queue[pb.WorkerDirective] = asyncio.Queue()
+
+    def dismiss(self, stop_reason: str | None) -> None:
+        """End the stream; with a reason, tell the process to end."""
+        self.stop_reason = stop_reason
+        self.dismissed.set()
+
+
+class WorkerGroup:
+    """The registered ranks of a group. Never without any, once the first has joined."""
+
+    def __init__(self, first: pb.WorkerRegistration, make_link: MakeLink) -> None:
+        self.group_id = first.group_id
+        self.world_size = max(1, first.world_size)
+        self.is_draining = False
+        self._make_link = make_link
+        self._workers: dict[int, Worker] = {}
+        self._link: WorkerLink | None = None
+        self._num_former_steps = 0
+        self._changed = asyncio.Event()
+        """Set when the ranks are others than they were; then there is a new event."""
+        self._linking = asyncio.Lock()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The ranks that are there, in order."""
+        return [self._workers[rank] for rank in sorted(self._workers)]
+
+    @property
+    def registration(self) -> pb.WorkerRegistration:
+        """Of the lowest rank that is there."""
+        return self.workers[0].registration
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank is there."""
+        return not self._workers
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks are there."""
+        return len(self._workers) == self.world_size
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests for the group's model can be served by it now."""
+        return self.state == status_pb2.WORKER_STATE_READY
+
+    @property
+    def state(self) -> status_pb2.WorkerState.ValueType:
+        """Where the group stands."""
+        if self._link is not None:
+            return self._link.state
+        draining, starting = status_pb2.WORKER_STATE_DRAINING, status_pb2.WORKER_STATE_STARTING
+        return draining if self.is_draining else starting
+
+    @property
+    def epoch(self) -> int:
+        """Of the latest step stream."""
+        if self._link is not None:
+            return self._link.epoch
+        return max((worker.registration.last_epoch for worker in self.workers), default=0)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps executed since the first rank registered."""
+        return self._num_former_steps + (self._link.num_steps if self._link else 0)
+
+    @property
+    def last_heartbeat(self) -> float:
+        """Of the rank that has been silent the longest."""
+        return min(worker.last_heartbeat for worker in self.workers)
+
+    def why_refused(self, registration: pb.WorkerRegistration) -> str | None:
+        """Why a rank cannot join, or None. A worker that it would replace does not count."""
+        rank, world_size = registration.rank, max(1, registration.world_size)
+        others = [worker for worker in self.workers if worker.registration.rank != rank]
+        if rank >= world_size:
+            return f"rank {rank}: expected less than world_size, {world_size}"
+        if others and world_size != self.world_size:
+            return (
+                f"rank {rank} of {world_size}: group {self.group_id!r} has ranks of "
+                f"{self.world_size}"
+            )
+        for other in others:
+            for fact in _COMMON_FACTS:
+                ours = getattr(other.registration.model, fact)
+                theirs = getattr(registration.model, fact)
+                if theirs != ours:
+                    return (
+                        f"rank {other.registration.rank} of group {self.group_id!r} has a model "
+                        f"with {fact} {ours}; this rank has {theirs}"
+                    )
+        return None
+
+    def join(self, worker: Worker) -> None:
+        """A rank is there, in place of any former process of its."""
+        rank = worker.registration.rank
+        former = self._workers.get(rank)
+        if former is not None:
+            is_same = former.registration.worker_id == worker.registration.worker_id
+            former.dismiss(
+                None
+                if is_same
+                else f"replaced in its group by worker {worker.registration.worker_id}"
+            )
+        self.world_size = max(1, worker.registration.world_size)
+        self._workers[rank] = worker
+        self._has_changed()
+
+    def leave(self, worker: Worker) -> None:
+        """A rank is gone; nothing happens if another has taken its place."""
+        rank = worker.registration.rank
+        if self._workers.get(rank) is worker:
+            del self._workers[rank]
+            self._has_changed()
+            if self.is_draining:  # what ran here runs elsewhere now
+                self._dismiss_all("drained")
+
+    def drain(self) -> None:
+        """Take nothing new; the ranks are told to stop once what runs is done."""
+        self.is_draining = True
+        for worker in self.workers:
+            worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
+        if self._link is not None:
+            self._link.drain()
+
+    async def step(self) -> None:
+        """To be run on each rank's stream: the last to join steps for all, the others wait."""
+        changed = self._changed
+        if self.is_whole:
+            async with self._linking:  # a former link has ended
+                if not changed.is_set():
+                    await run_until_first(changed.wait(), self._run_link())
+        else:
+            logger.info(
+                "group waits for ranks group_id=%s num_ranks=%d world_size=%d",
+                self.group_id,
+                len(self._workers),
+                self.world_size,
+            )
+        await asyncio.Event().wait()
+
+    async def _run_link(self) -> None:
+        link = self._link = self._make_link([worker.registration for worker in self.workers])
+        if self.is_draining:
+            link.drain()
+        try:
+            await link.run()
+        except CannotServe as error:
+            logger.warning("group unusable group_id=%s reason=%s", self.group_id, error)
+            self._dismiss_all(str(error))
+        else:
+            self._dismiss_all("drained")
+        finally:
+            self._num_former_steps, self._link = self.num_steps, None
+
+    def _has_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _dismiss_all(self, stop_reason: str) -> None:
+        for worker in self.workers:
+            worker.dismiss(stop_reason)
