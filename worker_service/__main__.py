@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import os
 import re
+import sys
+import uuid
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -123,6 +126,40 @@ def serve(
         str,
         Option(envvar=_env("LOAD_FORMAT"), help="safetensors, or dummy for random weights."),
     ] = "safetensors",
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            envvar=_env("TENSOR_PARALLEL_SIZE"), help="Ranks that share each layer of the model."
+        ),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        Option(
+            envvar=_env("PIPELINE_PARALLEL_SIZE"), help="Stages that the layers are spread over."
+        ),
+    ] = 1,
+    rank: Annotated[
+        int | None,
+        Option(
+            envvar=_env("RANK"),
+            help="Be this one of the ranks, and start none.",
+            show_default="start all ranks on this machine, unless torchrun has",
+        ),
+    ] = None,
+    distributed_init: Annotated[
+        str | None,
+        Option(
+            envvar=_env("DISTRIBUTED_INIT"),
+            metavar="HOST:PORT",
+            help="Where rank 0 is to be found by the others; with --rank.",
+        ),
+    ] = None,
+    local_rank: Annotated[
+        int, Option(envvar=_env("LOCAL_RANK"), help="Which of the machine's GPUs a rank takes.")
+    ] = 0,
+    launcher_pid: Annotated[
+        int | None, Option(envvar=_env("LAUNCHER_PID"), hidden=True, help="End with this process.")
+    ] = None,
     attention_backend: Annotated[
         str | None,
         Option(envvar=_env("ATTENTION_BACKEND"), help="Kernels.", show_default="by device"),
@@ -191,8 +228,10 @@ def serve(
     )
     from worker_service import config as settings
     from worker_service.errors import InvalidOption, WorkerError
+    from worker_service.parallel.launcher import end_with
+    from worker_service.parallel.place import Place, RankFlags, find_place
 
-    def model_config() -> "ModelConfig":
+    def model_config(place: Place) -> "ModelConfig":
         # Imports torch, which takes seconds: not for `--help`, nor for a simulation.
         from worker_service.loader import ModelConfig
 
@@ -206,6 +245,8 @@ def serve(
             attention_backend=attention_backend,
             threads=threads,
             trust_remote_code=trust_remote_code,
+            layout=place.group.layout,
+            local_rank=place.local_rank,
         )
 
     def simulation_config() -> "SimulationConfig":
@@ -226,14 +267,29 @@ def serve(
         )
 
     try:
+        flags = RankFlags(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            rank=rank,
+            local_rank=local_rank,
+            distributed_init=distributed_init,
+            group_id=group_id,
+        )
+        if simulate:
+            flags.require_one_rank("simulate")
+        place = find_place(flags, os.environ)
+        if not isinstance(place, Place):
+            raise typer.Exit(asyncio.run(_launch(place.world_size, group_id, listen, advertise)))
+        if launcher_pid is not None:
+            end_with(launcher_pid)
         network = settings.NetworkConfig(
             listen=listen,
             advertise=advertise,
             core=core,
-            **({} if group_id is None else {"group_id": group_id}),
+            **({} if place.group_id is None else {"group_id": place.group_id}),
         )
         config = settings.WorkerConfig(
-            model=simulation_config() if simulate else model_config(),
+            model=simulation_config() if simulate else model_config(place),
             cache=settings.CacheConfig(
                 block_size=block_size,
                 kv_cache_memory=kv_cache_memory,
@@ -241,6 +297,7 @@ def serve(
                 gpu_memory_utilization=gpu_memory_utilization,
             ),
             network=network,
+            group=place.group,
             served_model_name=served_model_name,
             grace_period_s=grace_period,
             profile_dir=profile_dir,
@@ -260,6 +317,19 @@ async def _run(config: "WorkerConfig") -> None:
     await worker.run()
 
 
+async def _launch(world_size: int, group_id: str | None, listen: str, advertise: str | None) -> int:
+    from worker_service.parallel.launcher import LaunchConfig, launch
+
+    config = LaunchConfig(
+        arguments=sys.argv[1:],
+        world_size=world_size,
+        group_id=group_id or uuid.uuid4().hex,
+        listen=listen,
+        advertise=advertise,
+    )
+    return await launch(config)
+
+
 def _executor_of(config: "WorkerConfig") -> "Executor":
     """What is to execute the plans; a simulation needs no torch, so each is imported here."""
     from worker_service.simulation.config import SimulationConfig
@@ -274,7 +344,12 @@ def _executor_of(config: "WorkerConfig") -> "Executor":
     from worker_service.profiler import Profiler
 
     profiler = Profiler(Path(config.profile_dir))
-    return ModelExecutor(config.cache, profiler, lambda: load_model(model))
+    store, rendezvous = config.group.store_address, None
+    if store is not None:
+        from worker_service.parallel.rendezvous import Rendezvous
+
+        rendezvous = Rendezvous(store, config.group.layout)
+    return ModelExecutor(config.cache, profiler, lambda: load_model(model), rendezvous)
 
 
 def _exit(error: Exception, code: int) -> NoReturn:

@@ -4,7 +4,9 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from worker_service.address import TcpAddress, parse
 from worker_service.errors import InvalidOption
+from worker_service.parallel.layout import Layout
 
 if TYPE_CHECKING:  # imports torch, which a simulation does without
     from worker_service.loader import ModelConfig
@@ -69,12 +71,44 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """The ranks that hold one copy of a model together, and where they meet."""
+
+    layout: Layout = field(default_factory=Layout)
+
+    distributed_init: str | None = None
+    """`HOST:PORT` at which rank 0 keeps the ranks' store. Needed with several ranks."""
+
+    def __post_init__(self) -> None:
+        if self.layout.world_size == 1:
+            return
+        if self.distributed_init is None:
+            raise InvalidOption(
+                f"distributed_init: expected HOST:PORT of rank 0, since there are"
+                f" {self.layout.world_size} ranks"
+            )
+        if not isinstance(parse(self.distributed_init, "distributed_init"), TcpAddress):
+            got = self.distributed_init
+            raise InvalidOption(f"distributed_init: expected HOST:PORT, got {got!r}")
+
+    @property
+    def store_address(self) -> TcpAddress | None:
+        """Where the ranks' store is; None with one rank."""
+        if self.layout.world_size == 1 or self.distributed_init is None:
+            return None
+        address = parse(self.distributed_init, "distributed_init")
+        assert isinstance(address, TcpAddress), "checked above"
+        return address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
     """All settings of one worker process."""
 
     model: "ModelConfig | SimulationConfig"
     cache: CacheConfig = field(default_factory=CacheConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    group: GroupConfig = field(default_factory=GroupConfig)
 
     served_model_name: str | None = None
     """The name clients use. None: the last part of the model's path or id."""

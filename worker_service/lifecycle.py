@@ -128,13 +128,14 @@ class Worker:
         )
 
     def _registration(self) -> scheduler_service_pb2.WorkerRegistration:
-        network = self._config.network
+        network, layout = self._config.network, self._config.group.layout
         advertised = network.advertise or str(address.advertised(self.address, self._core))
         return scheduler_service_pb2.WorkerRegistration(
             worker_id=network.worker_id,
             group_id=network.group_id,
-            rank=0,
-            world_size=1,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            samples=layout.samples,
             address=advertised,
             model=self._servicer.model_info(),
             last_epoch=self._engine.last_epoch,

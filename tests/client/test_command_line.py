@@ -260,6 +260,7 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     del commands["replay"]  # no service
     commands["worker"] = worker
     placed_by_us = {"model", "core", "listen", "advertise", "group_id", "profile_dir"}
+    placed_by_us |= {"rank", "local_rank", "distributed_init", "launcher_pid"}
     for service, command in commands.items():
         theirs = set(inspect.signature(command).parameters) - placed_by_us
         ours = {flag.name for flag in flags.FLAGS if service in flag.services}
