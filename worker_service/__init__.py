@@ -18,6 +18,9 @@ Around it: `loader/` brings a checkpoint into memory, `memory.py` finds out how 
 `registration.py` keeps the core informed, `lifecycle.py` is the process from start to end,
 `__main__.py` its command line.
 
+`parallel/` joins the ranks that hold one copy of a model together, and starts them on one machine
+(`--tensor-parallel-size`, `--pipeline-parallel-size`); a worker alone goes through none of it.
+
 The engine knows what executes plans by the protocols of `executor.py` only. `simulation/`
 implements them, too: it computes nothing, checks every plan, and needs no torch (`--simulate`).
 

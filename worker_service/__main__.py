@@ -228,7 +228,7 @@ def serve(
     )
     from worker_service import config as settings
     from worker_service.errors import InvalidOption, WorkerError
-    from worker_service.parallel.launcher import end_with
+    from worker_service.parallel.launcher import address_of, end_with
     from worker_service.parallel.place import Place, RankFlags, find_place
 
     def model_config(place: Place) -> "ModelConfig":
@@ -283,8 +283,10 @@ def serve(
         if launcher_pid is not None:
             end_with(launcher_pid)
         network = settings.NetworkConfig(
-            listen=listen,
-            advertise=advertise,
+            listen=address_of(listen, place.address_offset, "listen"),
+            advertise=None
+            if advertise is None
+            else address_of(advertise, place.address_offset, "advertise"),
             core=core,
             **({} if place.group_id is None else {"group_id": place.group_id}),
         )

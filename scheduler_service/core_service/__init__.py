@@ -11,7 +11,8 @@ core needs no lock; after each the driver hands out news and wakes whoever may h
 `driver.py`       tells the core the time, sets the alarm for deadlines, carries its news
 `attachments.py`  one stream per frontend; the news of a step are one message
 `registry.py`     one stream per worker: registration, heartbeats, lease, directives
-`worker_link.py`  dials a registered worker, sizes its cache, keeps it stepping, dials again
+`worker_group.py` the ranks of a group: whole or not, and its link while it is
+`worker_link.py`  dials a group's workers, sizes their caches, keeps them stepping, dials again
 `step_stream.py`  the hot path: plans go out ahead of the results that come in
 `assets.py`       the models' files, fetched from a worker once
 `status.py`       the snapshot for operators

@@ -50,6 +50,9 @@ class Place:
     group_id: str | None
     local_rank: int = 0
 
+    address_offset: int = 0
+    """How many addresses after the one told this rank listens, since others were told the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartAll:
@@ -96,4 +99,5 @@ def _told_by_torchrun(flags: RankFlags, torchrun: Torchrun) -> Place:
         ),
         group_id=flags.group_id or torchrun.group_id,
         local_rank=torchrun.local_rank,
+        address_offset=torchrun.local_rank,
     )
