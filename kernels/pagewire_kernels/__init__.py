@@ -6,12 +6,13 @@ layer sees it as two strided views `[num_blocks, block_size, num_kv_heads, head_
 sequence's tokens lie is told by its block table; what a step computes by `AttentionMetadata`.
 
     metadata.py    the layout of one step's batch
-    reference.py   the meaning of everything here, in plain torch: the oracle of the tests, and what
+    reference/     the meaning of everything here, in plain torch: the oracle of the tests, and what
                    runs on a device that has nothing faster
-    cpu/           the same compiled for the CPU, reading the cache in place
+    cpu/           attention and cache writes compiled for the CPU, reading the cache in place
+    gpu/           all of it as Triton kernels, for CUDA devices
     backends.py    one interface over them, and the choice between them
 
 A backend's promise: a query row's result depends on that row and on its sequence's KV alone up to
-rounding, and with the `cpu` backend bitwise, whether a prefill, a chunk of it or a decode computes
-it, whatever else is in the batch and on whichever thread.
+rounding, whether a prefill, a chunk of it or a decode computes it, whatever else is in the batch
+and on whichever thread. With the `cpu` backend that is bitwise; with `triton` if asked for.
 """

@@ -1,4 +1,4 @@
-"""The layout of one step's batch, as attention sees it."""
+"""The layout of one step's batch: as attention sees it, and as sampling does."""
 
 from dataclasses import dataclass
 
@@ -33,3 +33,29 @@ class AttentionMetadata:
 
     max_context_len: int
     """The longest sequence's context length, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingMetadata:
+    """How each row of a batch of logits is sampled; columns of [num_rows] on the logits' device."""
+
+    temperature: torch.Tensor
+    """float32; 0 takes the largest logit."""
+
+    top_k: torch.Tensor
+    """int32; 0 keeps all."""
+
+    top_p: torch.Tensor
+    """float64; 1 keeps all."""
+
+    min_p: torch.Tensor
+    """float64; 0 keeps all."""
+
+    seeds: torch.Tensor
+    """int64: the bits of the unsigned seed."""
+
+    choice_indices: torch.Tensor
+    """int32: which of its request's sequences the row belongs to."""
+
+    positions: torch.Tensor
+    """int32: output tokens that the row's sequence has so far."""

@@ -29,8 +29,14 @@ def test_the_cpu_gets_the_compiled_kernels(caplog: pytest.LogCaptureFixture) -> 
     assert "name=cpu reason=default for device type cpu" in caplog.text
 
 
-def test_a_gpu_gets_the_reference_until_it_has_kernels() -> None:
-    assert select_backend(torch.device("cuda")).name == "reference"
+def test_a_gpu_gets_the_triton_kernels_when_it_asks_for_them() -> None:
+    backend = select_backend(torch.device("cuda"), "triton", batch_invariant=True)
+    assert backend.name == "triton"
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_device_without_proven_kernels_gets_the_reference(device: str) -> None:
+    assert select_backend(torch.device(device)).name == "reference"
 
 
 def test_a_backend_can_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,13 +48,19 @@ def test_a_backend_can_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("device", "name", "message"),
     [
-        ("cpu", "warp", "expected one of cpu, reference, got 'warp'"),
+        ("cpu", "warp", "expected one of cpu, triton, reference, got 'warp'"),
         ("cuda", "cpu", "'cpu' does not run on device cuda"),
+        ("cpu", "triton", "'triton' does not run on device cpu"),
     ],
 )
 def test_a_backend_that_cannot_be_is_refused(device: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select_backend(torch.device(device), name)
+
+
+def test_the_reference_promises_no_batch_invariance() -> None:
+    with pytest.raises(ValueError, match="'reference' is not batch-invariant"):
+        select_backend(torch.device("cuda"), "reference", batch_invariant=True)
 
 
 def _warm_up(home: Path, kernels: Path, cache: str) -> str:

@@ -1,9 +1,10 @@
-"""Paged attention and cache operations in plain torch: what the fast paths must agree with."""
+"""Paged attention in plain torch."""
 
 import torch
 from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.reference.cache import gather_sequence
 
 
 def paged_attention(
@@ -16,6 +17,9 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of flattened query rows over their sequences' cached blocks.
 
@@ -23,7 +27,10 @@ def paged_attention(
     num_kv_heads, head_dim], any strides; num_heads a multiple of num_kv_heads, consecutive query
     heads sharing one KV head. A row at position p attends to positions p - sliding_window + 1 to p.
     soft_cap c turns a score s into c * tanh(s / c). sinks: [num_heads], a logit per head that takes
-    part in the softmax's denominator alone. Returns query's shape and dtype; sums in float32.
+    part in the softmax's denominator alone. alibi_slopes: [num_heads], taken times the distance
+    between query and key from each score, after the cap (Press et al. 2022). What the cache holds
+    stands for its value times key_scale or value_scale (fp8 caches). Returns query's shape and
+    dtype; sums in float32.
     """
     output = torch.empty_like(query)
     query_start = metadata.query_start.tolist()
@@ -33,22 +40,15 @@ def paged_attention(
         table = metadata.block_tables[i]
         output[rows] = _attend(
             query[rows].float(),
-            _gather(key_cache, table, context_len),
-            _gather(value_cache, table, context_len),
+            gather_sequence(key_cache, table, context_len) * key_scale,
+            gather_sequence(value_cache, table, context_len) * value_scale,
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
         ).to(query.dtype)
     return output
-
-
-def _gather(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """One sequence's keys or values in order: float32 [context_len, num_kv_heads, head_dim]."""
-    block_size = cache.shape[1]
-    num_blocks = -(-context_len // block_size)
-    blocks = cache[block_table[:num_blocks].long()]
-    return blocks.flatten(0, 1)[:context_len].float()
 
 
 def _attend(
@@ -60,6 +60,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:
     """Attention of one sequence's last rows over its keys, all float32."""
     num_rows, num_heads, _ = query.shape
@@ -73,6 +74,8 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     query_at = torch.arange(context_len - num_rows, context_len, device=query.device)[:, None]
     key_at = torch.arange(context_len, device=query.device)[None, :]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.float()[:, None, None] * (query_at - key_at)
     hidden = key_at > query_at
     if sliding_window is not None:
         hidden |= key_at <= query_at - sliding_window
@@ -82,29 +85,3 @@ def _attend(
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :context_len]
     return torch.einsum("hqk,khd->qhd", weights, values)
-
-
-def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """Store each row's key and value in its slot; rows with a negative slot are left out.
-
-    key, value: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens].
-    """
-    kept = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[kept]
-    block_size = key_cache.shape[1]
-    block = torch.div(slots, block_size, rounding_mode="floor")
-    offset = slots - block * block_size
-    key_cache[block, offset] = key[kept]
-    value_cache[block, offset] = value[kept]
-
-
-def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another, on another device or not, or within one cache.
-
-    source, target: [num_blocks, ...], equal beyond the first axis; pairs: int64 [n, 2] of (source
-    block, target block), no target twice. All sources are read before any target is written.
-    """
-    moved = source.index_select(0, pairs[:, 0].to(source.device)).to(target.device)
-    target.index_copy_(0, pairs[:, 1].to(target.device), moved)

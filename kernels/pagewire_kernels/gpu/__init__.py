@@ -1,0 +1,41 @@
+"""Triton kernels, each with the meaning of its namesake in `pagewire_kernels.reference`.
+
+attention.py   paged attention of prefill, chunks, decode; its kernels in `attention_kernels.py`
+cache.py       writing keys and values into their slots, gathering them back
+blocks.py      moving whole blocks on a device, and between it and pinned host memory
+norm.py        RMS norm with the residual's addition
+rotary.py      norm of queries and keys, rotation and cache write in one
+activation.py  a gated MLP's activation and product
+sampling.py    penalties, sampling, log probabilities; kernels in `sampling_kernels.py`
+backend.py     `TritonBackend`
+checks.py      what the launchers refuse
+
+A file's first lines tell what bounds its kernel. Nothing here waits for the device, so that all can
+be captured in a CUDA graph, but for `move_blocks` where the pairs lie on the device.
+"""
+
+from pagewire_kernels.gpu.activation import act_and_mul
+from pagewire_kernels.gpu.attention import Launch, choose_launch, paged_attention
+from pagewire_kernels.gpu.backend import TritonBackend
+from pagewire_kernels.gpu.blocks import move_blocks
+from pagewire_kernels.gpu.cache import gather_kv, write_kv
+from pagewire_kernels.gpu.norm import rms_norm
+from pagewire_kernels.gpu.rotary import rotate_and_write_kv
+from pagewire_kernels.gpu.sampling import apply_penalties, gather_logprobs, sample, uniforms
+
+__all__ = [
+    "Launch",
+    "TritonBackend",
+    "act_and_mul",
+    "apply_penalties",
+    "choose_launch",
+    "gather_kv",
+    "gather_logprobs",
+    "move_blocks",
+    "paged_attention",
+    "rms_norm",
+    "rotate_and_write_kv",
+    "sample",
+    "uniforms",
+    "write_kv",
+]

@@ -1,0 +1,412 @@
+"""The Triton kernels of paged attention; `attention.py` launches them.
+
+One program attends with a tile of query rows over keys in order of their position, with a running
+maximum and sum (online softmax: Milakov and Gimelshein 2018; Dao et al. 2022). A tile holds the
+query heads that share a KV head, for one or more tokens of one sequence, so that keys and values
+are read once for all of them (Ainslie et al. 2023). Scores are kept in base two.
+
+Where a step has too few tiles to fill the device, the context is cut into *splits*, each computed
+by a program of its own into float32 partial results that `reduce_splits` merges in order
+(Flash-Decoding, Dao et al. 2023). A tile that is not split among programs goes through the same
+spans and merges in the same order, so with a fixed split size both give the same bits. Splits and
+tiles of keys start at multiples of their size, not at a row's window or tile: a tile that a row
+does not see leaves its sums as they are, to the bit.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sequence_of(query_start, num_seqs, index, TILE_TOKENS: tl.constexpr):
+    """The last sequence whose first tile is not after tile `index`.
+
+    Sequence `i` begins with tile `query_start[i] // TILE_TOKENS + i`, which leaves each one room
+    for all its tiles without knowing the others' lengths (as in vLLM's unified attention).
+    """
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_before = tl.load(query_start + middle) // TILE_TOKENS + middle <= index
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit
+def sequence_of_row(starts, num_seqs, row):
+    """The sequence that owns flattened row `row`: the last one that starts at or before it."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_before = tl.load(starts + middle) <= row
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit
+def _finite(maximum):
+    """A number to subtract from scores: the maximum, or zero where nothing was visible."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _scores(
+    query,
+    keys,
+    key_at,
+    row_at,
+    slopes,
+    scale,
+    soft_cap,
+    window,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    """Scores in base two, minus infinity where a row does not see a key."""
+    products = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if HAS_CAP:
+        scores = _tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)
+    else:
+        scores = products * (scale * LOG2_E)
+    distance = row_at[:, None] - key_at[None, :]
+    if HAS_ALIBI:
+        scores -= (slopes * LOG2_E)[:, None] * distance
+    is_visible = distance >= 0
+    if HAS_WINDOW:
+        is_visible = is_visible & (distance < window)
+    return tl.where(is_visible, scores, float("-inf"))
+
+
+@triton.jit
+def _attend_span(
+    query,
+    begin,
+    end,
+    row_at,
+    slopes,
+    table,
+    key_cache,
+    value_cache,
+    key_block_stride,
+    key_token_stride,
+    value_block_stride,
+    value_token_stride,
+    scale,
+    soft_cap,
+    window,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """A tile's attention over keys `begin` (a multiple of TILE_KEYS) to `end`.
+
+    Returns maximum and sum of each row's weights, and the weighted sum of values.
+    """
+    maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    column = tl.arange(0, PADDED_DIM)
+    for start in range(begin, end, TILE_KEYS):
+        key_at = start + tl.arange(0, TILE_KEYS)
+        is_inside = key_at < end
+        block = tl.load(table + key_at // BLOCK_SIZE, mask=is_inside, other=0).to(tl.int64)
+        offset = key_at % BLOCK_SIZE
+        mask = is_inside[:, None] & (column < HEAD_DIM)[None, :]
+        key_row = block * key_block_stride + offset * key_token_stride
+        keys = tl.load(key_cache + key_row[:, None] + column[None, :], mask=mask, other=0.0)
+        value_row = block * value_block_stride + offset * value_token_stride
+        values = tl.load(value_cache + value_row[:, None] + column[None, :], mask=mask, other=0.0)
+
+        scores = _scores(
+            query,
+            keys.to(query.dtype),
+            key_at,
+            row_at,
+            slopes,
+            scale,
+            soft_cap,
+            window,
+            HAS_CAP,
+            HAS_WINDOW,
+            HAS_ALIBI,
+        )
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - _finite(higher)[:, None])
+        shrink = tl.exp2(maximum - _finite(higher))
+        total = tl.fma(total, shrink, tl.sum(weights, axis=1))
+        output = output * shrink[:, None]
+        output = tl.dot(
+            weights.to(query.dtype), values.to(query.dtype), output, input_precision="ieee"
+        )
+        maximum = higher
+    return maximum, total, output
+
+
+@triton.jit
+def _with_sink(maximum, total, sink):
+    """Maximum and sum after a key of score `sink` and value zero, and what the output shrinks by.
+
+    `sink` is minus infinity where there is none.
+    """
+    higher = tl.maximum(maximum, sink)
+    shrink = tl.exp2(maximum - _finite(higher))
+    return tl.fma(total, shrink, tl.exp2(sink - _finite(higher))), shrink
+
+
+@triton.jit
+def _split_tokens(context_len, num_splits, SPLIT_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Tokens in a split: the fixed number, or an even share in whole tiles."""
+    even = tl.cdiv(tl.cdiv(context_len, num_splits), TILE_KEYS) * TILE_KEYS
+    return SPLIT_TOKENS if SPLIT_TOKENS > 0 else even
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "num_splits", "table_stride"])
+def attend(
+    output_pointer,
+    partial_output,
+    partial_sums,
+    query_pointer,
+    key_cache,
+    value_cache,
+    query_start,
+    context_lens,
+    block_tables,
+    sinks,
+    alibi_slopes,
+    num_seqs,
+    num_tokens,
+    num_splits,
+    scale,
+    soft_cap,
+    window,
+    value_scale,
+    query_token_stride,
+    query_head_stride,
+    output_token_stride,
+    key_block_stride,
+    key_token_stride,
+    key_head_stride,
+    value_block_stride,
+    value_token_stride,
+    value_head_stride,
+    table_stride,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Program (tile, KV head, split); SPLIT_TOKENS 0 stands for no fixed size.
+
+    With IS_SPLIT a program computes one split and stores it in the partial tensors, [splits,
+    tokens, heads, PADDED_DIM or 2]; without, it goes through all and stores the output.
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = sequence_of(query_start, num_seqs, tile, TILE_TOKENS)
+    seq_start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - seq_start
+    context_len = tl.load(context_lens + seq)
+    first = (tile - seq - seq_start // TILE_TOKENS) * TILE_TOKENS
+    if first >= query_len:
+        return
+
+    row = tl.arange(0, TILE_ROWS)
+    token = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_row = (row < TILE_TOKENS * GROUP) & (token < query_len)
+    row_at = tl.where(is_row, context_len - query_len + token, -1)
+    column = tl.arange(0, PADDED_DIM)
+    mask = is_row[:, None] & (column < HEAD_DIM)[None, :]
+    token = (seq_start + token).to(tl.int64)
+    query_row = token * query_token_stride + head * query_head_stride
+    query = tl.load(query_pointer + query_row[:, None] + column[None, :], mask=mask, other=0.0)
+    slopes = tl.zeros([TILE_ROWS], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
+
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context_len - query_len + first - window + 1, 0)
+        begin = begin // TILE_KEYS * TILE_KEYS
+    end = context_len - query_len + tl.minimum(first + TILE_TOKENS, query_len)
+    table = block_tables + seq.to(tl.int64) * table_stride
+    key_cache += kv_head.to(tl.int64) * key_head_stride
+    value_cache += kv_head.to(tl.int64) * value_head_stride
+    split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
+
+    if IS_SPLIT:
+        split = tl.program_id(2)
+        begin = tl.maximum(begin, split * split_tokens)
+        end = tl.minimum(end, (split + 1) * split_tokens)
+        if begin >= end:
+            return
+        maximum, total, output = _attend_span(
+            query,
+            begin,
+            end,
+            row_at,
+            slopes,
+            table,
+            key_cache,
+            value_cache,
+            key_block_stride,
+            key_token_stride,
+            value_block_stride,
+            value_token_stride,
+            scale,
+            soft_cap,
+            window,
+            HAS_CAP,
+            HAS_WINDOW,
+            HAS_ALIBI,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            TILE_ROWS,
+            TILE_KEYS,
+            PADDED_DIM,
+        )
+        num_heads = tl.num_programs(1) * GROUP
+        partial = (split.to(tl.int64) * num_tokens + token) * num_heads + head
+        tl.store(partial_output + partial[:, None] * PADDED_DIM + column[None, :], output, mask)
+        tl.store(partial_sums + partial * 2, maximum, is_row)
+        tl.store(partial_sums + partial * 2 + 1, total, is_row)
+    else:
+        maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+        # Without a fixed split size the whole context is one span, and the merge a formality.
+        step = split_tokens if SPLIT_TOKENS > 0 else tl.maximum(end - begin, 1)
+        base = begin // step * step if SPLIT_TOKENS > 0 else begin
+        for span in range(base, end, step):
+            part_maximum, part_total, part = _attend_span(
+                query,
+                tl.maximum(begin, span),
+                tl.minimum(end, span + step),
+                row_at,
+                slopes,
+                table,
+                key_cache,
+                value_cache,
+                key_block_stride,
+                key_token_stride,
+                value_block_stride,
+                value_token_stride,
+                scale,
+                soft_cap,
+                window,
+                HAS_CAP,
+                HAS_WINDOW,
+                HAS_ALIBI,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                TILE_ROWS,
+                TILE_KEYS,
+                PADDED_DIM,
+            )
+            higher = tl.maximum(maximum, part_maximum)
+            shrink = tl.exp2(maximum - _finite(higher))
+            weight = tl.exp2(part_maximum - _finite(higher))
+            total = tl.fma(part_total, weight, total * shrink)
+            output = tl.fma(part, weight[:, None] + tl.zeros_like(part), output * shrink[:, None])
+            maximum = higher
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+            total, shrink = _with_sink(maximum, total, sink)
+            output = output * shrink[:, None]
+        output = output / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
+        output_row = token * output_token_stride + head * HEAD_DIM
+        tl.store(
+            output_pointer + output_row[:, None] + column[None, :],
+            output.to(output_pointer.dtype.element_ty),
+            mask,
+        )
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "num_splits"])
+def reduce_splits(
+    output_pointer,
+    partial_output,
+    partial_sums,
+    query_start,
+    context_lens,
+    sinks,
+    num_seqs,
+    num_tokens,
+    num_splits,
+    window,
+    value_scale,
+    output_token_stride,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Program (token, head): merge the splits that hold keys the row sees, first to last."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    if token >= tl.load(query_start + num_seqs):
+        return
+    seq = sequence_of_row(query_start, num_seqs, token)
+    context_len = tl.load(context_lens + seq)
+    row_at = context_len - tl.load(query_start + seq + 1) + token
+    split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
+    first_split = 0
+    if HAS_WINDOW:
+        first_split = tl.maximum(row_at - window + 1, 0) // split_tokens
+
+    column = tl.arange(0, PADDED_DIM)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    output = tl.zeros([PADDED_DIM], tl.float32)
+    one = tl.arange(0, 1)
+    split_stride = num_heads.to(tl.int64) * num_tokens
+    for split in range(first_split, row_at // split_tokens + 1):
+        partial = split * split_stride + token * num_heads + head
+        part_maximum = tl.load(partial_sums + partial * 2 + one)
+        part_total = tl.load(partial_sums + partial * 2 + 1 + one)
+        part = tl.load(
+            partial_output + partial * PADDED_DIM + column, mask=column < HEAD_DIM, other=0.0
+        )
+        higher = tl.maximum(maximum, part_maximum)
+        shrink = tl.exp2(maximum - _finite(higher))
+        weight = tl.exp2(part_maximum - _finite(higher))
+        total = tl.fma(part_total, weight, total * shrink)
+        output = tl.fma(part, weight + tl.zeros_like(part), output * shrink)
+        maximum = higher
+    if HAS_SINKS:
+        sink = tl.load(sinks + head + one) * LOG2_E
+        total, shrink = _with_sink(maximum, total, sink)
+        output = output * shrink
+    output = output / tl.where(total == 0.0, 1.0, total) * value_scale
+    tl.store(
+        output_pointer + token.to(tl.int64) * output_token_stride + head * HEAD_DIM + column,
+        output.to(output_pointer.dtype.element_ty),
+        mask=column < HEAD_DIM,
+    )

@@ -1,0 +1,69 @@
+"""The `triton` attention backend."""
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.gpu.attention import choose_launch, paged_attention
+from pagewire_kernels.gpu.cache import write_kv
+from pagewire_kernels.metadata import AttentionMetadata
+
+
+class TritonBackend:
+    """Attention and cache writes by Triton kernels.
+
+    With `batch_invariant`, a query row's result depends bitwise on that row and on its sequence's
+    KV alone, whatever else is in the batch and whether a prefill, a chunk or a decode computes it.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Nothing: kernels depend on a model's shapes, so the first call compiles them."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Store each row's key and value in its slot; as `reference.write_kv`."""
+        write_kv(_dense(key), _dense(value), key_cache, value_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of flattened query rows; as `reference.paged_attention`."""
+        query = _dense(query)
+        launch = choose_launch(
+            query, key_cache.shape[2], metadata, batch_invariant=self._batch_invariant
+        )
+        return paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            launch=launch,
+        )
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """The same rows with a dense last axis."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,87 @@
+"""Moving whole KV blocks, many in one launch.
+
+The cache is block-major, so a block, all layers, keys and values, is one contiguous piece of memory
+and is moved as such, whatever its type. Bound by memory bandwidth within a device, and by the bus
+between a device and pinned host memory, which a kernel reads and writes in place.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagewire_kernels.gpu.checks import expect, expect_dtype, expect_rows
+
+_TILE_WORDS = 4096
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _move(source, target, pairs, block_words, TILE: tl.constexpr):
+    """Program (pair, part of the block)."""
+    pair = tl.program_id(0)
+    source_block = tl.load(pairs + pair * 2)
+    target_block = tl.load(pairs + pair * 2 + 1)
+    word = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = word < block_words
+    words = tl.load(source + source_block * block_words + word, mask)
+    tl.store(target + target_block * block_words + word, words, mask)
+
+
+def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks on the current stream; as `reference.swap_blocks`.
+
+    source, target: contiguous [num_blocks, ...], equal in type and beyond the first axis, on a
+    device or in pinned host memory; pairs: int64 [n, 2]. Where a block is both a source and a
+    target of one call, all sources are first read into a buffer on the device; telling costs no
+    time if `pairs` are in host memory, and a wait for the device if not.
+    """
+    expect_dtype("pairs", pairs, torch.int64)
+    expect_rows("pairs", pairs, None, 2)
+    expect_dtype("target", target, source.dtype)
+    expect(
+        source.shape[1:] == target.shape[1:],
+        f"blocks differ: source {list(source.shape)}, target {list(target.shape)}",
+    )
+    for name, cache in (("source", source), ("target", target)):
+        expect(cache.is_contiguous(), f"{name}: expected whole blocks, contiguous")
+        is_seen = cache.is_cuda or cache.is_pinned() or not torch.cuda.is_available()
+        expect(is_seen, f"{name}: expected device or pinned host memory")
+    if len(pairs) == 0:
+        return
+    device = source.device if source.is_cuda else target.device
+    is_chained = source.data_ptr() == target.data_ptr() and bool(
+        torch.isin(pairs[:, 0], pairs[:, 1]).any()
+    )
+    if is_chained:
+        buffer = torch.empty((len(pairs), *source.shape[1:]), dtype=source.dtype, device=device)
+        rows = torch.arange(len(pairs), device=pairs.device)
+        _launch(source, buffer, torch.stack([pairs[:, 0], rows], dim=1), device)
+        _launch(buffer, target, torch.stack([rows, pairs[:, 1]], dim=1), device)
+    else:
+        _launch(source, target, pairs, device)
+
+
+def _launch(source: Tensor, target: Tensor, pairs: Tensor, device: torch.device) -> None:
+    word = _widest_word(source)
+    source, target = _as_words(source, word), _as_words(target, word)
+    block_words = source.shape[1]
+    _move[(len(pairs), triton.cdiv(block_words, _TILE_WORDS))](
+        source,
+        target,
+        pairs.to(device, non_blocking=True).contiguous(),
+        block_words,
+        TILE=_TILE_WORDS,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+def _widest_word(cache: Tensor) -> torch.dtype:
+    """The widest integer that divides a block."""
+    block_bytes = cache[:1].nbytes
+    return next(word for word in _WORDS if block_bytes % word.itemsize == 0)
+
+
+def _as_words(cache: Tensor, word: torch.dtype) -> Tensor:
+    return cache.view(torch.uint8).flatten(1).view(word)

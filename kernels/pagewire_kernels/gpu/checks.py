@@ -1,0 +1,45 @@
+"""What the launchers ask of tensors before a kernel would misread them."""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest finite number of `float8_e4m3fn`."""
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raises ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def expect_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Raises TypeError unless the tensor has one of the types."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
+
+
+def expect_rows(name: str, tensor: Tensor, *shape: int | None) -> None:
+    """Raises ValueError unless the shape fits (None: any) and the last axis is dense."""
+    wanted = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
+    fits = len(shape) == tensor.dim() and all(
+        size is None or size == got for size, got in zip(shape, tensor.shape, strict=True)
+    )
+    expect(fits, f"{name}: expected shape {wanted}, got {list(tensor.shape)}")
+    expect(tensor.stride(-1) == 1, f"{name}: expected a dense last axis, got {tensor.stride()}")
+
+
+def expect_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> None:
+    """Two layer views of one block-major cache, of the rows' type or fp8."""
+    expect_dtype("key_cache", key_cache, dtype, FP8)
+    expect_dtype("value_cache", value_cache, key_cache.dtype)
+    expect_rows("key_cache", key_cache, None, None, None, None)
+    expect_rows("value_cache", value_cache, *key_cache.shape)
+    if key_cache.dtype == FP8 and key_cache.is_cuda:
+        capability = torch.cuda.get_device_capability(key_cache.device)
+        expect(
+            capability >= (8, 9), f"fp8 cache: expected compute capability 8.9, got {capability}"
+        )

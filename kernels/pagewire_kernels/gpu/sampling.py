@@ -1,0 +1,171 @@
+"""Penalties, sampling and log probabilities on a GPU.
+
+What bounds them: the rows of logits are read over and over, `vocab_size * 4` bytes a row and pass.
+A greedy row takes one pass, one without filters four, one with top-k or top-p as many more as it
+takes until the tokens in question are few, at most 32. A row is one program's, so that a batch with
+fewer rows than the device has processors is bound by what one processor can read. Memory beside the
+logits: 16 KiB a row.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from pagewire_kernels.gpu import sampling_kernels
+from pagewire_kernels.gpu.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.metadata import SamplingMetadata
+
+CAPACITY = 2048
+"""Tokens that are copied out to find the cut among."""
+
+_TILE = 2048
+_NUM_WARPS = 8
+
+
+def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+    """One draw from [0, 1) per row; bitwise `reference.uniforms`."""
+    _check_draws(seeds, choice_indices, positions)
+    output = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
+    if len(seeds):
+        sampling_kernels.uniforms[(triton.cdiv(len(seeds), 128),)](
+            output,
+            seeds,
+            choice_indices,
+            positions,
+            len(seeds),
+            TILE=128,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return output
+
+
+def sample(logits: Tensor, metadata: SamplingMetadata, *, capacity: int = CAPACITY) -> Tensor:
+    """One token per row; as `reference.sample`, up to the rounding of sums of probabilities."""
+    num_rows, vocab_size = _check_logits(logits)
+    m = metadata
+    for name, column, dtype in (
+        ("temperature", m.temperature, torch.float32),
+        ("top_k", m.top_k, torch.int32),
+        ("top_p", m.top_p, torch.float64),
+        ("min_p", m.min_p, torch.float64),
+    ):
+        expect_dtype(name, column, dtype)
+        expect_rows(name, column, num_rows)
+    _check_draws(m.seeds, m.choice_indices, m.positions)
+    expect_rows("seeds", m.seeds, num_rows)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    candidates = torch.empty((num_rows, capacity), dtype=torch.float32, device=logits.device)
+    if num_rows:
+        sampling_kernels.sample[(num_rows,)](
+            tokens,
+            logits,
+            candidates,
+            torch.empty_like(candidates, dtype=torch.int32),
+            m.temperature,
+            m.top_k,
+            m.top_p,
+            m.min_p,
+            m.seeds,
+            m.choice_indices,
+            m.positions,
+            vocab_size,
+            logits.stride(0),
+            CAPACITY=capacity,
+            TILE=_tile(vocab_size),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return tokens
+
+
+def apply_penalties(
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    output_counts: Tensor,
+    *,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Repetition, frequency and presence penalties, in place; as `reference.apply_penalties`.
+
+    Touches only the entries it is given, so it costs a scattered read and write each.
+    """
+    expect_dtype("logits", logits, torch.float32)
+    num_rows, _ = _check_logits(logits)
+    for name, entries in (("rows", rows), ("token_ids", token_ids), ("counts", output_counts)):
+        expect_dtype(name, entries, torch.int32)
+        expect_rows(name, entries, len(rows))
+    for name, column in (
+        ("repetition", repetition),
+        ("frequency", frequency),
+        ("presence", presence),
+    ):
+        expect_dtype(name, column, torch.float32)
+        expect_rows(name, column, num_rows)
+    if len(rows):
+        sampling_kernels.penalise[(triton.cdiv(len(rows), 256),)](
+            logits,
+            rows,
+            token_ids,
+            output_counts,
+            repetition,
+            frequency,
+            presence,
+            len(rows),
+            logits.stride(0),
+            TILE=256,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log softmax at some tokens, and the rank of the first; as `reference.gather_logprobs`.
+
+    Two passes over the logits and nothing of their size written.
+    """
+    num_rows, vocab_size = _check_logits(logits)
+    expect_dtype("token_ids", token_ids, torch.int64)
+    expect_rows("token_ids", token_ids, num_rows, None)
+    num_tokens = token_ids.shape[1]
+    expect(num_tokens > 0, "token_ids: expected at least one column")
+    output = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        sampling_kernels.logprobs[(num_rows,)](
+            output,
+            ranks,
+            logits,
+            token_ids.contiguous(),
+            vocab_size,
+            num_tokens,
+            logits.stride(0),
+            TILE=_tile(vocab_size),
+            TILE_TOKENS=triton.next_power_of_2(num_tokens),
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+    return output, ranks
+
+
+def _tile(vocab_size: int) -> int:
+    return min(_TILE, triton.next_power_of_2(vocab_size))
+
+
+def _check_logits(logits: Tensor) -> tuple[int, int]:
+    expect_dtype("logits", logits, *FLOATS)
+    expect_rows("logits", logits, None, None)
+    num_rows, vocab_size = logits.shape
+    expect(vocab_size > 0, "logits: expected at least one column")
+    return num_rows, vocab_size
+
+
+def _check_draws(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> None:
+    expect_dtype("seeds", seeds, torch.int64)
+    expect_rows("seeds", seeds, None)
+    for name, column in (("choice_indices", choice_indices), ("positions", positions)):
+        expect_dtype(name, column, torch.int32)
+        expect_rows(name, column, len(seeds))

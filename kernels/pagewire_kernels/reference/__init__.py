@@ -1,0 +1,26 @@
+"""What every kernel here means, in plain torch: the oracle of the tests.
+
+attention.py  attention over a paged cache
+cache.py      writing to it, reading from it, moving its blocks
+layers.py     norms, rotary embedding, activations
+sampling.py   from logits to a token, and log probabilities
+"""
+
+from pagewire_kernels.reference.attention import paged_attention
+from pagewire_kernels.reference.cache import gather_kv, swap_blocks, write_kv
+from pagewire_kernels.reference.layers import act_and_mul, rms_norm, rotate_and_write_kv
+from pagewire_kernels.reference.sampling import apply_penalties, gather_logprobs, sample, uniforms
+
+__all__ = [
+    "act_and_mul",
+    "apply_penalties",
+    "gather_kv",
+    "gather_logprobs",
+    "paged_attention",
+    "rms_norm",
+    "rotate_and_write_kv",
+    "sample",
+    "swap_blocks",
+    "uniforms",
+    "write_kv",
+]

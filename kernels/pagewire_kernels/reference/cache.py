@@ -1,0 +1,86 @@
+"""Operations on a paged KV cache in plain torch."""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Store each row's key and value in its slot; rows with a negative slot are left out.
+
+    key, value: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens]. A cache of
+    float8_e4m3fn takes them divided by their scale and clamped to its finite range; the scales have
+    no meaning for others.
+    """
+    kept = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[kept]
+    block_size = key_cache.shape[1]
+    block = torch.div(slots, block_size, rounding_mode="floor")
+    offset = slots - block * block_size
+    _put(key_cache, block, offset, key[kept], key_scale)
+    _put(value_cache, block, offset, value[kept], value_scale)
+
+
+def _put(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, scale: float) -> None:
+    if cache.dtype == FP8:
+        limit = torch.finfo(FP8).max
+        rows = (rows.float() / scale).clamp(-limit, limit).to(FP8)
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)  # fp8 has no index_put
+    cache[block, offset] = rows
+
+
+def gather_kv(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    num_rows: int,
+    *,
+    dtype: torch.dtype,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The sequences' cached keys and values, one sequence after the other.
+
+    starts: int32 [num_seqs + 1], where each sequence begins among the `num_rows` rows, the last
+    entry being where they end; rows after that are undefined. A sequence's rows are its first
+    `starts[i + 1] - starts[i]` positions. Scales as in `write_kv`. Returns two [num_rows,
+    num_kv_heads, head_dim] of `dtype`.
+    """
+    shape = (num_rows, *key_cache.shape[2:])
+    gathered = []
+    for cache, scale in ((key_cache, key_scale), (value_cache, value_scale)):
+        output = torch.empty(shape, dtype=dtype, device=cache.device)
+        bounds = starts.tolist()
+        for table, start, end in zip(block_tables, bounds[:-1], bounds[1:], strict=True):
+            output[start:end] = (gather_sequence(cache, table, end - start) * scale).to(dtype)
+        gathered.append(output)
+    return gathered[0], gathered[1]
+
+
+def gather_sequence(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    """One sequence's keys or values in order: float32 [context_len, num_kv_heads, head_dim]."""
+    block_size = cache.shape[1]
+    num_blocks = -(-context_len // block_size)
+    blocks = cache[block_table[:num_blocks].long()]
+    return blocks.flatten(0, 1)[:context_len].float()
+
+
+def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks from one cache to another, on another device or not, or within one cache.
+
+    source, target: [num_blocks, ...], equal beyond the first axis; pairs: int64 [n, 2] of (source
+    block, target block), no target twice. All sources are read before any target is written.
+    """
+    moved = source.index_select(0, pairs[:, 0].to(source.device)).to(target.device)
+    target.index_copy_(0, pairs[:, 1].to(target.device), moved)

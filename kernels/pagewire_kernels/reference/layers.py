@@ -1,0 +1,84 @@
+"""Norms, rotary embedding and gated activations in plain torch, computed in float32."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire_kernels.reference.cache import write_kv
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019).
+
+    With a residual, x is first added to it, in place and rounded to its type, and the sum is
+    normalised. x, residual: [num_tokens, size]. Returns x's shape and dtype.
+    """
+    if residual is not None:
+        residual.copy_(residual.float() + x.float())
+        x = residual
+    return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def rotate_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Turn queries in place; turn keys and store them, and values as they are, in their slots.
+
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], left
+    as they are; positions: int64 [num_tokens]; cos, sin: [num_positions, rotary_dim // 2], the
+    first half of a head's first rotary_dim elements being turned against the second (Su et al.
+    2021). query_norm, key_norm: [head_dim], weights of a norm of each head before that (Qwen3).
+    Slots and scales as in `write_kv`. Rounded once, at the end.
+    """
+    rows = cos[positions].float()[:, None], sin[positions].float()[:, None]
+    query.copy_(_norm_and_turn(query, *rows, query_norm, eps))
+    turned = _norm_and_turn(key, *rows, key_norm, eps).to(key.dtype)
+    write_kv(
+        turned,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+
+def _norm_and_turn(
+    heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
+) -> Tensor:
+    heads = heads.float()
+    if weight is not None:
+        heads = rms_norm(heads, weight, eps)
+    half = cos.shape[-1]
+    first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, dim=-1)
+
+
+def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis.
+
+    gate_up: [num_tokens, 2 * size]; activation: silu, gelu or gelu_tanh. Returns [num_tokens,
+    size], in gate_up's type.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "silu":
+        gate = functional.silu(gate)
+    else:
+        gate = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (gate * up).to(gate_up.dtype)

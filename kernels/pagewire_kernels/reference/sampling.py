@@ -1,0 +1,113 @@
+"""From logits to tokens in plain torch, row after row and with a full sort."""
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.metadata import SamplingMetadata
+
+NO_TOKEN = -1
+
+_WORD = 0xFFFFFFFF
+
+
+def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
+    """One draw from [0, 1) per row with 53 random bits, a function of these numbers alone.
+
+    The first two words of Philox4x32-10 (Salmon et al. 2011), keyed by the seed, low word first,
+    with the counter (choice index, position, 0, 0). seeds: int64 [n], the bits of an unsigned seed;
+    the others: int32 [n]. Returns float64 [n].
+    """
+    columns = (seeds.tolist(), choice_indices.tolist(), positions.tolist())
+    draws = []
+    for seed, choice_index, position in zip(*columns, strict=True):
+        high, low = _philox((choice_index & _WORD, position & _WORD, 0, 0), seed)
+        draws.append((high << 32 | low) >> 11)
+    return torch.tensor(draws, dtype=torch.float64, device=seeds.device) * 2.0**-53
+
+
+def _philox(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int]:
+    a, b, c, d = counter
+    key_low, key_high = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (second >> 32) ^ b ^ key_low, second & _WORD
+        c, d = (first >> 32) ^ d ^ key_high, first & _WORD
+        key_low, key_high = (key_low + 0x9E3779B9) & _WORD, (key_high + 0xBB67AE85) & _WORD
+    return a, b
+
+
+def apply_penalties(
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    output_counts: Tensor,
+    *,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Repetition (Keskar et al. 2019), then frequency, then presence penalties, in place.
+
+    logits: float32 [num_rows, vocab_size]. One entry for each token that occurs in a row's
+    sequence, none twice: rows, token_ids, output_counts: int32 [n], the count being that in the
+    output, 0 for tokens of the prompt alone. repetition, frequency, presence: float32 [num_rows].
+    """
+    index = (rows.long(), token_ids.long())
+    factor = repetition[index[0]]
+    values = logits[index]
+    values = torch.where(values > 0, values / factor, values * factor)
+    values -= frequency[index[0]] * output_counts
+    values -= presence[index[0]] * (output_counts > 0)
+    logits[index] = values
+
+
+def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """One token per row, int64 [n]; -1 for a row with a NaN or without a finite maximum.
+
+    logits: float32 [n, vocab_size], penalties applied. min-p and top-k look at the distribution
+    after temperature, then top-p (Holtzman et al. 2020) at what they leave. They come down to the
+    smallest logit that stays; all tokens with that very logit stay. Then the row's uniform draw
+    picks the first token id at which the cumulative probability exceeds it.
+    """
+    draws = uniforms(metadata.seeds, metadata.choice_indices, metadata.positions)
+    tokens = torch.full((len(logits),), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    for row, values in enumerate(logits):
+        temperature = float(metadata.temperature[row])
+        if not values.max().isfinite():
+            continue
+        if temperature == 0.0:
+            tokens[row] = int((values == values.max()).nonzero()[0])
+            continue
+        scaled = values / metadata.temperature[row]
+        weights = torch.exp(scaled - scaled.max()).double()
+        weights = weights * (scaled >= _cut(scaled, weights, metadata, row))
+        cumulative = weights.cumsum(0)
+        above = cumulative > draws[row] * cumulative[-1]
+        tokens[row] = int(above.nonzero()[0]) if above.any() else int(weights.nonzero()[-1])
+    return tokens
+
+
+def _cut(scaled: Tensor, weights: Tensor, metadata: SamplingMetadata, row: int) -> Tensor:
+    """The smallest scaled logit that stays."""
+    ordered, order = torch.sort(scaled, descending=True)
+    cut = ordered[0] + torch.log(metadata.min_p[row]).float()
+    top_k, top_p = int(metadata.top_k[row]), float(metadata.top_p[row])
+    if top_k > 0:
+        cut = torch.maximum(cut, ordered[min(top_k, len(ordered)) - 1])
+    if top_p < 1.0:
+        mass = (weights[order] * (ordered >= cut)).cumsum(0)
+        has_crossed = mass >= top_p * mass[-1]
+        cut = torch.maximum(cut, ordered[has_crossed.nonzero()[0]].squeeze())
+    return cut
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log softmax at some tokens of each row, and the rank of the first of them.
+
+    logits: [n, vocab_size]; token_ids: int64 [n, m], m of at least 1. Returns float32 [n, m] and
+    int32 [n]: one more than the number of tokens with a larger logit.
+    """
+    logits = logits.float()
+    own = logits.gather(1, token_ids)
+    ranks = (logits > own[:, :1]).sum(dim=-1, dtype=torch.int32) + 1
+    return own - torch.logsumexp(logits, dim=-1, keepdim=True), ranks

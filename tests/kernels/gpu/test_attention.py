@@ -1,0 +1,222 @@
+"""Paged attention on the GPU against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.gpu import Launch, TritonBackend, choose_launch, paged_attention, write_kv
+from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees, on_device
+from tests.support.paged_batch import PagedSequences, Shape
+
+pytestmark = MARKS
+
+Part = tuple[int, int, int]
+
+LAUNCHES = {
+    "whole": Launch(tile_rows=16, tile_keys=16, num_warps=4),
+    "even splits": Launch(tile_rows=16, tile_keys=16, num_warps=4, num_splits=2),
+    "fixed splits": Launch(tile_rows=16, tile_keys=16, num_warps=4, num_splits=2, split_tokens=32),
+    "fixed spans": Launch(tile_rows=16, tile_keys=16, num_warps=4, split_tokens=32),
+}
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -3.0, 40.0, 0.0])},
+    "alibi": {"alibi_slopes": SLOPES},
+    "all": {
+        "sliding_window": 20,
+        "soft_cap": 1.0,
+        "sinks": torch.zeros(4),
+        "alibi_slopes": SLOPES,
+    },
+}
+
+
+def _written(sequences: PagedSequences) -> None:
+    """Store all keys and values."""
+    everything = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
+    reference.write_kv(
+        sequences.rows(sequences.keys, everything),
+        sequences.rows(sequences.values, everything),
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(everything).slot_mapping,
+    )
+
+
+def _attend(sequences: PagedSequences, parts: list[Part], **options: Any) -> torch.Tensor:
+    cache = sequences.cache.to(DEVICE)
+    options = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    return paged_attention(
+        sequences.rows(sequences.queries, parts).to(DEVICE),
+        cache[:, 1, 0],
+        cache[:, 1, 1],
+        on_device(sequences.metadata(parts)),
+        **options,
+    )
+
+
+def _expected(sequences: PagedSequences, parts: list[Part], **options: Any) -> torch.Tensor:
+    return reference.paged_attention(
+        sequences.rows(sequences.queries, parts),
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(parts),
+        **options,
+    )
+
+
+LENGTHS = [33, 1, 60, 9]
+RAGGED = [(0, 32, 33), (1, 0, 1), (2, 45, 60), (3, 0, 9)]
+DECODES = [(0, 32, 33), (1, 0, 1), (2, 59, 60), (3, 8, 9)]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_ragged_batch_agrees_with_the_reference(options: dict[str, Any]) -> None:
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    launch = LAUNCHES["even splits"]
+    output = _attend(sequences, RAGGED, scale=0.3, launch=launch, **options)
+    assert_agrees(output, _expected(sequences, RAGGED, scale=0.3, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_decodes_agree_with_the_reference(dtype: torch.dtype, launch: Launch) -> None:
+    sequences = PagedSequences(Shape(dtype=dtype), LENGTHS)
+    _written(sequences)
+    options = OPTIONS["all"]
+    output = _attend(sequences, DECODES, scale=0.3, launch=launch, **options)
+    assert_agrees(output, _expected(sequences, DECODES, scale=0.3, **options))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(num_heads=1, num_kv_heads=1, head_dim=8, block_size=1),
+        Shape(num_heads=6, num_kv_heads=2, head_dim=80, block_size=16),
+        Shape(num_heads=7, num_kv_heads=1, head_dim=64, block_size=32),
+        Shape(num_heads=20, num_kv_heads=1, head_dim=16, block_size=4),
+        Shape(num_heads=5, num_kv_heads=5, head_dim=128, block_size=3),
+        Shape(num_heads=2, num_kv_heads=1, head_dim=256, block_size=16),
+    ],
+    ids=str,
+)
+def test_any_shape_agrees_with_the_reference(shape: Shape) -> None:
+    sequences = PagedSequences(shape, [20, 5])
+    _written(sequences)
+    for parts in ([(0, 16, 20), (1, 0, 5)], [(0, 19, 20), (1, 4, 5)]):
+        output = _attend(sequences, parts, scale=0.2)
+        assert_agrees(output, _expected(sequences, parts, scale=0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_fp8_cache_agrees_with_the_reference(dtype: torch.dtype) -> None:
+    sequences = PagedSequences(Shape(dtype=dtype), [33, 9])
+    cache = torch.zeros(sequences.cache.shape).to(torch.float8_e4m3fn)
+    everything = [(0, 0, 33), (1, 0, 9)]
+    scales = {"key_scale": 0.02, "value_scale": 0.01}
+    for side, rows in enumerate((sequences.keys, sequences.values)):
+        reference.write_kv(
+            *[sequences.rows(rows, everything)] * 2,
+            *[cache[:, 1, side]] * 2,
+            sequences.metadata(everything).slot_mapping,
+            key_scale=tuple(scales.values())[side],
+            value_scale=tuple(scales.values())[side],
+        )
+    sequences.key_cache, sequences.value_cache = cache[:, 1, 0], cache[:, 1, 1]
+    sequences.cache = cache
+    parts = [(0, 20, 33), (1, 8, 9)]
+    output = _attend(sequences, parts, scale=0.3, **scales)
+    assert_agrees(output, _expected(sequences, parts, scale=0.3, **scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_fixed_splits_a_row_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    options = OPTIONS["sinks"] | OPTIONS["cap"] | {"sliding_window": 40}
+    sequences = PagedSequences(Shape(dtype=dtype), [50, 5])
+    _written(sequences)
+    spans, splits = LAUNCHES["fixed spans"], LAUNCHES["fixed splits"]
+    prefill = _attend(sequences, [(0, 0, 50)], scale=0.3, launch=spans, **options)
+    for parts, launch, rows in (
+        ([(0, 29, 50)], splits, slice(29, 50)),
+        ([(0, 49, 50), (1, 0, 5)], splits, slice(49, 50)),
+        ([(0, 32, 33)], splits, slice(32, 33)),
+        ([(0, 49, 50)], spans, slice(49, 50)),
+    ):
+        output = _attend(sequences, parts, scale=0.3, launch=launch, **options)
+        num_rows = rows.stop - rows.start
+        assert torch.equal(output[:num_rows], prefill[rows])
+
+
+def test_batch_invariance_takes_its_tiles_from_the_model_alone() -> None:
+    sequences = PagedSequences(Shape(), [5000, 3])
+    fixed = set()
+    for parts in ([(0, 0, 5000)], [(0, 4999, 5000)], [(0, 4999, 5000), (1, 0, 3)]):
+        query = sequences.rows(sequences.queries, parts).to(DEVICE)
+        launch = choose_launch(query, 2, sequences.metadata(parts), batch_invariant=True)
+        fixed.add((launch.tile_rows, launch.tile_keys, launch.num_warps, launch.split_tokens))
+    assert len(fixed) == 1
+    assert fixed.pop()[-1] > 0
+
+
+def test_a_few_long_contexts_are_split_and_many_are_not() -> None:
+    sequences = PagedSequences(Shape(), [4000])
+    one, many = [(0, 3999, 4000)], [(0, 3999, 4000)] * 2000
+    splits = [
+        choose_launch(
+            sequences.rows(sequences.queries, parts).to(DEVICE), 2, sequences.metadata(parts)
+        ).num_splits
+        for parts in (one, many)
+    ]
+    assert splits[0] > 1
+    assert splits[1] == 1
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_backend_writes_and_attends(batch_invariant: bool) -> None:
+    sequences = PagedSequences(Shape(), [33, 9])
+    backend = TritonBackend(batch_invariant=batch_invariant)
+    cache = sequences.cache.to(DEVICE)
+    everything = [(0, 0, 33), (1, 0, 9)]
+    metadata = on_device(sequences.metadata(everything))
+    backend.write_kv(
+        sequences.rows(sequences.keys, everything).to(DEVICE),
+        sequences.rows(sequences.values, everything).to(DEVICE),
+        cache[:, 1, 0],
+        cache[:, 1, 1],
+        metadata.slot_mapping,
+    )
+    output = backend.paged_attention(
+        sequences.rows(sequences.queries, everything).to(DEVICE),
+        cache[:, 1, 0],
+        cache[:, 1, 1],
+        metadata,
+        scale=0.3,
+    )
+    _written(sequences)
+    assert_agrees(output, _expected(sequences, everything, scale=0.3))
+
+
+def test_tensors_that_would_be_misread_are_refused() -> None:
+    sequences = PagedSequences(Shape(), [3])
+    parts = [(0, 0, 3)]
+    query = sequences.rows(sequences.queries, parts)
+    key, value = sequences.key_cache, sequences.value_cache
+    metadata = sequences.metadata(parts)
+    with pytest.raises(TypeError, match="key_cache: expected float16 or float8_e4m3fn, got"):
+        paged_attention(query.half(), key, value, metadata, scale=1.0)
+    with pytest.raises(ValueError, match="query: 3 heads are no multiple of the cache's 2"):
+        paged_attention(query[:, :3], key, value, metadata, scale=1.0)
+    with pytest.raises(ValueError, match=r"query: expected shape \[\*, \*, 32\], got \[3, 4, 16\]"):
+        paged_attention(query[..., :16], key, value, metadata, scale=1.0)
+    with pytest.raises(TypeError, match="slot_mapping: expected int64, got"):
+        write_kv(query[:, :2], query[:, :2], key, value, metadata.slot_mapping.int())

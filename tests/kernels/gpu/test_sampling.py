@@ -1,0 +1,145 @@
+"""Penalties, sampling and log probabilities on the GPU against the reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.gpu import apply_penalties, gather_logprobs, sample, uniforms
+from pagewire_kernels.metadata import SamplingMetadata
+from tests.support.gpu_kernels import DEVICE, MARKS, on_device
+from worker_service.sampler import philox
+
+pytestmark = MARKS
+
+VOCAB_SIZE = 300
+
+
+def _metadata(
+    temperature: list[float],
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
+    min_p: list[float] | None = None,
+) -> SamplingMetadata:
+    n = len(temperature)
+    return SamplingMetadata(
+        temperature=torch.tensor(temperature),
+        top_k=torch.tensor(top_k or [0] * n, dtype=torch.int32),
+        top_p=torch.tensor(top_p or [1.0] * n, dtype=torch.float64),
+        min_p=torch.tensor(min_p or [0.0] * n, dtype=torch.float64),
+        seeds=torch.arange(n) * 77,
+        choice_indices=torch.arange(n, dtype=torch.int32) % 3,
+        positions=torch.arange(n, dtype=torch.int32),
+    )
+
+
+def _logits(num_rows: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * spread
+
+
+def _both(logits: torch.Tensor, metadata: SamplingMetadata, **options: int) -> list[list[int]]:
+    ours = sample(logits.to(DEVICE), on_device(metadata), **options)
+    return [ours.tolist(), reference.sample(logits, metadata).tolist()]
+
+
+def test_draws_are_the_workers_own_to_the_bit() -> None:
+    random = np.random.default_rng(0)
+    seeds = random.integers(0, 2**64, 200, dtype=np.uint64)
+    choices = random.integers(0, 2**31, 200, dtype=np.uint32)
+    positions = random.integers(0, 2**31, 200)
+    expected = philox.uniform(seeds, choices, positions)
+    columns = [
+        torch.from_numpy(seeds.view(np.int64)),
+        torch.from_numpy(choices.astype(np.int32)),
+        torch.from_numpy(positions.astype(np.int32)),
+    ]
+    for draws in (uniforms(*[each.to(DEVICE) for each in columns]), reference.uniforms(*columns)):
+        assert np.array_equal(draws.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("capacity", [16, 512])
+def test_filtered_rows_get_the_references_tokens(capacity: int) -> None:
+    metadata = _metadata(
+        temperature=[1.0, 0.7, 1.3, 1.0, 2.0, 1.0, 0.5, 1.0],
+        top_k=[5, 0, 0, 40, 70, 1, 9000, 50],
+        top_p=[1.0, 0.9, 1.0, 0.8, 0.95, 1.0, 0.999, 0.0],
+        min_p=[0.0, 0.0, 0.05, 0.01, 0.0, 0.0, 0.0, 0.0],
+    )
+    ours, expected = _both(_logits(8), metadata, capacity=capacity)
+    assert ours == expected
+
+
+def test_unfiltered_rows_get_the_references_tokens() -> None:
+    ours, expected = _both(_logits(6, spread=1.0), _metadata([1.0, 0.3, 5.0, 1.0, 1.0, 2.0]))
+    assert ours == expected
+    assert len(set(ours)) > 3
+
+
+def test_a_greedy_row_gets_the_first_of_its_largest_logits() -> None:
+    logits = _logits(2)
+    logits[0, [299, 17, 40]] = 50.0
+    ours, _ = _both(logits, _metadata([0.0, 0.0]))
+    assert ours == [17, int(logits[1].argmax())]
+
+
+def test_equal_logits_at_the_cut_all_stay() -> None:
+    logits = torch.full((12, VOCAB_SIZE), -5.0)
+    logits[:, [3, 99, 250]] = 4.0
+    metadata = _metadata([1.0] * 12, top_k=[2] * 12)
+    ours, expected = _both(logits, metadata)
+    assert ours == expected
+    assert set(ours) == {3, 99, 250}
+
+
+def test_banned_tokens_are_never_drawn() -> None:
+    logits = torch.zeros(4, VOCAB_SIZE)
+    logits[:, :290] = -torch.inf
+    ours, expected = _both(logits, _metadata([1.0] * 4, top_p=[0.5, 1.0] * 2))
+    assert ours == expected
+    assert min(ours) >= 290
+
+
+def test_rows_without_a_finite_maximum_have_no_token() -> None:
+    logits = _logits(4)
+    logits[0] = -torch.inf
+    logits[1, 2] = torch.nan
+    logits[2, 2] = torch.inf
+    ours, expected = _both(logits, _metadata([1.0, 0.0, 1.0, 1.0]))
+    assert ours == expected
+    assert ours[:3] == [-1, -1, -1]
+    assert ours[3] >= 0
+
+
+def test_penalties_agree_with_the_reference() -> None:
+    logits = _logits(3)
+    columns = {
+        "repetition": torch.tensor([1.3, 1.0, 0.9]),
+        "frequency": torch.tensor([0.1, 0.5, 0.0]),
+        "presence": torch.tensor([0.0, -0.5, 1.5]),
+    }
+    rows = torch.arange(3, dtype=torch.int32).repeat_interleave(80)
+    draw = torch.Generator().manual_seed(2)
+    tokens = torch.cat([torch.randperm(VOCAB_SIZE, generator=draw)[:80] for _ in range(3)]).int()
+    counts = torch.randint(0, 4, (240,), generator=draw, dtype=torch.int32)
+    penalised = logits.to(DEVICE, copy=True)
+    apply_penalties(
+        penalised,
+        *[each.to(DEVICE) for each in (rows, tokens, counts)],
+        **{name: each.to(DEVICE) for name, each in columns.items()},
+    )
+    expected = logits.clone()
+    reference.apply_penalties(expected, rows, tokens, counts, **columns)
+    torch.testing.assert_close(penalised.cpu(), expected, atol=1e-6, rtol=1e-6)
+    assert (expected != logits).sum() > 130
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_log_probabilities_agree_with_the_reference(dtype: torch.dtype) -> None:
+    logits = _logits(4).to(dtype)
+    tokens = torch.randint(0, VOCAB_SIZE, (4, 5), generator=torch.Generator().manual_seed(2))
+    tokens[0, 0] = logits[0].argmax()
+    logprobs, ranks = gather_logprobs(logits.to(DEVICE), tokens.to(DEVICE))
+    expected_logprobs, expected_ranks = reference.gather_logprobs(logits, tokens)
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=1e-5, rtol=1e-5)
+    assert ranks.tolist() == expected_ranks.tolist()
+    assert ranks[0] == 1

@@ -1,0 +1,206 @@
+"""Every GPU kernel compiles to machine code, as its launcher calls it; needs no GPU.
+
+The interpreter takes Python that Triton's compiler does not, so that it alone proves little.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from pagewire_kernels import gpu
+from pagewire_kernels.metadata import AttentionMetadata, SamplingMetadata
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY_BYTES = 227 * 1024
+"""What a program can have there."""
+
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+FP8 = torch.float8_e4m3fn
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    FP8: "*fp8e4nv",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+}
+
+
+def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Machine code for a launch with these arguments, specialised as Triton does it."""
+    names = set(kernel.arg_names)
+    options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
+    named = {key: value for key, value in kwargs.items() if key in names}
+    values = inspect.signature(kernel.fn).bind(*args, **named).arguments
+    signature, constants, attributes = {}, {}, {}
+    for parameter in kernel.params:
+        value = values[parameter.name]
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or is_one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+        else:
+            is_wide = isinstance(value, int) and abs(value) >= 2**31
+            signature[parameter.name] = (
+                "fp32" if isinstance(value, float) else "i64" if is_wide else "i32"
+            )
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What has been launched since; launches compile and do not run."""
+    compiled: list[Any] = []
+
+    def run(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        compiled.append(_compile(kernel, args, kwargs))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", run)
+    return compiled
+
+
+def _metadata(num_seqs: int, query_len: int, context_len: int) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
+        context_lens=torch.full((num_seqs,), context_len, dtype=torch.int32),
+        block_tables=torch.zeros((num_seqs, -(-context_len // 16)), dtype=torch.int32),
+        slot_mapping=torch.zeros(num_seqs * query_len, dtype=torch.int64),
+        max_query_len=query_len,
+        max_context_len=context_len,
+    )
+
+
+ATTENTION = {
+    "decode": (_metadata(1, 1, 4000), torch.bfloat16, {}),
+    "prefill": (_metadata(2, 300, 600), torch.bfloat16, {}),
+    "decode from fp8": (_metadata(1, 1, 4000), torch.bfloat16, {"cache": FP8}),
+    "float32 with all options": (
+        _metadata(2, 40, 50),
+        torch.float32,
+        {
+            "soft_cap": 5.0,
+            "sliding_window": 100,
+            "sinks": torch.zeros(16),
+            "alibi_slopes": torch.zeros(16),
+        },
+    ),
+    "batch-invariant prefill": (_metadata(40, 300, 4000), torch.bfloat16, {"invariant": True}),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_compiles(case: str, launched: list[Any]) -> None:
+    metadata, dtype, options = ATTENTION[case]
+    options = dict(options)
+    query = torch.zeros(len(metadata.slot_mapping), 16, 128, dtype=dtype)
+    cache = torch.zeros(2, 1, 2, 16, 8, 128).to(options.pop("cache", dtype))
+    launch = gpu.choose_launch(query, 8, metadata, batch_invariant=options.pop("invariant", False))
+    gpu.paged_attention(
+        query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch, **options
+    )
+    assert len(launched) == 1 + (launch.num_splits > 1)
+    assert "mma" in launched[0].asm["ptx"] or dtype == torch.float32
+    assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
+
+
+def _write_kv(cache_dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 1, 2, 16, 8, 128).to(cache_dtype)
+    rows, slots = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+    gpu.write_kv(rows, rows, cache[:, 0, 0], cache[:, 0, 1], slots)
+
+
+def _gather_kv(cache_dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 1, 2, 16, 8, 128).to(cache_dtype)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    tables = torch.zeros(1, 1, dtype=torch.int32)
+    gpu.gather_kv(cache[:, 0, 0], cache[:, 0, 1], tables, starts, 3, dtype=torch.bfloat16)
+
+
+def _rotate(cache_dtype: torch.dtype) -> None:
+    cache = torch.zeros(2, 1, 2, 16, 8, 128).to(cache_dtype)
+    rows = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
+    slots, table = torch.zeros(3, dtype=torch.int64), torch.zeros(9, 64, dtype=torch.bfloat16)
+    weight = torch.ones(128, dtype=torch.bfloat16)
+    gpu.rotate_and_write_kv(
+        rows[:, :16],
+        rows[:, 16:24],
+        rows[:, 24:],
+        cache[:, 0, 0],
+        cache[:, 0, 1],
+        slots,
+        slots,
+        table,
+        table,
+        query_norm=weight,
+        key_norm=weight,
+    )
+
+
+def _layers() -> None:
+    rows, weight = torch.zeros(3, 1024, dtype=torch.bfloat16), torch.ones(1024)
+    gpu.rms_norm(rows, weight, 1e-6)
+    gpu.rms_norm(rows, weight, 1e-6, rows.clone())
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        gpu.act_and_mul(rows, activation)
+
+
+def _move_blocks() -> None:
+    cache = torch.zeros(4, 100, dtype=torch.bfloat16)
+    gpu.move_blocks(cache, cache, torch.tensor([[0, 1]]))
+
+
+def _sampling() -> None:
+    n = 2
+    whole, double = torch.zeros(n, dtype=torch.int32), torch.ones(n, dtype=torch.float64)
+    metadata = SamplingMetadata(
+        temperature=torch.ones(n),
+        top_k=whole,
+        top_p=double,
+        min_p=double,
+        seeds=torch.zeros(n, dtype=torch.int64),
+        choice_indices=whole,
+        positions=whole,
+    )
+    logits = torch.zeros(n, 151936)
+    gpu.sample(logits, metadata)
+    gpu.uniforms(metadata.seeds, whole, whole)
+    gpu.gather_logprobs(logits, torch.zeros(n, 21, dtype=torch.int64))
+    ones = torch.ones(n)
+    gpu.apply_penalties(logits, whole, whole, whole, repetition=ones, frequency=ones, presence=ones)
+
+
+LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
+    "write_kv": (lambda: _write_kv(torch.bfloat16), 1),
+    "write_kv to fp8": (lambda: _write_kv(FP8), 1),
+    "gather_kv": (lambda: _gather_kv(torch.bfloat16), 1),
+    "gather_kv from fp8": (lambda: _gather_kv(FP8), 1),
+    "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
+    "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
+    "layers": (_layers, 5),
+    "move_blocks": (_move_blocks, 1),
+    "sampling": (_sampling, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
+    launch, num_kernels = LAUNCHES[name]
+    launch()
+    assert len(launched) == num_kernels
+    assert all(kernel.asm["cubin"] for kernel in launched)

@@ -1,0 +1,20 @@
+"""The GPU kernels' tests, in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_kernels_agree_with_the_reference_in_the_interpreter() -> None:
+    """In a process of its own: see `tests/support/gpu_kernels.py`."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/kernels/gpu", "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-20_000:]

@@ -1,0 +1,55 @@
+"""The oracle of the sampling kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.metadata import SamplingMetadata
+
+PROBABILITIES = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+
+
+def _shares(**changes: torch.Tensor) -> list[float]:
+    """How often each token is drawn from one distribution by 2,000 rows."""
+    n = 2000
+    columns = {
+        "temperature": torch.ones(n),
+        "top_k": torch.zeros(n, dtype=torch.int32),
+        "top_p": torch.ones(n, dtype=torch.float64),
+        "min_p": torch.zeros(n, dtype=torch.float64),
+        "seeds": torch.arange(n),
+        "choice_indices": torch.zeros(n, dtype=torch.int32),
+        "positions": torch.zeros(n, dtype=torch.int32),
+    }
+    columns |= {name: value.expand(n) for name, value in changes.items()}
+    tokens = reference.sample(PROBABILITIES.log().expand(n, 4), SamplingMetadata(**columns))
+    return (np.bincount(tokens.numpy(), minlength=4) / n).tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_k": torch.tensor(2, dtype=torch.int32)}, [0.625, 0.375, 0, 0]),
+        ({"top_p": torch.tensor(0.7, dtype=torch.float64)}, [0.625, 0.375, 0, 0]),
+        ({"min_p": torch.tensor(0.25, dtype=torch.float64)}, [0.526, 0.316, 0.158, 0]),
+        ({"temperature": torch.tensor(0.5)}, [0.685, 0.247, 0.062, 0.007]),
+        ({"temperature": torch.tensor(0.0)}, [1, 0, 0, 0]),
+    ],
+    ids=["plain", "top-k", "top-p", "min-p", "cold", "greedy"],
+)
+def test_draws_follow_the_distribution(
+    changes: dict[str, torch.Tensor], expected: list[float]
+) -> None:
+    assert _shares(**changes) == pytest.approx(expected, abs=0.04)
+
+
+def test_log_probabilities_are_those_of_a_log_softmax() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[3, 4], [0, 49], [7, 7]])
+    logprobs, ranks = reference.gather_logprobs(logits, tokens)
+    expected = torch.log_softmax(logits, dim=-1)
+    torch.testing.assert_close(logprobs, expected.gather(1, tokens))
+    order = torch.sort(logits, descending=True).indices
+    assert [int(order[row, rank - 1]) for row, rank in enumerate(ranks)] == [3, 0, 7]

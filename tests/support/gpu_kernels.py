@@ -1,0 +1,43 @@
+"""Where the tests of the GPU's kernels run: on a GPU, or without one in Triton's interpreter.
+
+Triton decides when it is imported, by TRITON_INTERPRET, for the whole process. So the tests are
+marked `gpu` unless it is set, and `test_gpu_kernels_interpreted.py` runs them all in a process of
+its own for which it is.
+"""
+
+import os
+from dataclasses import fields
+from typing import TypeVar
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"
+MARKS = [pytest.mark.filterwarnings(OVERFLOW) if INTERPRETED else pytest.mark.gpu]
+"""The interpreter is numpy, which warns where a GPU gives infinity and says nothing."""
+
+DTYPES = (torch.float32, torch.float16) + (() if INTERPRETED else (torch.bfloat16,))
+"""The interpreter's `tl.dot` gives garbage in bfloat16."""
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Per dtype: float32 sums differ in order only; the others also in the output's rounding, and
+attention's weights are rounded before they are multiplied with values."""
+
+Columns = TypeVar("Columns")
+
+
+def assert_agrees(output: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
+    """The tensors are equal but for the tolerance of their type."""
+    tolerance = TOLERANCE[expected.dtype] * factor
+    torch.testing.assert_close(output.cpu(), expected.cpu(), atol=tolerance, rtol=tolerance)
+
+
+def on_device(columns: Columns) -> Columns:
+    """A dataclass of tensors and numbers, with its tensors on the device."""
+    moved = {}
+    for each in fields(columns):  # type: ignore[arg-type]
+        value = getattr(columns, each.name)
+        moved[each.name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    return type(columns)(**moved)
