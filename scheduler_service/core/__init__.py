@@ -29,6 +29,7 @@ How it is made, from the outside in:
     waiting_queue.py  who waits, by rank; heap.py keeps the order
     admitting.py      from there into the batch
     prefilling.py     from a prompt to its first tokens
+    decoding.py       one token more for what decodes
     running_set.py    who is in the batch, in that order
     preemption.py     who leaves it for want of memory, and how
     making_way.py     who leaves it for a request that goes ahead

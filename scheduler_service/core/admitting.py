@@ -39,15 +39,15 @@ class Admitting:
         self._beams = beams
         self._rates = rates
 
-    def admit(self, waiting: WaitingQueue, batch: Batch) -> SequenceGroup | None:
-        """Fill the batch from a queue; the group that stopped it by being longer than the whole
-        cache, if one did."""
+    def admit(self, waiting: WaitingQueue, batch: Batch) -> None:
+        """Fill the batch from a queue."""
         while batch.budget > 0 and (group := waiting.head()) is not None:
             verdict = self._admit_group(group, batch)
+            if verdict is AllocStatus.NEVER:
+                batch.outgrown.append(group)
             if verdict is not AllocStatus.OK:
-                return group if verdict is AllocStatus.NEVER else None
+                return
             waiting.discard(group)
-        return None
 
     def _admit_group(self, group: SequenceGroup, batch: Batch) -> AllocStatus:
         """Admit the group's sequences; LATER if some go on waiting."""

@@ -23,6 +23,8 @@ class Batch:
         """Beam groups that have had their turn."""
         self.has_preempted = False
         """Whether anything had to leave for want of blocks."""
+        self.outgrown: list[SequenceGroup] = []
+        """Groups that have become longer than the whole cache; they end after the plan."""
         self._new_sequences: list[NewSequence] = []
         self._copy: list[int] = []
         self._appended_tokens: list[int] = []

@@ -9,12 +9,13 @@ from scheduler_service.core.beam_delivery import deliver_beams, without_beams
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.decoding import Decoding
 from scheduler_service.core.making_way import MakingWay
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.plan import RowError, StepPlan, StepResult
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.preemption import Preemption
-from scheduler_service.core.prefilling import Prefilling, note_reserved
+from scheduler_service.core.prefilling import Prefilling
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.rates import StepRates
 from scheduler_service.core.request_clock import Phase, StepClock
@@ -93,6 +94,9 @@ class Scheduler:
             self._pipeline,
             self._preemption,
         )
+        self._decoding = Decoding(
+            self.blocks, self._prefixes, self._running, self._preemption, self._beams
+        )
         self._prefilling = Prefilling(
             config, self.blocks, self._running, self._pipeline, self._beams
         )
@@ -107,7 +111,6 @@ class Scheduler:
             self.rates,
         )
         self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
-        self._outgrown: list[SequenceGroup] = []
         self._ended: list[SequenceGroup] = []
 
     # Placement: what the core asks and tells.
@@ -247,14 +250,14 @@ class Scheduler:
         batch = Batch(now_us, self._config.max_num_batched_tokens)
         self.swapping.land()
         self._make_way(batch)
-        self._schedule_decodes(batch)
+        self._decoding.add_rows(batch)
         self.swapping.introduce_landed(batch)
         self._admit_ahead(batch)
         self._prefilling.go_on(batch)
         self._swap_in(batch)
         self._admit(batch)
         plan = self._emit(batch)
-        self._fail_outgrown(now_us)
+        self._fail_outgrown(batch)
         return plan
 
     def update(self, result: StepResult, now_us: int) -> None:
@@ -295,22 +298,6 @@ class Scheduler:
 
     # The phases of schedule().
 
-    def _schedule_decodes(self, batch: Batch) -> None:
-        """One token for everything that decodes.
-
-        Preemption takes sequences off the ends of the lists, that is, only those that the loop
-        has not come to yet, or the one it is at.
-        """
-        seq_ids, rows = batch.seq_ids, batch.rows
-        for seq in self._running.decoding:
-            length = seq.length
-            if length > seq.reserved_length and not self._reserve(seq, batch):
-                continue
-            seq.length = length + 1
-            seq_ids.append(seq.seq_id)
-            rows.append(seq)
-        batch.budget -= len(batch.rows)
-
     def _make_way(self, batch: Batch) -> None:
         """Have others leave the batch for the group that goes ahead of them."""
         group = self.ahead.head()
@@ -323,7 +310,7 @@ class Scheduler:
         group = self.ahead.head()
         if group is None:
             return
-        self._note_outgrown(self._admitting.admit(self.ahead, batch))
+        self._admitting.admit(self.ahead, batch)
         if group in self.ahead and group.num_running:
             self.ahead.discard(group)
             self.waiting.add(group)
@@ -335,21 +322,16 @@ class Scheduler:
 
     def _admit(self, batch: Batch) -> None:
         """Waiting groups, where none is swapped out."""
-        if self.swapping:
-            return
-        self._note_outgrown(self._admitting.admit(self.waiting, batch))
+        if not self.swapping:
+            self._admitting.admit(self.waiting, batch)
 
-    def _note_outgrown(self, group: SequenceGroup | None) -> None:
-        if group is not None:
-            self._outgrown.append(group)
-
-    def _fail_outgrown(self, now_us: int) -> None:
+    def _fail_outgrown(self, batch: Batch) -> None:
         """End groups with a sequence that has become longer than the whole cache.
 
         Not before the plan is complete: others of their sequences may have rows in it, and must
         not be forgotten by it, nor their blocks go to another row of the same step.
         """
-        for group in self._outgrown:
+        for group in batch.outgrown:
             if group.num_unfinished == 0:
                 continue  # by another of its sequences
             tokens = self.capacity.num_cache_tokens
@@ -359,8 +341,7 @@ class Scheduler:
                 reason="KV_CACHE_TOO_SMALL",
                 details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
             )
-            self.fail_group(group, error, now_us)
-        self._outgrown = []
+            self.fail_group(group, error, batch.now_us)
 
     def _emit(self, batch: Batch) -> StepPlan | None:
         batch.swap_out += self.blocks.end_plan()
@@ -384,34 +365,6 @@ class Scheduler:
                 self.blocks.num_free_blocks,
             )
         return plan
-
-    # Decodes.
-
-    def _reserve(self, seq: Sequence, batch: Batch) -> bool:
-        """Make the sequence's last token writable; False if it gets no row in this step, or has
-        got it already, with the other beams of its group."""
-        if seq.group.beams is not None:
-            if not self._beams.plan(seq.group, batch):
-                self._outgrown.append(seq.group)
-            return False
-        if seq.length >= seq.group.num_prompt_tokens + seq.max_output_tokens:
-            return False  # its last token is in flight
-        if not self.blocks.fits(seq.length):
-            if seq.num_in_flight == 0:
-                self._outgrown.append(seq.group)
-            return False  # what is in flight may end it yet
-        while not self.blocks.can_append(seq.seq_id, seq.length):
-            if not self._preemption.make_room(seq.group, batch):
-                self._outgrown.append(seq.group)
-                return False
-            if seq.status is not RUNNING:
-                return False
-        update = self.blocks.append(seq.seq_id, seq.length)
-        if update is not None:
-            batch.update_block(seq.seq_id, update)
-        self._prefixes.note_decodes(seq)
-        note_reserved(seq, self.blocks.round_up(seq.length))
-        return True
 
     # Beams.
 
