@@ -209,7 +209,10 @@ def serve(
         Option(envvar=_env("SIMULATE_TOKEN_US"), help="more per token of a row beyond its first,"),
     ] = 0.0,
     simulate_sequence_us: Annotated[
-        float, Option(envvar=_env("SIMULATE_SEQUENCE_US"), help="and more per row.")
+        float, Option(envvar=_env("SIMULATE_SEQUENCE_US"), help="more per row,")
+    ] = 0.0,
+    simulate_block_us: Annotated[
+        float, Option(envvar=_env("SIMULATE_BLOCK_US"), help="and more per swapped block.")
     ] = 0.0,
     grace_period: Annotated[
         float,
@@ -262,6 +265,7 @@ def serve(
                 step_us=simulate_step_us,
                 token_us=simulate_token_us,
                 sequence_us=simulate_sequence_us,
+                block_us=simulate_block_us,
             ),
             max_model_len=DEFAULT_MAX_MODEL_LEN if max_model_len is None else max_model_len,
         )

@@ -65,6 +65,7 @@ class SimulatedRunner:
         """Do what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
         started_us = monotonic_us()
         self._move_blocks(plan)
+        _wait_until(started_us + self._config.cost.swap_us(len(plan.swap_out) + len(plan.swap_in)))
         cache_done_us = monotonic_us()
         self._take_in(plan)
         batch = resolve_rows(
@@ -76,7 +77,9 @@ class SimulatedRunner:
         outcome = Outcome()
         self._report_prompts(batch, outcome)
         self._compute(batch)
-        self._wait(plan, started_us)
+        num_tokens = int(plan.num_tokens.sum())
+        compute_us = self._config.cost.compute_us(len(plan.seq_ids), num_tokens)
+        _wait_until(cache_done_us + compute_us)
         forward_done_us = monotonic_us()
         self._sample(batch, outcome)
         finished_us = monotonic_us()
@@ -125,13 +128,6 @@ class SimulatedRunner:
                 row.sequence.num_computed = parent.sequence.num_computed
                 self._memory.read(row.sequence, row.index)
 
-    def _wait(self, plan: StepPlan, started_us: int) -> None:
-        """Let the time pass that such a step takes."""
-        duration_us = self._config.cost.duration_us(len(plan.seq_ids), int(plan.num_tokens.sum()))
-        left_us = started_us + duration_us - monotonic_us()
-        if left_us > 0:
-            time.sleep(left_us / 1e6)
-
     def _report_prompts(self, batch: Batch, outcome: Outcome) -> None:
         """Log probabilities of the prompt tokens that the rows' positions predict."""
         for row in batch.rows:
@@ -174,3 +170,10 @@ class SimulatedRunner:
             )
         sequence.extend((token,))
         outcome.tokens.append(token)
+
+
+def _wait_until(end_us: float) -> None:
+    """Let the time pass that such work takes."""
+    left_us = end_us - monotonic_us()
+    if left_us > 0:
+        time.sleep(left_us / 1e6)

@@ -60,6 +60,7 @@ FLAGS = (
     Flag("simulate_step_us", float, ("worker",), "Microseconds a simulated step takes."),
     Flag("simulate_token_us", float, ("worker",), "More per token of a row beyond its first."),
     Flag("simulate_sequence_us", float, ("worker",), "More per row."),
+    Flag("simulate_block_us", float, ("worker",), "More per swapped block."),
     Flag("max_num_seqs", int, ("scheduler",), "Most sequences in a batch."),
     Flag("max_num_batched_tokens", int, ("scheduler",), "Most tokens computed in one step."),
     Flag(

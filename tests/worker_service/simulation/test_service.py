@@ -134,10 +134,22 @@ async def test_a_step_takes_the_time_that_the_cost_model_says() -> None:
             assert timings.finished_us - timings.started_us >= expected_us
 
 
+async def test_swaps_take_their_time_before_the_rest() -> None:
+    async with simulated_worker(cost=CostModel(step_us=10_000, block_us=15_000)) as worker:
+        await worker.initialize(1, 32)
+        steps, builder = Steps(worker.stub), PlanBuilder()
+        await steps.send(first_plan(builder), builder.plan([], swap_out=column([0, 0, 0, 1])))
+        await steps.result()
+        timings = (await steps.result()).timings
+        assert timings.cache_ops_us >= 30_000
+        assert timings.forward_us >= 10_000
+
+
 def test_costs_add_up() -> None:
-    cost = CostModel(step_us=100, token_us=2, sequence_us=10)
-    assert cost.duration_us(num_rows=3, num_tokens=8) == 100 + 3 * 10 + 5 * 2
-    assert CostModel().duration_us(3, 8) == 0
+    cost = CostModel(step_us=100, token_us=2, sequence_us=10, block_us=7)
+    assert cost.compute_us(num_rows=3, num_tokens=8) == 100 + 3 * 10 + 5 * 2
+    assert cost.swap_us(num_blocks=4) == 28
+    assert CostModel().compute_us(3, 8) == CostModel().swap_us(4) == 0
 
 
 @pytest.mark.parametrize(
