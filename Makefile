@@ -56,6 +56,7 @@ format: $(VENV)/.ready
 ## bench: the benchmarks that need no GPU; VLLM_PYTHON=... times vLLM's scheduler beside ours
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+	$(BIN)/python -m benchmarks.fairness
 	$(BIN)/python -m benchmarks.pipelining
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.offline
