@@ -172,7 +172,13 @@ class ObservedWorker:
     ) -> ObservedCall:
         """Step until all requests have ended. Raises what ends the stream before."""
         work = driver.add_group(capacity)
-        stream = StepStream(call, driver, group_id=GROUP, epoch=self._epoch)  # type: ignore[arg-type]
+        stream = StepStream(
+            [call],  # type: ignore[list-item]
+            driver,
+            group_id=GROUP,
+            epoch=self._epoch,
+            sampler=0,
+        )
         await run_until_first(stream.run(work), ends.all_ended.wait())
         return call
 

@@ -24,6 +24,7 @@ def moving_plan(*, swap_out: Pairs = (), swap_in: Pairs = (), copy: Pairs = ()) 
         swap_in=_column(swap_in, 2),
         copy=_column(copy, 2),
         new_sequences=(),
+        appended_tokens=_column((), 2),
         block_updates=_column((), 3),
         seq_ids=nothing,
         num_tokens=nothing,

@@ -1,5 +1,6 @@
 """Recording and replay as processes: a core that is killed, a disk that is full."""
 
+import asyncio
 import json
 import resource
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from pagewire_client import Client, SamplingParams
 from tests.support.cluster import Cluster, environment
+from tests.support.waiting import until
 
 WORKER = ["--simulate", "--simulate-vocab-size", "997", "--simulate-gpu-blocks", "24"]
 
@@ -45,6 +47,7 @@ def test_what_a_killed_core_was_told_can_be_replayed(tmp_path: Path) -> None:
     with Cluster(tmp_path, worker_flags=WORKER, core_flags=flags) as cluster:
         cluster.start()
         generate(cluster, 20)
+        asyncio.run(until(lambda: path.stat().st_size > 0, "what is written twice a second"))
         assert cluster.core is not None
         cluster.core.kill()
         shown = replay(str(path))

@@ -176,7 +176,10 @@ def test_the_route_through_transformers_names_faults_as_well(tmp_path: Path) -> 
         ({"max_model_len": 0}, "max_model_len: expected at least 1, got 0"),
         ({"dtype": "float8"}, "dtype: expected one of auto, float32, bfloat16, float16"),
         ({"load_format": "gguf"}, "load_format: expected one of safetensors, dummy"),
-        ({"attention_backend": "warp"}, "attention backend: expected one of cpu, reference"),
+        (
+            {"attention_backend": "warp"},
+            "attention backend: expected one of cpu, triton, reference",
+        ),
         ({"device": "tpu"}, "device: expected auto, cpu or cuda:N, got 'tpu'"),
         ({"device": "meta"}, "device: expected auto, cpu or cuda:N, got 'meta'"),
     ],
