@@ -107,7 +107,7 @@ class WorkerRegistry:
         worker, group = self._join(registration)
         try:
             await run_until_first(
-                worker.dismissed.wait(),
+                self._see_off(worker),
                 self._read_heartbeats(worker, group, context),
                 self._write_directives(worker, context),
                 self._watch_lease(worker),
@@ -115,11 +115,6 @@ class WorkerRegistry:
             )
         finally:
             self._leave(worker, group)
-        if worker.stop_reason is not None:
-            with suppress(TimeoutError, asyncio.InvalidStateError):
-                async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                    stop = pb.Stop(reason=worker.stop_reason)
-                    await _write(context, pb.WorkerDirective(stop=stop))
 
     async def _read_registration(self, context: Context) -> pb.WorkerRegistration:
         try:
@@ -208,9 +203,20 @@ class WorkerRegistry:
             if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
                 self._drain(group)
 
+    async def _see_off(self, worker: Worker) -> None:
+        """Return when the worker is dismissed, and has been told so if its process shall end."""
+        await worker.dismissed.wait()
+        if worker.stop_reason is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                    await worker.told_to_stop.wait()
+
     async def _write_directives(self, worker: Worker, context: Context) -> None:
         while True:
-            await _write(context, await worker.directives.get())
+            directive = await worker.directives.get()
+            await _write(context, directive)
+            if directive.HasField("stop"):
+                worker.told_to_stop.set()
 
     async def _watch_lease(self, worker: Worker) -> None:
         while (left_s := self._lease_left(worker)) > 0:

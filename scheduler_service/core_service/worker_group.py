@@ -39,11 +39,16 @@ class Worker:
         """Why the process shall end, when it shall."""
         self.dismissed = asyncio.Event()
         """Set when the stream is to end, by our wish."""
+        self.told_to_stop = asyncio.Event()
+        """Set when the process has been sent word that it shall end."""
         self.directives: asyncio.Queue[pb.WorkerDirective] = asyncio.Queue()
+        """What is to be sent. A stream takes one message at a time, so all go through here."""
 
     def dismiss(self, stop_reason: str | None) -> None:
         """End the stream; with a reason, tell the process to end."""
         self.stop_reason = stop_reason
+        if stop_reason is not None:
+            self.directives.put_nowait(pb.WorkerDirective(stop=pb.Stop(reason=stop_reason)))
         self.dismissed.set()
 
 
