@@ -4,6 +4,7 @@
 | --- | --- |
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
 | `recording` | what `--record` adds to that |
+| `fairness` | what a flooding tenant does to others, and shares by weight, in simulated time |
 | `pipelining` | a device's idle time between steps, by pipeline depth |
 | `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |

@@ -15,6 +15,7 @@ The same numbers come out every time.
     python -m benchmarks.fairness
 """
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,6 +228,7 @@ def due_shares() -> Mapping[str, float]:
 
 def main() -> None:
     """Print both figures for each policy."""
+    logging.basicConfig(level=logging.ERROR)  # preemptions are what is to happen here
     due = due_shares()
     for policy in (PolicyName.FCFS, PolicyName.FAIR):
         alone = first_token_p99(policy, flooded=False)
