@@ -106,9 +106,9 @@ class StepRates:
             return
         compute_us = max(0, result.busy_us - result.cache_ops_us)
         if work.num_prefill_tokens:
-            beyond_us = max(0.0, compute_us - (self._decode_step.mean or 0.0))
+            beyond_us = max(0.0, compute_us - (self.us_per_decode_step or 0.0))
             self._prefill_token.add(beyond_us / work.num_prefill_tokens)
-            if self._decode_step.mean is not None:
+            if self.us_per_decode_step is not None:
                 self._prefill.add(beyond_us, work.num_prefill_tokens)
         elif result.token_ids:
             self._decode_step.add(compute_us, 1)

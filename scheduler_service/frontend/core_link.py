@@ -53,12 +53,8 @@ class CoreLink:
         """Requests whose model the core does not know yet."""
         self._next_handle = 1
         self._is_attached = False
-        self._outgoing = Outgoing()
-
-    @property
-    def is_attached(self) -> bool:
         """Whether the core is there and has spoken."""
-        return self._is_attached
+        self._outgoing = Outgoing()
 
     # What requests ask of the link.
 

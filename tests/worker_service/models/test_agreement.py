@@ -1,6 +1,5 @@
 """Every family's tokens are those of `transformers`, however they are computed."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -19,13 +18,7 @@ NUM_TOKENS = 8
 LOGITS_TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On tiny models, waking other threads takes longer than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

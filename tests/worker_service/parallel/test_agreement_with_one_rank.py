@@ -1,6 +1,5 @@
 """A group of ranks gives the tokens of one rank, for every family we have models of."""
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,13 +21,7 @@ SMALL = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24)
 """Prompts are computed in chunks, beside decodes."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On tiny models, waking other threads takes longer than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
