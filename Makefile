@@ -8,13 +8,14 @@ TORCH ?= torch==2.13.0
 PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
 CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
+NATIVE := kernels/pagewire_kernels/cpu/native
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
 .PHONY: demo test test-gpu test-long lint format bench protos clean
 
-# The environment, rebuilt when the project's dependencies change. torch goes first, so that no
-# dependency pulls another build of it.
-$(VENV)/.ready: pyproject.toml
+# The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
+# first, so that no dependency pulls another build of it.
+$(VENV)/.ready: pyproject.toml hatch_build.py $(NATIVE)/build.py $(wildcard $(NATIVE)/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"

@@ -1,0 +1,19 @@
+"""CPU kernels in C++, built with the package where a compiler is there.
+
+What numba makes of a loop cannot be told apart by instruction: these kernels need the processor's
+dot product of bfloat16 pairs and a fixed order of sums at once. They have a plain C interface and
+no dependency, not even on a C++ runtime or OpenMP, so that one build runs with any torch. Where
+they were not built, or the processor lacks the instructions, `library()` is None, and oneDNN and
+the numba kernels do the work.
+
+    src/team.h      how threads share a kernel's work; what a kernel is
+    src/batch.h     the layout of one step's batch, as kernels see it
+    src/program.cpp a list of kernels run by one team, without leaving it in between
+    build.py        compiles one library per instruction set
+    library.py      finds and loads the one for this processor
+    structs.py      the C structures, for ctypes
+"""
+
+from pagewire_kernels.cpu.native.library import Library, library
+
+__all__ = ["Library", "library"]

@@ -1,0 +1,20 @@
+// The layout of one step's batch: the C twin of `metadata.AttentionMetadata`. Tasks point to it, so
+// that a program made once runs over each step's batch.
+#pragma once
+
+#include <cstdint>
+
+namespace pagewire {
+
+struct Batch {
+  int64_t num_rows;             // tokens of all sequences, flattened
+  int64_t num_seqs;
+  const int64_t* positions;     // [num_rows]
+  const int64_t* slot_mapping;  // [num_rows]; negative: not written
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs, table_width]
+  int64_t table_width;
+};
+
+}  // namespace pagewire
