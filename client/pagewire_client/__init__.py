@@ -21,6 +21,7 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 | `outputs`, `errors` | what comes back |
 | `connection` | addresses, TLS, tokens |
 | `llm`, `local` | offline use: services started and supervised by this process |
+| `load` | load at a given rate, and how fast it was answered |
 | `cli` | the `pagewire` command |
 
 The promise of a stream: if a connection or a frontend dies, it goes on where it was. The client

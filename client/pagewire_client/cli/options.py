@@ -17,6 +17,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 import typer
 
+from pagewire_client.async_client import AsyncClient
 from pagewire_client.client import Client
 from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions
 from pagewire_client.local import flags
@@ -117,6 +118,10 @@ class Connection:
     def client(self) -> Client:
         """A client of that deployment."""
         return Client(self.address, tls=self._tls(), token=self.token, retry=_IMPATIENT)
+
+    def async_client(self, retry: RetryPolicy) -> AsyncClient:
+        """The same for asyncio."""
+        return AsyncClient(self.address, tls=self._tls(), token=self.token, retry=retry)
 
     def _tls(self) -> TlsOptions | None:
         if not (self.tls or self.tls_root or self.tls_certificate or self.tls_key):

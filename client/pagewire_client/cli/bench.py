@@ -1,0 +1,216 @@
+"""`pagewire bench`: how fast a deployment answers under load."""
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pagewire.v1.model_pb2 import ModelInfo
+from pagewire_client.async_client import AsyncClient
+from pagewire_client.cli import terminal
+from pagewire_client.cli.bench_table import progress_bar, render
+from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_client.load import (
+    Arrival,
+    Lengths,
+    Limits,
+    LoadRun,
+    PagewireTarget,
+    Summary,
+    Workload,
+)
+from pagewire_client.retry import NO_RETRIES
+
+EXIT_NONE_COMPLETE = 1
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise typer.BadParameter(f"expected a number above 0, or `inf`, not {text!r}")
+    return value
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@with_options(connection=CONNECTION)
+def bench(
+    connection: Connection,
+    rate: Annotated[
+        list[Any],
+        typer.Option(
+            parser=_positive,
+            metavar="RATE",
+            help="Mean arrivals per second, or `inf` for all at once; several in turn.",
+        ),
+    ] = ["inf"],  # noqa: B006  typer's way to say a list's default; never changed
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 100,
+    input_tokens: Annotated[
+        Any, typer.Option(parser=_lengths, metavar="N|LOW-HIGH", help="Tokens of a prompt.")
+    ] = "128",
+    output_tokens: Annotated[
+        Any, typer.Option(parser=_lengths, metavar="N|LOW-HIGH", help="Tokens of an answer.")
+    ] = "128",
+    prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="Further tokens with which every prompt begins.")
+    ] = 0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests sent and unfinished.")
+    ] = None,
+    ttft_limit_ms: Annotated[
+        Any,
+        typer.Option(
+            parser=_positive, metavar="MS", help="A good request's first token comes within this."
+        ),
+    ] = "1000",
+    itl_limit_ms: Annotated[
+        Any,
+        typer.Option(
+            parser=_positive,
+            metavar="MS",
+            help="Its further tokens come this far apart at most, on average.",
+        ),
+    ] = "100",
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 2,
+    seed: Annotated[int, typer.Option(help="Draws prompts and arrivals; the same, the same.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Which of the served models.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file, too.")
+    ] = None,
+) -> None:
+    """Load a deployment with random prompts, and show how fast it answers.
+
+    Requests arrive as a Poisson process, whatever has become of those before. Ctrl-C ends it and
+    shows what was measured so far.
+    """
+    limits = Limits(first_token_s=ttft_limit_ms / 1000, inter_token_s=itl_limit_ms / 1000)
+    load = _Load(
+        workload=Workload(
+            num_requests=num_requests,
+            rate=math.inf,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            prefix_tokens=prefix_tokens,
+            vocab_size=2**31,
+        ),
+        rates=rate,
+        concurrency=concurrency,
+        num_warmup=warmup,
+        seed=seed,
+    )
+    bench = _Bench(load, connection, model)
+    try:
+        asyncio.run(bench.run())
+    finally:
+        _report(bench, limits, json_file)
+    if not any(record.is_complete for run in bench.runs for record in run.records):
+        raise typer.Exit(EXIT_NONE_COMPLETE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Load:
+    """What is asked of the deployment."""
+
+    workload: Workload
+    """At an infinite rate, and with whatever vocabulary."""
+    rates: Sequence[float]
+    concurrency: int | None
+    num_warmup: int
+    seed: int
+
+
+class _Bench:
+    """One run for each rate, as far as it has come."""
+
+    def __init__(self, load: _Load, connection: Connection, model: str | None) -> None:
+        self.load = load
+        self.runs: list[LoadRun] = []
+        self.model = ModelInfo()
+        self._connection = connection
+        self._name = model
+
+    async def run(self) -> None:
+        """All rates, one after the other."""
+        # A refused request is a figure here, not something to try again.
+        async with self._connection.async_client(NO_RETRIES) as client:
+            self.model = await client.get_model(self._name)
+            workload = self._fitting()
+            await self._warm_up(client, workload)
+            for index, rate in enumerate(self.load.rates):
+                at_rate = dataclasses.replace(workload, rate=rate)
+                await self._run(client, at_rate, self.load.seed + index)
+
+    def _fitting(self) -> Workload:
+        """The workload in the model's vocabulary. Raises ValueError if it is too long for it."""
+        workload, most = self.load.workload, self.model.max_model_len
+        if workload.max_total_tokens > most:
+            raise ValueError(
+                "prefix_tokens, input_tokens and output_tokens together must be at most the "
+                f"model's length of {most}, not {workload.max_total_tokens}"
+            )
+        return dataclasses.replace(workload, vocab_size=self.model.vocab_size)
+
+    async def _warm_up(self, client: AsyncClient, workload: Workload) -> None:
+        if self.load.num_warmup == 0:
+            return
+        few = dataclasses.replace(workload, num_requests=self.load.num_warmup)
+        target = PagewireTarget(client, self._name)
+        # No run has this seed, so that none finds these prompts in the prefix cache.
+        await asyncio.gather(*(_read(target, asked) for asked in few.arrivals(self.load.seed - 1)))
+
+    async def _run(self, client: AsyncClient, workload: Workload, seed: int) -> None:
+        with progress_bar(workload) as on_end:
+            run = LoadRun(
+                PagewireTarget(client, self._name),
+                workload.arrivals(seed),
+                concurrency=self.load.concurrency,
+                on_end=on_end,
+            )
+            self.runs.append(run)
+            await run.run()
+
+
+async def _read(target: PagewireTarget, arrival: Arrival) -> None:
+    async for _ in target.stream(arrival):
+        pass
+
+
+def _report(bench: _Bench, limits: Limits, json_file: Path | None) -> None:
+    """The table, and the file; nothing if nothing was begun."""
+    if not bench.runs:
+        return
+    load, rates = bench.load, bench.load.rates
+    summaries = [Summary.of(run, limits) for run in bench.runs]
+    lines = list(zip(rates, summaries, strict=False))  # broken off, there are fewer of them
+    Console().print(render(bench.model.name, limits, lines))
+    for _, summary in lines:
+        for error, count in summary.errors.items():
+            terminal.error(f"{count} requests failed: {error}")
+    if json_file is None:
+        return
+    figures = {
+        "model": bench.model.name,
+        "num_requests": load.workload.num_requests,
+        "input_tokens": str(load.workload.input_tokens),
+        "output_tokens": str(load.workload.output_tokens),
+        "prefix_tokens": load.workload.prefix_tokens,
+        "concurrency": load.concurrency,
+        "seed": load.seed,
+        "limits": dataclasses.asdict(limits),
+        "rates": [{"rate": str(rate)} | dataclasses.asdict(summary) for rate, summary in lines],
+    }
+    json_file.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,0 +1,112 @@
+"""Sends requests when they are due, whatever has become of those before."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from pagewire_client.load.record import Record
+from pagewire_client.load.target import Target
+from pagewire_client.load.workload import Arrival
+
+OnEnd = Callable[[Record], None]
+
+
+class LoadRun:
+    """One run of arrivals against a target; its records are good at any time, even after `run` was
+    cancelled."""
+
+    def __init__(
+        self,
+        target: Target,
+        arrivals: Sequence[Arrival],
+        *,
+        concurrency: int | None = None,
+        on_end: OnEnd = lambda record: None,
+    ) -> None:
+        """`concurrency`: the most requests sent and unfinished; None for any number. `on_end` is
+        told of every request that has ended."""
+        if concurrency is not None and concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+        self.records: list[Record] = []
+        """Of all requests that were started, in that order."""
+        self.max_in_flight = 0
+        self.client_cpu_s = 0.0
+        """Processor time of this process meanwhile, which a server beside it did not get."""
+        self._target = target
+        self._arrivals = arrivals
+        self._slots = None if concurrency is None else asyncio.Semaphore(concurrency)
+        self._on_end = on_end
+        self._began = 0.0
+        self._ended_s: float | None = None
+        self._num_in_flight = 0
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the end of the last request, or to now."""
+        return self._now() if self._ended_s is None else self._ended_s
+
+    async def run(self) -> None:
+        """Until every request has ended. A request that fails is recorded and harms no other."""
+        cpu = time.process_time()
+        self._began = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for arrival in self._arrivals:
+                    if (delay := arrival.due_s - self._now()) > 0:
+                        await asyncio.sleep(delay)
+                    group.create_task(self._request(arrival))
+        finally:
+            self._ended_s = self._now()
+            self.client_cpu_s = time.process_time() - cpu
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    async def _request(self, arrival: Arrival) -> None:
+        async with self._slot(arrival) as started_s:
+            record = Record(
+                num_prompt_tokens=len(arrival.prompt),
+                num_output_tokens=arrival.num_output_tokens,
+                started_s=started_s,
+            )
+            self.records.append(record)
+            try:
+                await self._stream(arrival, record)
+            except Exception as error:
+                record.error = f"{type(error).__name__}: {error}"
+            record.ended_s = self._now()
+            self._on_end(record)
+
+    async def _stream(self, arrival: Arrival, record: Record) -> None:
+        async with aclosing(self._target.stream(arrival)) as pieces:
+            async for num_tokens in pieces:
+                now = self._now()
+                record.token_times_s.extend([now] * num_tokens)
+        if len(record.token_times_s) != arrival.num_output_tokens:
+            raise RuntimeError(
+                f"expected {arrival.num_output_tokens} tokens, got {len(record.token_times_s)}"
+            )
+
+    @asynccontextmanager
+    async def _slot(self, arrival: Arrival) -> AsyncIterator[float]:
+        """Room for one more request; since when it was there.
+
+        One that need not wait counts from when it was due, so that a generator which is late
+        itself does not make the target look fast.
+        """
+        started_s = arrival.due_s
+        if self._slots is not None:
+            if self._slots.locked():
+                await self._slots.acquire()
+                started_s = self._now()
+            else:
+                await self._slots.acquire()
+        self._num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self._num_in_flight)
+        try:
+            yield started_s
+        finally:
+            self._num_in_flight -= 1
+            if self._slots is not None:
+                self._slots.release()

@@ -1,0 +1,120 @@
+"""Many requests in a few figures."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from pagewire_client.load.generator import LoadRun
+from pagewire_client.load.record import Record
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value at `percent` of the sorted values, between two of them by linear interpolation.
+
+    Raises ValueError when there are none.
+    """
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of many times, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Self | None:
+        """None where there are no times."""
+        times = sorted(1000 * value for value in seconds)
+        if not times:
+            return None
+        shown = (round(percentile(times, percent), 3) for percent in (50, 90, 99))
+        return cls(round(sum(times) / len(times), 3), *shown)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a request must keep to count as good."""
+
+    first_token_s: float = math.inf
+    inter_token_s: float = math.inf
+    """Mean over the request."""
+
+    def __post_init__(self) -> None:
+        for name in ("first_token_s", "inter_token_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+
+    def are_kept(self, record: Record) -> bool:
+        """Whether a request is complete and within both."""
+        return (
+            record.is_complete
+            and record.first_token_s <= self.first_token_s
+            and record.mean_inter_token_s <= self.inter_token_s
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What came of a run. Percentiles are over complete requests."""
+
+    duration_s: float
+    num_complete: int
+    num_failed: int
+    num_unfinished: int
+    """Started, but neither complete nor failed when the run was broken off."""
+    errors: dict[str, int]
+    """How often each failure occurred."""
+    max_in_flight: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    """With prompts."""
+    first_token_ms: Percentiles | None
+    inter_token_ms: Percentiles | None
+    """Over all tokens but each request's first."""
+    total_ms: Percentiles | None
+    num_good: int
+    """Complete requests within the limits."""
+    good_requests_per_s: float
+    """Goodput: those, per second."""
+    client_cores: float
+    """Cores that the load generator itself kept busy, on average."""
+
+    @classmethod
+    def of(cls, run: LoadRun, limits: Limits) -> Self:
+        """Of a run that has ended, or as far as it came."""
+        complete = [record for record in run.records if record.is_complete]
+        failed = [record for record in run.records if record.error is not None]
+        duration = max(run.duration_s, 1e-9)
+        outputs = sum(len(record.token_times_s) for record in complete)
+        prompts = sum(record.num_prompt_tokens for record in complete)
+        num_good = sum(limits.are_kept(record) for record in complete)
+        return cls(
+            duration_s=round(duration, 3),
+            num_complete=len(complete),
+            num_failed=len(failed),
+            num_unfinished=len(run.records) - len(complete) - len(failed),
+            errors=dict(Counter(record.error for record in failed if record.error)),
+            max_in_flight=run.max_in_flight,
+            requests_per_s=round(len(complete) / duration, 3),
+            output_tokens_per_s=round(outputs / duration, 1),
+            total_tokens_per_s=round((outputs + prompts) / duration, 1),
+            first_token_ms=Percentiles.of(record.first_token_s for record in complete),
+            inter_token_ms=Percentiles.of(gap for r in complete for gap in r.inter_token_s),
+            total_ms=Percentiles.of(record.total_s for record in complete),
+            num_good=num_good,
+            good_requests_per_s=round(num_good / duration, 3),
+            client_cores=round(run.client_cpu_s / duration, 3),
+        )

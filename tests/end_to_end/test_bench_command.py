@@ -1,0 +1,122 @@
+"""`pagewire bench` against real services: what it counts, refuses, and shows when broken off."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pagewire_client import Client
+from pagewire_client.cli.app import app
+from tests.support.cluster import Cluster, environment
+
+
+@pytest.fixture
+def bench(cluster: Cluster) -> Any:
+    """Runs the command in this process against the real services."""
+
+    def call(*arguments: str) -> Any:
+        address = ("--address", cluster.frontend_address())
+        return CliRunner().invoke(app, ["bench", *address, *arguments], catch_exceptions=False)
+
+    return call
+
+
+def test_every_rate_is_a_column_and_every_token_counted(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    lengths = ["--input-tokens", "4-20", "--output-tokens", "3-6", "--prefix-tokens", "16"]
+    done = bench("--rate", "200", "--rate", "inf", "--num-requests", "12", *lengths, "--json", file)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"complete\s+│ 12\s+│ 12\s", done.stdout)
+    assert "all at once" in done.stdout
+    figures = json.loads(file.read_text())
+    assert [line["rate"] for line in figures["rates"]] == ["200.0", "inf"]
+    for line in figures["rates"]:
+        assert (line["num_complete"], line["num_failed"]) == (12, 0)
+        assert 12 * 3 <= line["output_tokens_per_s"] * line["duration_s"] <= 12 * 6 + 1
+        times = line["first_token_ms"]
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= line["total_ms"]["p99"]
+        assert line["inter_token_ms"]["p50"] >= 0
+
+
+def test_a_limit_on_concurrency_is_kept(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    lengths = ["--input-tokens", "4", "--output-tokens", "4"]
+    bench("--num-requests", "8", "--concurrency", "3", *lengths, "--json", file)
+    [line] = json.loads(file.read_text())["rates"]
+    assert (line["max_in_flight"], line["num_complete"]) == (3, 8)
+
+
+def test_limits_that_none_can_keep_leave_no_goodput(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    lengths = ["--input-tokens", "4", "--output-tokens", "4", "--num-requests", "4"]
+    bench(*lengths, "--ttft-limit-ms", "0.0001", "--json", file)
+    [line] = json.loads(file.read_text())["rates"]
+    assert (line["num_complete"], line["num_good"]) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rate", "fast"], "'--rate'"),
+        (["--rate", "0"], "'--rate'"),
+        (["--input-tokens", "9-2"], "'--input-tokens'"),
+        (["--output-tokens", "0"], "'--output-tokens'"),
+        (["--num-requests", "0"], "'--num-requests'"),
+        (["--concurrency", "0"], "'--concurrency'"),
+        (["--ttft-limit-ms", "0"], "'--ttft-limit-ms'"),
+        (["--itl-limit-ms", "-1"], "'--itl-limit-ms'"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(bench: Any, arguments: list[str], words: str) -> None:
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_what_the_model_cannot_hold_is_refused_before_anything_is_sent(cluster: Cluster) -> None:
+    done = subprocess.run(
+        command(cluster, "--input-tokens", "1000000"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: prefix_tokens, input_tokens and output_tokens together")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_shows_what_was_measured_so_far(cluster: Cluster) -> None:
+    """At one request a second, sixty of them take a minute."""
+    lengths = ("--input-tokens", "4", "--output-tokens", "2", "--rate", "1", "--warmup", "0")
+    with Client(cluster.frontend_address()) as client:
+        before = client.get_status().num_finished
+        with subprocess.Popen(
+            command(cluster, "--num-requests", "60", *lengths),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as bench:
+            statuses = client.watch_status(0.1)
+            while next(statuses).num_finished <= before + 1:
+                assert bench.poll() is None
+            bench.send_signal(signal.SIGINT)
+            shown, errors = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert errors == ""
+    complete = re.search(r"complete\s+│ (\d+)\s", shown)
+    assert complete
+    assert 1 <= int(complete[1]) < 60
+
+
+def command(cluster: Cluster, *arguments: str) -> list[str]:
+    program = [sys.executable, "-m", "pagewire_client.cli", "bench"]
+    return [*program, "--address", cluster.frontend_address(), *arguments]
