@@ -40,11 +40,40 @@ class ModelFacts:
     """Empty where there is none."""
 
 
-class Runner(Protocol):
-    """Executes the plans of one epoch, over caches of fixed sizes."""
+class Step(Protocol):
+    """A step that was launched."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Do what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
+    def collect(self) -> StepResult:
+        """What came of it, once the device is done.
+
+        Called once, from any one thread, and in the order in which steps were launched. It does
+        nothing that would stop the model thread from launching the next step meanwhile. What it
+        raises is the device's failure, after which nothing that was launched later counts.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was computed in full when it was launched."""
+
+    result: StepResult
+
+    def collect(self) -> StepResult:
+        """What came of it."""
+        return self.result
+
+
+class Runner(Protocol):
+    """Executes the plans of one epoch, over caches of fixed sizes.
+
+    A step is launched, then collected. On a device that computes beside the host the next step may
+    be launched before this one is collected, so that the device never waits for the host to learn
+    of a token; on a CPU launching is computing.
+    """
+
+    def launch(self, plan: StepPlan) -> Step:
+        """Begin what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
         ...
 
     def reset(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from worker_service.batch import StepRows, build_inputs, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
+from worker_service.executor import FinishedStep, Step
 from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
 from worker_service.prompt_logprobs import prompt_logprobs
@@ -79,6 +80,10 @@ class ModelRunner:
     def num_sequences(self) -> int:
         """Number of sequences known."""
         return len(self._sequences)
+
+    def launch(self, plan: StepPlan) -> Step:
+        """Do what the plan says, at once; see `execute`."""
+        return FinishedStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -3,9 +3,11 @@
 Work is done in the order in which it was handed over, so that nothing the model touches needs a
 lock, and the event loop never waits for the device.
 
-To wake an event loop takes a system call, and with it the interpreter's lock goes to the loop, for
-as long as that has messages to handle: milliseconds in which the device would stand idle between
-two steps. So what the model thread has to tell is called out by a thread of its own, which gets
+What follows a step, such as telling of its result, is done by a second thread, in order too.
+Two things make the model thread too good for it. A device that computes beside the host is to be
+waited for, and meanwhile the next step can be launched. And to wake an event loop takes a system
+call, and with it the interpreter's lock goes to the loop, for as long as that has messages to
+handle: milliseconds in which the device would stand idle between two steps. The second thread gets
 the lock when the next step lets go of it, that is, while the device computes.
 """
 
@@ -26,10 +28,10 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._sequels: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._call_out, name="model-calls", daemon=True).start()
+        threading.Thread(target=self._follow, name="model-sequels", daemon=True).start()
 
     def post(self, job: Callable[[], None]) -> None:
         """Have `job` done; it must handle its own exceptions."""
@@ -59,9 +61,12 @@ class ModelThread:
         self.post(job)
         return await future
 
-    def tell(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-        """Have a loop make a call, in the order of these; for jobs to use."""
-        self._calls.put(lambda: loop.call_soon_threadsafe(call))
+    def follow_up(self, sequel: Callable[[], None]) -> None:
+        """Have something done beside the model thread, in the order of these; for jobs to use.
+
+        It may wait for the device, and must handle its own exceptions.
+        """
+        self._sequels.put(sequel)
 
     def stop(self, *, wait: bool) -> None:
         """End the thread once what was handed over is done; wait for that, or let it be."""
@@ -75,11 +80,11 @@ class ModelThread:
                 job()
             except Exception:  # a bug in a job; the steps of all later streams need this thread
                 logger.exception("unhandled error on the model thread")
-        self._calls.put(None)
+        self._sequels.put(None)
 
-    def _call_out(self) -> None:
-        while (call := self._calls.get()) is not None:
+    def _follow(self) -> None:
+        while (sequel := self._sequels.get()) is not None:
             try:
-                call()
-            except RuntimeError:  # the loop is closed: nobody is there to be told
-                logger.debug("the event loop is closed")
+                sequel()
+            except Exception:  # a bug; what follows later steps needs this thread
+                logger.exception("unhandled error beside the model thread")

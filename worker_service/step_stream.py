@@ -1,7 +1,8 @@
 """One `ExecuteSteps` stream: plans go in in order, results come out in the same order.
 
-The event loop submits plans and awaits results; the model thread takes a plan, executes it, and
-puts its result back. Plans queue up, so that the next one begins the moment the last is done.
+The event loop submits plans and awaits results; the model thread takes a plan and launches it; the
+thread that follows it collects what came of it and puts the result back. Plans queue up, so that
+the next one is launched as soon as the last one was: a device has it at hand when that is done.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from worker_service.errors import OutOfOrder, StepFailed, WorkerError
-from worker_service.executor import Runner
+from worker_service.executor import Runner, Step
 from worker_service.model_thread import ModelThread
 from worker_service.plan import StepPlan, StepResult
 from worker_service.step_summary import StepSummary
@@ -40,6 +41,8 @@ class StepStream:
         self.is_closed = False
         self.num_steps = 0
         """Steps executed."""
+        self._has_failed = False
+        """Of the following thread: nothing more is collected."""
         self._runner = runner
         self._thread = thread
         self._loop = asyncio.get_running_loop()
@@ -56,7 +59,7 @@ class StepStream:
             raise OutOfOrder(f"step {self._next_step_id} is next, got step {plan.step_id}")
         self._next_step_id += 1
         await self._places.acquire()
-        self._thread.post(lambda: self._execute(plan))
+        self._thread.post(lambda: self._launch(plan))
 
     def finish(self, error: WorkerError | None = None) -> None:
         """End the stream after the results of all plans submitted before."""
@@ -77,27 +80,49 @@ class StepStream:
         if item.error is not None:
             raise item.error
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan) -> None:
         if self.is_closed:
             return
         try:
-            result = self._runner.execute(plan)
+            step = self._runner.launch(plan)
         except WorkerError as error:
             self._end(error)
         except Exception as error:
-            logger.exception("step failed epoch=%d step_id=%d", plan.epoch, plan.step_id)
-            self._end(StepFailed(f"step {plan.step_id} failed: {type(error).__name__}"))
+            self._end(_failure(plan, error))
+        else:
+            self._thread.follow_up(lambda: self._collect(plan, step))
+
+    def _collect(self, plan: StepPlan, step: Step) -> None:
+        """On the following thread."""
+        if self._has_failed:
+            return
+        try:
+            result = step.collect()
+        except Exception as error:
+            self._has_failed = True
+            failure = _failure(plan, error)
+            self._thread.post(lambda: self._end(failure))
         else:
             self.num_steps += 1
             self._put(result)
             self._summary.add(plan, result)
 
     def _end(self, error: WorkerError | None) -> None:
-        """On the model thread: nothing more is executed."""
+        """On the model thread: nothing more is launched."""
         if not self.is_closed:
             self.is_closed = True
             self._runner.reset()
-            self._put(_End(error))
+            self._thread.follow_up(lambda: self._put(_End(error)))
 
     def _put(self, item: StepResult | _End) -> None:
-        self._thread.tell(self._loop, lambda: self._outbox.put_nowait(item))
+        """On the following thread, so that what ends the stream comes after its last result."""
+        try:
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody is there to be told
+            logger.debug("the event loop is closed")
+
+
+def _failure(plan: StepPlan, error: Exception) -> StepFailed:
+    """What the core is told of it; the traceback stays in our log."""
+    logger.error("step failed epoch=%d step_id=%d", plan.epoch, plan.step_id, exc_info=error)
+    return StepFailed(f"step {plan.step_id} failed: {type(error).__name__}")

@@ -1,4 +1,4 @@
-"""Jobs are done in order, and what they have to tell reaches the event loop in order."""
+"""Jobs are done in order, and what follows them is done in order too, on a thread of its own."""
 
 import asyncio
 import threading
@@ -6,29 +6,49 @@ import threading
 from worker_service.model_thread import ModelThread
 
 
-async def test_what_jobs_tell_arrives_in_order() -> None:
+async def test_what_follows_jobs_is_done_in_order_beside_them() -> None:
     thread = ModelThread()
-    loop = asyncio.get_running_loop()
-    told: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
+    done: list[tuple[int, str]] = []
+    ended = threading.Event()
 
     def job(number: int) -> None:
-        thread.tell(
-            loop, lambda: told.put_nowait((number, threading.current_thread().name == "MainThread"))
-        )
+        thread.follow_up(lambda: done.append((number, threading.current_thread().name)))
 
     for number in range(100):
         thread.post(lambda number=number: job(number))
-    assert [await told.get() for _ in range(100)] == [(number, True) for number in range(100)]
+    thread.post(lambda: thread.follow_up(ended.set))
+    assert await asyncio.to_thread(ended.wait, 10)
+    thread.stop(wait=True)
+    assert done == [(number, "model-sequels") for number in range(100)]
+
+
+async def test_jobs_go_on_while_what_follows_one_waits() -> None:
+    thread = ModelThread()
+    may_end = threading.Event()
+    order: list[str] = []
+
+    def wait() -> None:
+        assert may_end.wait(10)
+        order.append("followed")
+
+    thread.post(lambda: thread.follow_up(wait))
+    await thread.run(lambda: order.append("next job"))
+    may_end.set()
+    ended = threading.Event()
+    thread.post(lambda: thread.follow_up(ended.set))
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert order == ["next job", "followed"]
     thread.stop(wait=True)
 
 
-async def test_a_loop_that_is_closed_stops_nobody() -> None:
+async def test_an_error_in_what_follows_stops_nothing() -> None:
     thread = ModelThread()
-    closed = asyncio.new_event_loop()
-    closed.close()
-    heard = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    await thread.run(lambda: thread.tell(closed, heard.clear))
-    await thread.run(lambda: thread.tell(loop, heard.set))
-    await asyncio.wait_for(heard.wait(), 10)
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    thread.post(lambda: thread.follow_up(fail))
+    thread.post(lambda: thread.follow_up(ended.set))
+    assert await asyncio.to_thread(ended.wait, 10)
     thread.stop(wait=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from worker_service.clock import monotonic_us
+from worker_service.executor import FinishedStep
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
 from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.simulation.config import SimulationConfig
@@ -60,6 +61,10 @@ class SimulatedRunner:
             vocab_size=self._config.vocab_size,
             max_model_len=self._config.max_model_len,
         )
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """Do what the plan says, at once."""
+        return FinishedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do what the plan says. Raises InvalidPlan, after which the runner is to be reset."""

@@ -1,0 +1,151 @@
+"""Steps are launched ahead of their results, and results come in order, then what ended them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+
+from worker_service.errors import InvalidPlan, StepFailed, WorkerError
+from worker_service.model_thread import ModelThread
+from worker_service.plan import StepPlan, StepResult, StepTimings
+from worker_service.step_stream import StepStream
+
+SOON_S = 10.0
+
+
+class Launched:
+    """A step whose device is done when the test says so."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.is_done = threading.Event()
+        self.breaks = False
+
+    def collect(self) -> StepResult:
+        assert self.is_done.wait(SOON_S)
+        if self.breaks:
+            raise RuntimeError("the device is gone")
+        timings = StepTimings(
+            received_us=0, started_us=0, finished_us=0, cache_ops_us=0, forward_us=0, sample_us=0
+        )
+        return StepResult(
+            epoch=1,
+            step_id=self.plan.step_id,
+            token_ids=np.zeros(0, np.int32),
+            timings=timings,
+        )
+
+
+class Launcher:
+    """A runner that notes what it is told. Refuses step `bad_step`."""
+
+    def __init__(self, bad_step: int | None = None) -> None:
+        self.bad_step = bad_step
+        self.steps: list[Launched] = []
+        self.num_resets = 0
+
+    def launch(self, plan: StepPlan) -> Launched:
+        if plan.step_id == self.bad_step:
+            raise InvalidPlan("seq_ids", "made up")
+        self.steps.append(Launched(plan))
+        return self.steps[-1]
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def empty_plan(step_id: int) -> StepPlan:
+    nothing = np.zeros(0, np.int32)
+    pairs = np.zeros((0, 2), np.int32)
+    return StepPlan(
+        epoch=1,
+        step_id=step_id,
+        forget_seq_ids=nothing,
+        swap_out=pairs,
+        swap_in=pairs,
+        copy=pairs,
+        new_sequences=(),
+        block_updates=np.zeros((0, 3), np.int32),
+        seq_ids=nothing,
+        num_tokens=nothing,
+        sample=np.zeros(0, np.bool_),
+        appended_tokens=pairs,
+    )
+
+
+@pytest.fixture
+async def thread() -> AsyncIterator[ModelThread]:
+    thread = ModelThread()
+    yield thread
+    thread.stop(wait=True)
+
+
+async def submit(stream: StepStream, thread: ModelThread, count: int) -> None:
+    for step_id in range(1, count + 1):
+        await stream.submit(empty_plan(step_id))
+    await thread.run(lambda: None)
+
+
+async def collected(stream: StepStream) -> tuple[list[int], WorkerError | None]:
+    """The steps whose results came, and the error after them."""
+    step_ids = []
+    try:
+        async with asyncio.timeout(SOON_S):
+            async for result in stream.results():
+                step_ids.append(result.step_id)
+    except WorkerError as error:
+        return step_ids, error
+    return step_ids, None
+
+
+async def test_steps_are_launched_while_an_earlier_one_is_under_way(thread: ModelThread) -> None:
+    runner = Launcher()
+    stream = StepStream(1, runner, thread)
+    await submit(stream, thread, 3)
+    assert len(runner.steps) == 3
+    for step in reversed(runner.steps):
+        step.is_done.set()
+    stream.finish()
+    assert await collected(stream) == ([1, 2, 3], None)
+    assert stream.num_steps == 3
+    assert runner.num_resets == 1
+
+
+async def test_a_plan_that_is_refused_ends_the_stream_after_the_results_before_it(
+    thread: ModelThread,
+) -> None:
+    runner = Launcher(bad_step=3)
+    stream = StepStream(1, runner, thread)
+    await submit(stream, thread, 4)
+    for step in runner.steps:
+        step.is_done.set()
+    step_ids, error = await collected(stream)
+    assert (step_ids, type(error)) == ([1, 2], InvalidPlan)
+    assert len(runner.steps) == 2
+
+
+async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_count(
+    thread: ModelThread,
+) -> None:
+    runner = Launcher()
+    stream = StepStream(1, runner, thread)
+    await submit(stream, thread, 3)
+    runner.steps[1].breaks = True
+    for step in runner.steps:
+        step.is_done.set()
+    step_ids, error = await collected(stream)
+    assert (step_ids, type(error)) == ([1], StepFailed)
+    assert "step 2 failed: RuntimeError" in str(error)
+    assert runner.num_resets == 1
+
+
+@pytest.mark.parametrize("end", [StepStream.close, StepStream.finish])
+async def test_a_stream_ends_with_what_it_is_told(
+    thread: ModelThread, end: Callable[[StepStream, WorkerError], None]
+) -> None:
+    stream = StepStream(1, Launcher(), thread)
+    error = StepFailed("made up")
+    end(stream, error)
+    assert await collected(stream) == ([], error)
