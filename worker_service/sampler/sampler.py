@@ -30,6 +30,7 @@ from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 
@@ -59,7 +60,7 @@ class Samples:
     """By row, for those whose tokens the core chooses, unless they failed; they have no token."""
 
     non_finite: Int64Array
-    """Rows whose logits held NaN or infinity."""
+    """Rows whose largest logit is NaN or infinite. Minus infinity elsewhere excludes a token."""
 
     no_candidates: Int64Array
     """Rows whose constraints excluded every token."""
@@ -68,7 +69,8 @@ class Samples:
 def sample(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Samples:
     """Picks the tokens. logits: float32 [n, vocab_size], overwritten."""
     num_logprobs = table.num_logprobs[batch.slots]
-    non_finite = _non_finite_rows(logits)
+    best, largest = _largest(logits)
+    non_finite = np.flatnonzero(~np.isfinite(largest))
     _neutralise(logits, non_finite)
     wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     raw = logits[_tensor(wanted, logits)] if len(wanted) else None
@@ -78,10 +80,10 @@ def sample(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Sample
         to_logprobs(logits, offering)
     apply_edits(logits, batch.edited)
     offered = offer(logits, offering, num_candidates[offering]) if len(offering) else {}
-    no_candidates = _rows_without_candidates(logits, batch.edited)
+    no_candidates = _look_again(logits, batch.edited, best)
     no_candidates = no_candidates[num_candidates[no_candidates] == 0]
     _neutralise(logits, no_candidates)
-    tokens = _choose(logits, batch, table)
+    tokens = _choose(logits, best, batch, table)
     tokens[non_finite] = NO_TOKEN
     tokens[no_candidates] = NO_TOKEN
     tokens[offering] = NO_TOKEN
@@ -97,15 +99,15 @@ def sample(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Sample
     )
 
 
-def _choose(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Int64Array:
-    """One token per row, each kind of row by its own way."""
+def _choose(
+    logits: Tensor, tokens: Int64Array, batch: SamplingBatch, table: SamplingTable
+) -> Int64Array:
+    """One token per row, each kind of row by its own way; `tokens` has the greedy rows' own."""
     is_random = table.temperature[batch.slots] > 0
     if not is_random.any():
-        return _argmax(logits)
+        return tokens
     is_filtered = table.is_filtered[batch.slots]
-    tokens = np.empty(len(logits), np.int64)
     for kind, choose in (
-        (~is_random, _choose_greedily),
         (is_random & ~is_filtered, _choose_unfiltered),
         (is_random & is_filtered, _choose_filtered),
     ):
@@ -114,12 +116,6 @@ def _choose(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Int64
             part = logits if len(rows) == len(logits) else logits[_tensor(rows, logits)]
             tokens[rows] = choose(part, batch.slots[rows], batch.positions[rows], table)
     return tokens
-
-
-def _choose_greedily(
-    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
-) -> Int64Array:
-    return _argmax(logits)
 
 
 def _choose_unfiltered(
@@ -148,33 +144,25 @@ def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device)
 
 
-def _argmax(logits: Tensor) -> Int64Array:
-    """Column of each row's largest logit, the lowest among equals."""
-    if logits.is_cpu:
-        # numpy's is vectorised, torch's is not.
-        return logits.numpy().argmax(axis=-1)
-    return logits.argmax(dim=-1).cpu().numpy()
+def _largest(logits: Tensor) -> tuple[Int64Array, Float32Array]:
+    """Column of each row's largest logit, the lowest among equals, and that logit; a NaN counts as
+    larger than any number, so that one pass finds the tokens and the rows that have none."""
+    if not logits.is_cpu:
+        largest, best = logits.max(dim=-1)
+        return best.cpu().numpy(), largest.cpu().numpy()
+    # numpy's is vectorised, torch's is not.
+    values = logits.numpy()
+    best = values.argmax(axis=-1)
+    return best, values[np.arange(len(values)), best]
 
 
-def _non_finite_rows(logits: Tensor) -> Int64Array:
-    """Rows that hold NaN or infinity.
-
-    Such an entry makes the row's sum NaN or infinite. A sum of finite float32 entries could
-    overflow too, so the few rows found are looked at again.
-    """
-    suspects = (~logits.sum(dim=-1).isfinite()).nonzero().squeeze(1)
-    if len(suspects):
-        suspects = suspects[~logits[suspects].isfinite().all(dim=-1)]
-    return suspects.cpu().numpy()
-
-
-def _rows_without_candidates(logits: Tensor, edited: list[EditedRow]) -> Int64Array:
-    """Edited rows in which no token is left."""
+def _look_again(logits: Tensor, edited: list[EditedRow], best: Int64Array) -> Int64Array:
+    """Put right the largest logits' columns of edited rows; those in which no token is left."""
     if not edited:
         return np.empty(0, np.int64)
     rows = np.array([row.row for row in edited])
-    maxima = logits[_tensor(rows, logits)].amax(dim=-1)
-    return rows[(maxima == -torch.inf).cpu().numpy()]
+    best[rows], largest = _largest(logits[_tensor(rows, logits)])
+    return rows[largest == -np.inf]
 
 
 def _neutralise(logits: Tensor, rows: Int64Array) -> None:

@@ -167,20 +167,35 @@ def test_greedy_obeys_exclusions_biases_and_penalties() -> None:
     assert rows.sample().tokens.tolist() == [8, 7, 9, 8]
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("place", "broken"),
+    [(250, torch.nan), (250, torch.inf), (slice(None), -torch.inf)],
+    ids=["NaN", "infinity", "nothing possible"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_broken_logits_fails_alone(broken: float, temperature: float) -> None:
+def test_a_row_with_broken_logits_fails_alone(
+    place: int | slice, broken: float, temperature: float
+) -> None:
     params = SamplerParams(temperature=temperature, seed=4, num_logprobs=1)
     sound, rows = Rows(), Rows()
     for each in (sound, rows):
         for _ in range(3):
             each.add(params)
     rows.logits[1] = rows.logits[1].clone()
-    rows.logits[1][250] = broken
+    rows.logits[1][place] = broken
     expected, samples = sound.sample(), rows.sample()
     assert samples.non_finite.tolist() == [1]
     assert samples.tokens.tolist() == [expected.tokens[0], NO_TOKEN, expected.tokens[2]]
     assert sorted(samples.logprobs) == [0, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_may_exclude_tokens_itself(temperature: float) -> None:
+    rows = Rows()
+    rows.add(SamplerParams(temperature=temperature, seed=4), torch.full((VOCAB_SIZE,), -torch.inf))
+    rows.logits[0][17] = -3.0
+    samples = rows.sample()
+    assert (samples.tokens.tolist(), samples.non_finite.tolist()) == ([17], [])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
