@@ -10,7 +10,8 @@ sequence's tokens lie is told by its block table; what a step computes by `Atten
                    runs on a device that has nothing faster
     cpu/           attention and cache writes compiled for the CPU, reading the cache in place
     gpu/           all of it as Triton kernels, for CUDA devices
-    backends.py    one interface over them, and the choice between them
+    flash/         FlashAttention over the paged cache, where one of its packages is installed
+    backends/      one interface over them, and the choice between them
 
 A backend's promise: a query row's result depends on that row and on its sequence's KV alone up to
 rounding, whether a prefill, a chunk of it or a decode computes it, whatever else is in the batch

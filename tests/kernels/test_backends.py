@@ -4,12 +4,23 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pagewire_kernels.backends import select_backend
+from pagewire_kernels import reference
+from pagewire_kernels.backends import (
+    Abilities,
+    AttentionBackend,
+    AttentionNeeds,
+    ReferenceBackend,
+    select_backend,
+)
+from pagewire_kernels.backends.select import choose
+from pagewire_kernels.backends.self_check import self_check
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -23,44 +34,146 @@ CpuBackend().warm_up(torch.float32)
 """
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NEEDS = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
+
+
+class FakeBackend(ReferenceBackend):
+    """A backend with any name and abilities."""
+
+    def __init__(self, name: str, **abilities: Any) -> None:
+        self.name = name
+        self.abilities = Abilities(devices=("cuda",), **abilities)
+
+
+def _passes(*arguments: object) -> None:
+    """A check that finds nothing."""
+
+
 def test_the_cpu_gets_the_compiled_kernels(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        assert select_backend(torch.device("cpu")).name == "cpu"
+        assert select_backend(CPU).name == "cpu"
     assert "name=cpu reason=default for device type cpu" in caplog.text
 
 
-def test_a_gpu_gets_the_triton_kernels_when_it_asks_for_them() -> None:
-    backend = select_backend(torch.device("cuda"), "triton", batch_invariant=True)
-    assert backend.name == "triton"
-
-
-@pytest.mark.parametrize("device", ["cuda", "meta"])
-def test_a_device_without_proven_kernels_gets_the_reference(device: str) -> None:
-    assert select_backend(torch.device(device)).name == "reference"
+def test_a_device_without_kernels_gets_the_reference() -> None:
+    assert select_backend(torch.device("meta")).name == "reference"
 
 
 def test_a_backend_can_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        assert select_backend(torch.device("cpu"), "reference").name == "reference"
+        assert select_backend(CPU, "reference").name == "reference"
     assert "name=reference reason=asked for" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("device", "name", "message"),
     [
-        ("cpu", "warp", "expected one of cpu, triton, reference, got 'warp'"),
-        ("cuda", "cpu", "'cpu' does not run on device cuda"),
-        ("cpu", "triton", "'triton' does not run on device cpu"),
+        (CPU, "warp", "expected one of flash, triton, cpu, reference, got 'warp'"),
+        (GPU, "cpu", "'cpu' does not run on device cuda"),
+        (CPU, "triton", "'triton' does not run on device cpu"),
+        (CPU, "flash", "'flash' does not run on device cpu"),
     ],
 )
-def test_a_backend_that_cannot_be_is_refused(device: str, name: str, message: str) -> None:
+def test_a_backend_that_cannot_be_is_refused(device: torch.device, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        select_backend(torch.device(device), name)
+        select_backend(device, name)
 
 
 def test_the_reference_promises_no_batch_invariance() -> None:
-    with pytest.raises(ValueError, match="'reference' is not batch-invariant"):
-        select_backend(torch.device("cuda"), "reference", batch_invariant=True)
+    with pytest.raises(ValueError, match="reference is not batch-invariant"):
+        select_backend(CPU, "reference", replace(NEEDS, batch_invariant=True))
+
+
+@pytest.mark.parametrize(
+    ("needs", "abilities", "obstacle"),
+    [
+        ({"dtype": torch.float32}, {"dtypes": (torch.bfloat16,)}, "does not compute in float32"),
+        ({"cache_dtype": torch.float8_e4m3fn}, {}, "has no fp8 cache (--kv-cache-dtype)"),
+        ({"head_dim": 320}, {"max_head_dim": 256}, "takes heads of at most 256 elements, not 320"),
+        (
+            {"head_dim": 20},
+            {"head_dim_multiple": 8},
+            "takes heads of a multiple of 8 elements, not 20",
+        ),
+        (
+            {"block_size": 16},
+            {"block_multiple": 256},
+            "takes blocks of a multiple of 256 tokens (--block-size), not 16",
+        ),
+        ({"sinks": True}, {"sinks": False}, "has no attention sinks"),
+        ({"soft_cap": True}, {"soft_cap": False}, "has no soft cap"),
+        ({"alibi": True}, {"alibi": False}, "has no ALiBi biases"),
+        ({"sliding_window": True}, {"sliding_window": False}, "has no sliding window"),
+        ({"batch_invariant": True}, {}, "is not batch-invariant"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_told(
+    needs: dict[str, Any], abilities: dict[str, Any], obstacle: str
+) -> None:
+    backend = FakeBackend("first", **abilities)
+    assert [*backend.abilities.obstacles(NEEDS)] == []
+    assert [*backend.abilities.obstacles(replace(NEEDS, **needs))] == [obstacle]
+
+
+def test_what_the_best_backend_cannot_do_the_next_one_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offered = [FakeBackend("first", sinks=False), FakeBackend("second")]
+    with caplog.at_level("INFO"):
+        assert choose(GPU, None, replace(NEEDS, sinks=True), offered, _passes).name == "second"
+    assert "default for device type cuda, since first has no attention sinks" in caplog.text
+    assert choose(GPU, None, NEEDS, offered, _passes).name == "first"
+
+
+def test_a_backend_that_fails_its_check_is_passed_over_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def check(backend: AttentionBackend, *others: object) -> None:
+        if backend.name == "first":
+            raise RuntimeError("no kernel image is available")
+
+    offered = [FakeBackend("first"), FakeBackend("second")]
+    assert choose(GPU, None, NEEDS, offered, check).name == "second"
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "name=first error=failed its check: no kernel image" in record.getMessage()
+
+
+def test_a_backend_that_was_asked_for_and_fails_ends_the_choice() -> None:
+    def check(*arguments: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    with pytest.raises(ValueError, match="first failed its check: no kernel image"):
+        choose(GPU, "first", NEEDS, [FakeBackend("first")], check)
+
+
+class OffBackend(FakeBackend):
+    """The reference, but for a factor."""
+
+    def paged_attention(self, *arguments: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        return reference.paged_attention(*arguments, **options) * 1.1
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        NEEDS,
+        replace(NEEDS, dtype=torch.float32, sliding_window=True, sinks=True, alibi=True),
+        replace(NEEDS, dtype=torch.float16, soft_cap=True, block_size=32),
+        replace(NEEDS, cache_dtype=torch.float8_e4m3fn),
+    ],
+)
+def test_the_check_tells_right_results_from_wrong_ones(needs: AttentionNeeds) -> None:
+    self_check(ReferenceBackend(), CPU, needs)
+    with pytest.raises(ValueError, match="its results differ from the reference by"):
+        self_check(OffBackend("off"), CPU, needs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_gets_our_kernels_or_a_flash_attention(dtype: torch.dtype) -> None:
+    assert select_backend(GPU, None, replace(NEEDS, dtype=dtype)).name in ("triton", "flash")
+    assert select_backend(GPU, "triton", replace(NEEDS, dtype=dtype)).name == "triton"
 
 
 def _warm_up(home: Path, kernels: Path, cache: str) -> str:

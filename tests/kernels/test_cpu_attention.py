@@ -49,9 +49,15 @@ def _both(
         {"sliding_window": 7},
         {"soft_cap": 2.0},
         {"sinks": torch.tensor([0.5, -3.0, 40.0, 0.0])},
-        {"sliding_window": 20, "soft_cap": 1.0, "sinks": torch.zeros(4)},
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.0, 0.0625])},
+        {
+            "sliding_window": 20,
+            "soft_cap": 1.0,
+            "sinks": torch.zeros(4),
+            "alibi_slopes": torch.tensor([0.5, 0.25, 0.0, 0.0625]),
+        },
     ],
-    ids=["plain", "window", "cap", "sinks", "all"],
+    ids=["plain", "window", "cap", "sinks", "alibi", "all"],
 )
 def test_a_ragged_batch_agrees_with_the_reference(
     dtype: torch.dtype, options: dict[str, Any]
@@ -151,3 +157,9 @@ def test_a_cache_whose_heads_are_apart_is_refused() -> None:
     swapped = torch.zeros(2, 2, 8, 32).transpose(1, 2)
     with pytest.raises(ValueError, match="heads do not lie one after the other"):
         BACKEND.write_kv(sequences.keys[0], sequences.values[0], swapped, swapped, torch.arange(4))
+
+
+def test_a_scaled_cache_is_refused() -> None:
+    sequences = PagedSequences(Shape(), [4])
+    with pytest.raises(ValueError, match="the cpu backend has no scaled caches"):
+        _both(sequences, [(0, 0, 4)], scale=0.3, key_scale=0.5)

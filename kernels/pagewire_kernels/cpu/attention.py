@@ -62,14 +62,19 @@ njit = numba.njit(error_model="numpy")  # no check for divisions by zero
     ITEM_HEADS,  # KV heads of a work item; a divisor of NUM_KV_HEADS
     WINDOW,  # 0 without
     SINKS,  # address of float32 [num_heads]; 0 without
-    FLOATS,  # address of two float32: scale, and soft cap (0 without)
+    SLOPES,  # address of ALiBi's float32 [num_heads]; 0 without
+    FLOATS,  # address of float32: 0 to 15, then scale, and soft cap (0 without)
     NUM_ITEMS,
     NEXT_ITEM,  # addresses of int64 counters
     NEXT_THREAD,
     SCRATCH,  # address, aligned to VECTOR_BYTES
     SCRATCH_BYTES,  # per thread
     NUM_FIELDS,
-) = range(31)
+) = range(32)
+
+SCALE_AT = 4 * LANES
+CAP_AT = SCALE_AT + 4
+NUM_FLOATS = LANES + 2
 
 
 def scratch_bytes(head_dim: int, rows: int) -> int:
@@ -161,7 +166,7 @@ def _load_rows(
 ) -> None:
     """Scaled queries as float32, and empty sums."""
     group, head_bytes = task[GROUP], _head_bytes(task)
-    scale = simd.broadcast(simd.load_scalar(task[FLOATS]))
+    scale = simd.broadcast(simd.load_scalar(task[FLOATS] + SCALE_AT))
     for row in range(num_heads * num_tokens * group):
         token = first_token + row % (num_tokens * group) // group
         head = (first_head + row // (num_tokens * group)) * group + row % group
@@ -204,7 +209,10 @@ def _walk_keys(
             for head in range(num_heads):
                 head_at = at + (first_head + head) * task[HEAD_BYTES]
                 _copy_step(task, head_at, num_keys, scratch, element)
-                _take_step(task, position - key, num_keys, head, num_tokens, scratch)
+                first_query_head = (first_head + head) * task[GROUP]
+                _take_step(
+                    task, position - key, num_keys, head, first_query_head, num_tokens, scratch
+                )
 
 
 @njit
@@ -226,10 +234,16 @@ def _copy_step(task: Any, at: int, num_keys: int, scratch: int, element: Any) ->
 
 @njit
 def _take_step(
-    task: Any, position: int, num_keys: int, head: int, num_tokens: int, scratch: int
+    task: Any,
+    position: int,
+    num_keys: int,
+    head: int,
+    first_query_head: int,
+    num_tokens: int,
+    scratch: int,
 ) -> None:
     """Take a head's rows over the keys that were copied. `position` is that of the first token,
-    counted from the first of the keys.
+    counted from the first of the keys; `head` is counted within the item.
 
     Three passes instead of one: what a row must wait for, another row's work then fills.
     """
@@ -243,8 +257,9 @@ def _take_step(
     for token in range(num_tokens):
         first, end = _seen(task, position + token, num_keys)
         if first < end:
-            for row in range(first_row + token * group, first_row + (token + 1) * group):
-                _weigh(task, row, first, end, scratch)
+            for i in range(group):
+                row = first_row + token * group + i
+                _weigh(task, row, first_query_head + i, position + token, first, end, scratch)
     for token in range(num_tokens):
         first, end = _seen(task, position + token, num_keys)
         if first < end:
@@ -273,15 +288,24 @@ def _score(task: Any, row: int, scratch: int) -> None:
 
 
 @njit
-def _weigh(task: Any, row: int, first: int, end: int, scratch: int) -> None:
+def _weigh(
+    task: Any, row: int, head: int, position: int, first: int, end: int, scratch: int
+) -> None:
     """Turn a row's scores of keys `first` to `end - 1` into weights, the others into zeros; update
-    its maximum and sum, and leave the factor by which what was summed before shrinks."""
+    its maximum and sum, and leave the factor by which what was summed before shrinks. `head` is the
+    row's query head, `position` its own, counted from the first of the keys."""
     weights = _query_of(task, scratch, row) + 2 * _head_bytes(task)
     maximum, total = weights + VECTOR_BYTES, weights + 2 * VECTOR_BYTES
     score = simd.load(simd.float32(), weights)
-    cap = simd.load_scalar(task[FLOATS] + 4)
+    cap = simd.load_scalar(task[FLOATS] + CAP_AT)
     if cap > 0:
         score = _cap(score, cap)
+    if task[SLOPES] != 0:
+        distance = simd.subtract(
+            simd.load(simd.float32(), task[FLOATS]), simd.broadcast(numba.float32(position))
+        )
+        slope = simd.broadcast(simd.load_scalar(task[SLOPES] + 4 * head))
+        score = simd.multiply_add(slope, distance, score)
     score = simd.keep_lanes(score, first, end, numba.float32(_MINUS_INFINITY))
     before = simd.load(simd.float32(), maximum)
     after = simd.broadcast(max(simd.first_lane(before), simd.max_lanes(score)))

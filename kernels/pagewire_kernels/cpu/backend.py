@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
+from pagewire_kernels.backends.abilities import Abilities
 from pagewire_kernels.cpu import attention, copy, threads
 from pagewire_kernels.cpu.attention import MAX_ROWS, VECTOR_BYTES
 from pagewire_kernels.cpu.compile import attention_kernel, write_kv_kernel
@@ -51,13 +52,15 @@ class CpuBackend:
     """
 
     name = "cpu"
+    abilities = Abilities(devices=("cpu",), dtypes=DTYPES, batch_invariant=True)
 
     def __init__(self) -> None:
         self._tiling: _Tiling | None = None
         self._write_task = _Memory(copy.NUM_FIELDS, np.int64)
         self._task = _Memory(attention.NUM_FIELDS, np.int64)
         self._counters = _Memory(2, np.int64)
-        self._floats = _Memory(2, np.float32)
+        self._floats = _Memory(attention.NUM_FLOATS, np.float32)
+        self._floats.array[:LANES] = np.arange(LANES)
         self._scratch = _Memory(0, np.uint8)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -72,8 +75,12 @@ class CpuBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         """Store each row's key and value in its slot; as `reference.write_kv`."""
+        _refuse_scales(key_scale, value_scale)
         _check_cache(key_cache, value_cache, key)
         key, value = _with_dense_heads(key), _with_dense_heads(value)
         slot_mapping = slot_mapping.contiguous()
@@ -107,8 +114,12 @@ class CpuBackend:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
+        _refuse_scales(key_scale, value_scale)
         _check_cache(key_cache, value_cache, query)
         if query.shape[2] < LANES:
             return reference.paged_attention(
@@ -120,12 +131,15 @@ class CpuBackend:
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
                 sinks=sinks,
+                alibi_slopes=alibi_slopes,
             )
         if query.stride(2) != 1:
             query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
         if sinks is not None:
             sinks = sinks.float().contiguous()
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.float().contiguous()
         task = self._task.array
         _describe_tensors(task, query, output, key_cache, value_cache)
         group = query.shape[1] // key_cache.shape[2]
@@ -134,10 +148,11 @@ class CpuBackend:
         task[attention.GROUP] = group
         task[attention.WINDOW] = sliding_window or 0
         task[attention.SINKS] = sinks.data_ptr() if sinks is not None else 0
+        task[attention.SLOPES] = alibi_slopes.data_ptr() if alibi_slopes is not None else 0
         task[attention.FLOATS] = self._floats.address
         task[attention.NEXT_ITEM] = self._counters.address
         task[attention.NEXT_THREAD] = self._counters.address + 8
-        self._floats.array[:] = scale, soft_cap or 0.0
+        self._floats.array[LANES:] = scale, soft_cap or 0.0
         self._counters.array[:] = 0
         num_threads = self._share_work(tiling, key_cache.shape[2], group, query.shape[2])
         threads.run(attention_kernel(query.dtype), self._task.address, num_threads)
@@ -222,6 +237,12 @@ def _check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
         raise ValueError("a token's heads do not lie one after the other in the cache")
     if rows.shape[2] != head_dim or rows.shape[1] % num_heads:
         raise ValueError(f"rows of shape {tuple(rows.shape)} do not fit the cache")
+
+
+def _refuse_scales(key_scale: float, value_scale: float) -> None:
+    """Scales are those of fp8, which CPUs have no fast way to read."""
+    if key_scale != 1.0 or value_scale != 1.0:
+        raise ValueError("the cpu backend has no scaled caches")
 
 
 def _with_dense_heads(rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ be captured in a CUDA graph, but for `move_blocks` where the pairs lie on the de
 
 from pagewire_kernels.gpu.activation import act_and_mul
 from pagewire_kernels.gpu.attention import Launch, choose_launch, paged_attention
-from pagewire_kernels.gpu.backend import TritonBackend
+from pagewire_kernels.gpu.backend import TritonBackend, write_rows
 from pagewire_kernels.gpu.blocks import move_blocks
 from pagewire_kernels.gpu.cache import gather_kv, write_kv
 from pagewire_kernels.gpu.norm import rms_norm
@@ -38,4 +38,5 @@ __all__ = [
     "sample",
     "uniforms",
     "write_kv",
+    "write_rows",
 ]

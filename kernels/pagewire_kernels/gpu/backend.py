@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pagewire_kernels.backends.abilities import Abilities
 from pagewire_kernels.gpu.attention import choose_launch, paged_attention
 from pagewire_kernels.gpu.cache import write_kv
 from pagewire_kernels.metadata import AttentionMetadata
@@ -17,6 +18,8 @@ class TritonBackend:
 
     name = "triton"
 
+    abilities = Abilities(devices=("cuda",), fp8_cache=True, batch_invariant=True)
+
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
 
@@ -30,9 +33,20 @@ class TritonBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         """Store each row's key and value in its slot; as `reference.write_kv`."""
-        write_kv(_dense(key), _dense(value), key_cache, value_cache, slot_mapping)
+        write_rows(
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
 
     def paged_attention(
         self,
@@ -45,6 +59,9 @@ class TritonBackend:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
         query = _dense(query)
@@ -60,8 +77,33 @@ class TritonBackend:
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            key_scale=key_scale,
+            value_scale=value_scale,
             launch=launch,
         )
+
+
+def write_rows(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """As `reference.write_kv`, for rows of any strides."""
+    write_kv(
+        _dense(key),
+        _dense(value),
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def _dense(rows: Tensor) -> Tensor:

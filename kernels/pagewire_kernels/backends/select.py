@@ -1,0 +1,150 @@
+"""From a device, a name and what a model needs to a backend."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from pagewire_kernels.backends.abilities import AttentionNeeds
+from pagewire_kernels.backends.interface import AttentionBackend
+from pagewire_kernels.backends.reference import ReferenceBackend
+from pagewire_kernels.backends.self_check import self_check
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAMES = ("flash", "triton", "cpu", "reference")
+
+Check = Callable[[AttentionBackend, torch.device, AttentionNeeds], None]
+
+
+def select_backend(
+    device: torch.device, name: str | None = None, needs: AttentionNeeds | None = None
+) -> AttentionBackend:
+    """The backend called `name`, or the best one that can do what `needs` says on `device`.
+
+    A backend for GPUs is first checked on the device itself. If nobody asked for it by name, the
+    next one takes the place of one that is off or fails, with a warning. Raises ValueError when
+    there is no such backend, when it does not run on `device`, or cannot do what is needed.
+    """
+    needs = needs or AttentionNeeds(dtype=torch.float32, head_dim=64)
+    if name is not None and name not in BACKEND_NAMES:
+        expected = ", ".join(BACKEND_NAMES)
+        raise ValueError(f"attention backend: expected one of {expected}, got {name!r}")
+    if name == "cpu" and device.type != "cpu":
+        raise ValueError(f"attention backend 'cpu' does not run on device {device}")
+    if name in ("flash", "triton") and device.type != "cuda":
+        raise ValueError(f"attention backend {name!r} does not run on device {device}")
+    return choose(device, name, needs, candidates(device, name, needs.batch_invariant))
+
+
+def choose(
+    device: torch.device,
+    name: str | None,
+    needs: AttentionNeeds,
+    offered: Iterable[AttentionBackend],
+    check: Check = self_check,
+) -> AttentionBackend:
+    """The first of those offered that can do what is needed, and does. `name`: what was asked for.
+
+    Raises ValueError, naming what stood in the way of each, if there is none.
+    """
+    passed_over: list[str] = []
+    for backend in offered:
+        obstacles = [*backend.abilities.obstacles(needs)]
+        if not obstacles and device.type == "cuda" and backend.name != "reference":
+            obstacles = [*_failure(backend, device, needs, check)]
+            if obstacles and name is None:
+                logger.warning(
+                    "attention backend failed its check name=%s error=%s",
+                    label(backend),
+                    obstacles[0],
+                )
+        if not obstacles:
+            _log_choice(backend, device, name, passed_over)
+            return backend
+        passed_over.append(f"{label(backend)} {' and '.join(obstacles)}")
+    raise ValueError(f"attention backend: none can serve this model: {_listed(passed_over)}")
+
+
+def _failure(
+    backend: AttentionBackend, device: torch.device, needs: AttentionNeeds, check: Check
+) -> Iterator[str]:
+    try:
+        check(backend, device, needs)
+    except Exception as error:  # whatever a compiler, driver or package raises here
+        lines = str(error).strip().splitlines()
+        yield f"failed its check: {lines[0] if lines else type(error).__name__}"
+
+
+def _log_choice(
+    backend: AttentionBackend, device: torch.device, name: str | None, passed_over: list[str]
+) -> None:
+    reason = "asked for" if name else f"default for device type {device.type}"
+    if passed_over and not name:
+        reason = f"{reason}, since {_listed(passed_over)}"
+    logger.info("attention backend selected name=%s reason=%s", label(backend), reason)
+
+
+def label(backend: AttentionBackend) -> str:
+    """A backend's name, with the package behind it where there are several."""
+    version = getattr(backend, "version", None)
+    return backend.name if version is None else f"{backend.name} ({version})"
+
+
+def _listed(passed_over: list[str]) -> str:
+    return "; ".join(passed_over) or "there is none for this machine"
+
+
+def candidates(
+    device: torch.device, name: str | None, batch_invariant: bool
+) -> Iterator[AttentionBackend]:
+    """What there is on this machine, the best first; of one name only, if one is given.
+
+    On a GPU, FlashAttention 3 comes before our own kernels and version 2 after them, since its
+    blocks of 256 tokens waste memory and share fewer prefixes.
+    """
+    for known, make in _order(device, batch_invariant):
+        if name is None or known == name:
+            yield from make()
+
+
+def _order(
+    device: torch.device, batch_invariant: bool
+) -> Iterator[tuple[str, Callable[[], Iterator[AttentionBackend]]]]:
+    if device.type == "cpu":
+        yield "cpu", _cpu
+    elif device.type == "cuda":
+        yield "flash", partial(_flash, device, any_block_size=True)
+        yield "triton", partial(_triton, batch_invariant)
+        yield "flash", partial(_flash, device, any_block_size=False)
+    yield "reference", _reference
+
+
+def _cpu() -> Iterator[AttentionBackend]:
+    from pagewire_kernels.cpu import CpuBackend  # numba is loaded only where it is used
+
+    yield CpuBackend()
+
+
+def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
+    if find_spec("triton") is not None:
+        from pagewire_kernels.gpu import TritonBackend
+
+        yield TritonBackend(batch_invariant=batch_invariant)
+
+
+def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionBackend]:
+    if find_spec("triton") is None:  # it writes the cache
+        return
+    from pagewire_kernels.flash import FlashBackend, installed_calls
+    from pagewire_kernels.gpu import write_rows
+
+    for call in installed_calls(device):
+        if (call.abilities.block_multiple == 1) == any_block_size:
+            yield FlashBackend(call, write_rows)
+
+
+def _reference() -> Iterator[AttentionBackend]:
+    yield ReferenceBackend()

@@ -1,0 +1,108 @@
+"""A small paged case, computed by a backend on its device and compared with the reference.
+
+A kernel may be proved elsewhere and still fail here: another compiler, driver or package. Wrong
+attention does not crash, it serves nonsense; so a GPU backend is trusted only after this.
+"""
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.backends.abilities import FP8, AttentionNeeds
+from pagewire_kernels.backends.interface import AttentionBackend
+from pagewire_kernels.backends.reference import ReferenceBackend
+from pagewire_kernels.metadata import AttentionMetadata
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_NUM_KV_HEADS, _GROUP = 2, 2
+_NUM_BLOCKS = 7
+_FP8_SCALE = 0.02
+_WINDOW = 7
+_SOFT_CAP = 2.0
+
+
+def self_check(backend: AttentionBackend, device: torch.device, needs: AttentionNeeds) -> None:
+    """Raises ValueError if the backend's results are off; whatever the backend raises passes.
+
+    Both a mixed batch (a chunk of a prefill, a whole one, a decode) and one of decodes alone are
+    computed, with the window, cap, sinks and slopes that the model needs.
+    """
+    case = _Case(needs, needs.block_size or backend.abilities.default_block_size)
+    host = torch.device("cpu")
+    expected_cache = case.written(ReferenceBackend(), host)
+    cache = case.written(backend, device)
+    tolerance = _TOLERANCE[torch.bfloat16 if needs.cache_dtype == FP8 else needs.dtype]
+    for query_lens in ([case.block_size + 5, 3, 1], [1, 1, 1]):
+        expected = case.attended(ReferenceBackend(), host, expected_cache, query_lens)
+        output = case.attended(backend, device, cache, query_lens)
+        error = float((output.cpu().float() - expected.float()).abs().max())
+        if not error <= tolerance:  # a NaN is off, too
+            raise ValueError(f"its results differ from the reference by {error:.3g}")
+
+
+class _Case:
+    """Three sequences of one to three blocks, with the features that a model needs."""
+
+    def __init__(self, needs: AttentionNeeds, block_size: int) -> None:
+        self._needs = needs
+        self.block_size = block_size
+        self._lengths = [2 * block_size + 5, 3, block_size]
+        self._tables = torch.tensor([[4, 0, 6], [2, -1, -1], [5, -1, -1]], dtype=torch.int32)
+        draw = torch.Generator().manual_seed(0)
+        self._query, self._key, self._value = (
+            torch.randn(sum(self._lengths), num_heads, needs.head_dim, generator=draw).to(
+                needs.dtype
+            )
+            for num_heads in (_NUM_KV_HEADS * _GROUP, _NUM_KV_HEADS, _NUM_KV_HEADS)
+        )
+        self._scale = _FP8_SCALE if needs.cache_dtype == FP8 else 1.0
+
+    def written(self, backend: AttentionBackend, device: torch.device) -> Tensor:
+        """A cache that holds all keys and values."""
+        size, needs = self.block_size, self._needs
+        shape = (_NUM_BLOCKS, 2, size, _NUM_KV_HEADS, needs.head_dim)
+        cache = torch.zeros(shape, device=device).to(needs.cache_dtype or needs.dtype)
+        slots = [
+            table[torch.arange(length) // size].long() * size + torch.arange(length) % size
+            for table, length in zip(self._tables, self._lengths, strict=True)
+        ]
+        backend.write_kv(
+            self._key.to(device),
+            self._value.to(device),
+            cache[:, 0],
+            cache[:, 1],
+            torch.cat(slots).to(device),
+            key_scale=self._scale,
+            value_scale=self._scale,
+        )
+        return cache
+
+    def attended(
+        self, backend: AttentionBackend, device: torch.device, cache: Tensor, query_lens: list[int]
+    ) -> Tensor:
+        """Attention of each sequence's last so many rows."""
+        parts = self._query.split(self._lengths)
+        rows = [part[-count:] for part, count in zip(parts, query_lens, strict=True)]
+        needs, heads = self._needs, torch.arange(1.0, _NUM_KV_HEADS * _GROUP + 1, device=device)
+        return backend.paged_attention(
+            torch.cat(rows).to(device),
+            cache[:, 0],
+            cache[:, 1],
+            self._metadata(query_lens, device),
+            scale=needs.head_dim**-0.5,
+            sliding_window=_WINDOW if needs.sliding_window else None,
+            soft_cap=_SOFT_CAP if needs.soft_cap else None,
+            sinks=heads / 4 if needs.sinks else None,
+            alibi_slopes=2.0**-heads if needs.alibi else None,
+            key_scale=self._scale,
+            value_scale=self._scale,
+        )
+
+    def _metadata(self, query_lens: list[int], device: torch.device) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+            context_lens=torch.tensor(self._lengths, dtype=torch.int32, device=device),
+            block_tables=self._tables.to(device),
+            slot_mapping=torch.full((sum(query_lens),), -1, device=device),
+            max_query_len=max(query_lens),
+            max_context_len=max(self._lengths),
+        )

@@ -1,0 +1,144 @@
+"""The `flash` backend: what it passes to each package, and the packages themselves on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.backends import AttentionNeeds
+from pagewire_kernels.backends.self_check import self_check
+from pagewire_kernels.flash import (
+    FlashAttention2,
+    FlashAttention3,
+    FlashBackend,
+    FlashCall,
+    TorchVarlen,
+    installed_calls,
+)
+from tests.support import fake_flash
+from tests.support.paged_batch import PagedSequences, Shape
+
+CALLS: dict[str, FlashCall] = {
+    "version 2": FlashAttention2(
+        fake_flash.flash_attn_varlen_func, fake_flash.flash_attn_with_kvcache_2
+    ),
+    "version 3": FlashAttention3(fake_flash.flash_attn_with_kvcache_3),
+    "torch": TorchVarlen(fake_flash.varlen_attn),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "window of one": {"sliding_window": 1},
+    "cap": {"soft_cap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.bfloat16)},
+}
+UNABLE = {("version 3", "alibi"), ("torch", "alibi"), ("torch", "cap")}
+
+LENGTHS = [300, 1, 12]
+PARTS = {
+    "prefill and chunk": [(0, 250, 300), (1, 0, 1), (2, 0, 12)],
+    "decode": [(0, 299, 300), (1, 0, 1), (2, 11, 12)],
+}
+
+
+def _sequences(call: FlashCall, **shape: Any) -> PagedSequences:
+    size = call.abilities.default_block_size
+    return PagedSequences(Shape(block_size=size, dtype=torch.bfloat16, **shape), LENGTHS)
+
+
+def _both(
+    call: FlashCall, sequences: PagedSequences, parts: list[tuple[int, int, int]], **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    everything = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
+    backend = FlashBackend(call, reference.write_kv)
+    backend.write_kv(
+        sequences.rows(sequences.keys, everything),
+        sequences.rows(sequences.values, everything),
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(everything).slot_mapping,
+    )
+    arguments = (
+        sequences.rows(sequences.queries, parts),
+        sequences.key_cache,
+        sequences.value_cache,
+        sequences.metadata(parts),
+    )
+    return (
+        backend.paged_attention(*arguments, scale=0.3, **options),
+        reference.paged_attention(*arguments, scale=0.3, **options),
+    )
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_package_gets_what_it_expects(name: str, option: str, parts: str) -> None:
+    call = CALLS[name]
+    sequences = _sequences(call)
+    if (name, option) in UNABLE:
+        with pytest.raises(ValueError, match="attention backend 'flash' does not do"):
+            _both(call, sequences, PARTS[parts], **OPTIONS[option])
+    else:
+        output, expected = _both(call, sequences, PARTS[parts], **OPTIONS[option])
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_many_kv_heads_as_query_heads_are_served(name: str) -> None:
+    sequences = _sequences(CALLS[name], num_heads=2, num_kv_heads=2)
+    output, expected = _both(CALLS[name], sequences, PARTS["decode"])
+    assert torch.equal(output, expected)
+
+
+def test_small_blocks_are_for_version_3_alone() -> None:
+    sequences = PagedSequences(Shape(dtype=torch.bfloat16), LENGTHS)
+    output, expected = _both(CALLS["version 3"], sequences, PARTS["decode"])
+    assert torch.equal(output, expected)
+    for name in ("version 2", "torch"):
+        with pytest.raises(ValueError, match="does not do blocks of 8 tokens"):
+            _both(CALLS[name], sequences, PARTS["decode"])
+        needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=32, block_size=16)
+        (obstacle,) = CALLS[name].abilities.obstacles(needs)
+        assert "multiple of 256 tokens (--block-size), not 16" in obstacle
+
+
+def test_sinks_and_scaled_caches_are_refused() -> None:
+    call = CALLS["version 3"]
+    for options in ({"sinks": torch.zeros(4)}, {"key_scale": 0.5}):
+        with pytest.raises(ValueError, match="attention backend 'flash' does not do"):
+            _both(call, _sequences(call), PARTS["decode"], **options)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_startup_check_passes_with_each_package(name: str) -> None:
+    backend = FlashBackend(CALLS[name], reference.write_kv)
+    able = CALLS[name].abilities
+    needs = AttentionNeeds(
+        dtype=torch.bfloat16,
+        head_dim=64,
+        sliding_window=True,
+        soft_cap=able.soft_cap,
+        alibi=able.alibi,
+    )
+    self_check(backend, torch.device("cpu"), needs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_installed_packages_agree_with_the_reference(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    calls = [*installed_calls(device)]
+    if not calls:
+        pytest.skip("no FlashAttention with block tables is installed")
+    for call in calls:
+        for head_dim in (64, 128):
+            needs = AttentionNeeds(
+                dtype=dtype,
+                head_dim=head_dim,
+                sliding_window=True,
+                soft_cap=call.abilities.soft_cap,
+                alibi=call.abilities.alibi,
+            )
+            self_check(FlashBackend(call, reference.write_kv), device, needs)
