@@ -2,8 +2,7 @@
 
 The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`: one
 block, all layers, keys and values, is one contiguous piece of memory, so that swapping it out,
-swapping it in and copying it are one copy each. Neighbours that go to neighbouring places are
-swapped by one copy together.
+swapping it in and copying it move one piece each; `block_moves` tells how.
 
 On a GPU the operations run on a stream of their own. Swap-outs and copies are done before the
 step's forward pass, which may write to their sources and read their targets. Swap-ins run beside
@@ -12,13 +11,11 @@ On a CPU all is done at once, by the thread that computes: both share the memory
 there is nothing to gain from doing it beside.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.reference import swap_blocks
+from worker_service.block_moves import BlockMover, mover_for
 from worker_service.clock import monotonic_us
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
@@ -38,7 +35,10 @@ class CacheEngine:
         num_gpu_blocks: int,
         num_cpu_blocks: int,
         device: torch.device,
+        mover: BlockMover | None = None,
     ) -> None:
+        """mover: None takes the fastest for the device."""
+        self._mover = mover_for(device) if mover is None else mover
         self.device_cache = _allocate(spec, block_size, num_gpu_blocks, device)
         self.host_cache = _allocate(spec, block_size, num_cpu_blocks, torch.device("cpu"))
         self._stream = _SideStream(device) if device.type == "cuda" else None
@@ -87,13 +87,11 @@ class CacheEngine:
     def _move_out(self, plan: StepPlan) -> None:
         """What must be done before the forward pass. No swap-in's target is a copy's source or
         target, so copies need not wait for swap-ins."""
-        _move(plan.swap_out, self.device_cache, self.host_cache)
-        if len(plan.copy):
-            pairs = torch.from_numpy(plan.copy.astype(np.int64))
-            swap_blocks(self.device_cache, self.device_cache, pairs)
+        self._mover.swap(self.device_cache, self.host_cache, plan.swap_out)
+        self._mover.copy(self.device_cache, plan.copy)
 
     def _move_in(self, plan: StepPlan) -> None:
-        _move(plan.swap_in, self.host_cache, self.device_cache)
+        self._mover.swap(self.host_cache, self.device_cache, plan.swap_in)
 
 
 class _SideStream:
@@ -152,22 +150,6 @@ class _SideStream:
         if not self._end.query():
             return monotonic_us() - self._queued_us
         return round(self._start.elapsed_time(self._end) * 1000)
-
-
-def _move(pairs: Int32Array, source: Tensor, target: Tensor) -> None:
-    """Copy blocks between the caches, without waiting for a GPU."""
-    for first, second, count in _runs(pairs):
-        blocks = source[first : first + count]
-        target[second : second + count].copy_(blocks, non_blocking=True)
-
-
-def _runs(pairs: Int32Array) -> Iterator[tuple[int, int, int]]:
-    """Pairs as (source, target, number of blocks), neighbours with neighbours together."""
-    if len(pairs) == 0:
-        return
-    starts = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
-    for run in np.split(pairs, starts):
-        yield int(run[0, 0]), int(run[0, 1]), len(run)
 
 
 def _allocate(spec: KVCacheSpec, block_size: int, num_blocks: int, device: torch.device) -> Tensor:

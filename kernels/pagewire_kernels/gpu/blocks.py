@@ -13,19 +13,27 @@ from torch import Tensor
 from pagewire_kernels.gpu.checks import expect, expect_dtype, expect_rows
 
 _TILE_WORDS = 4096
+
+_BUS_PROGRAMS = 64
+"""Programs that move blocks to or from the host: far more than fill the bus (each has 32 KB under
+way), and few enough to leave most multiprocessors to what is computed beside."""
+
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _move(source, target, pairs, block_words, TILE: tl.constexpr):
-    """Program (pair, part of the block)."""
-    pair = tl.program_id(0)
-    source_block = tl.load(pairs + pair * 2)
-    target_block = tl.load(pairs + pair * 2 + 1)
-    word = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = word < block_words
-    words = tl.load(source + source_block * block_words + word, mask)
-    tl.store(target + target_block * block_words + word, words, mask)
+@triton.jit(do_not_specialize=["num_pairs"])
+def _move(
+    source, target, pairs, num_pairs, block_words, NUM_TILES: tl.constexpr, TILE: tl.constexpr
+):
+    """A program takes every so-manieth part of a block."""
+    for item in range(tl.program_id(0), num_pairs * NUM_TILES, tl.num_programs(0)):
+        pair = item // NUM_TILES
+        source_block = tl.load(pairs + pair * 2)
+        target_block = tl.load(pairs + pair * 2 + 1)
+        word = item % NUM_TILES * TILE + tl.arange(0, TILE)
+        mask = word < block_words
+        words = tl.load(source + source_block * block_words + word, mask)
+        tl.store(target + target_block * block_words + word, words, mask)
 
 
 def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
@@ -63,14 +71,19 @@ def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
 
 def _launch(source: Tensor, target: Tensor, pairs: Tensor, device: torch.device) -> None:
+    on_device = source.device == target.device
     word = _widest_word(source)
     source, target = _as_words(source, word), _as_words(target, word)
     block_words = source.shape[1]
-    _move[(len(pairs), triton.cdiv(block_words, _TILE_WORDS))](
+    num_tiles = triton.cdiv(block_words, _TILE_WORDS)
+    num_programs = len(pairs) * num_tiles
+    _move[(num_programs if on_device else min(num_programs, _BUS_PROGRAMS),)](
         source,
         target,
         pairs.to(device, non_blocking=True).contiguous(),
+        len(pairs),
         block_words,
+        NUM_TILES=num_tiles,
         TILE=_TILE_WORDS,
         num_warps=8,
         enable_fp_fusion=False,
