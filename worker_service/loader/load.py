@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagewire_kernels.backends import AttentionBackend, select_backend
+from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
 from worker_service.errors import InvalidOption
 from worker_service.loader.config import LoadedModel, ModelConfig
 from worker_service.loader.fingerprint import fingerprint
@@ -38,20 +38,20 @@ def load_model(config: ModelConfig) -> LoadedModel:
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
     dtype = resolve_dtype(config.dtype, hf_config, device)
-    backend = _backend(device, config.attention_backend)
+    kernels = _kernels(device, dtype, hf_config, config.attention_backend)
 
     place = Placement(dtype=dtype, device=device, ranks=Ranks(config.layout))
-    model = _build(config, hf_config, model_dir, place, backend)
+    model = _build(config, hf_config, model_dir, place, kernels)
     if device.type == "cpu":
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
-    backend.warm_up(dtype)
+    kernels.attention.warm_up(dtype)
     same_bits = try_model(model, device)
     resolved = replace(
         config,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=model.max_model_len,
-        attention_backend=backend.name,
+        attention_backend=kernels.attention.name,
     )
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
     loaded = LoadedModel(
@@ -82,11 +82,21 @@ def _log(loaded: LoadedModel, seconds: float) -> None:
     )
 
 
-def _backend(device: torch.device, name: str | None) -> AttentionBackend:
+def _kernels(
+    device: torch.device, dtype: torch.dtype, hf_config: Mapping[str, Any], attention: str | None
+) -> Kernels:
+    needs = AttentionNeeds(dtype=dtype, head_dim=_head_dim(hf_config))
     try:
-        return select_backend(device, name)
+        return select_kernels(device, needs, attention)
     except ValueError as error:
         raise InvalidOption(str(error)) from error
+
+
+def _head_dim(hf_config: Mapping[str, Any]) -> int:
+    """Elements of an attention head, where the configuration tells them in a usual way."""
+    size = hf_config.get("hidden_size") or hf_config.get("n_embd") or 0
+    heads = hf_config.get("num_attention_heads") or hf_config.get("n_head") or 1
+    return int(hf_config.get("head_dim") or size // heads or 64)
 
 
 def _build(
@@ -94,15 +104,15 @@ def _build(
     hf_config: Mapping[str, Any],
     model_dir: Path,
     place: Placement,
-    backend: AttentionBackend,
+    kernels: Kernels,
 ) -> Model:
-    model = build_native_model(hf_config, config.max_model_len, place, backend)
+    model = build_native_model(hf_config, config.max_model_len, place, kernels)
     if model is None:
         _refuse_ranks(config.layout, hf_config)
-        return _build_through_transformers(config, hf_config, model_dir, place, backend)
+        return _build_through_transformers(config, hf_config, model_dir, place, kernels)
     whole = model
     if config.layout.world_size > 1:
-        whole = _outline(config, hf_config, place, backend)
+        whole = _outline(config, hf_config, place, kernels)
     if config.load_format == "dummy":
         fill_dummy_weights(model.weight_slots())
     else:
@@ -122,11 +132,11 @@ def _outline(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     place: Placement,
-    backend: AttentionBackend,
+    kernels: Kernels,
 ) -> NativeModel:
     """The whole model without memory for its weights: what all ranks have together."""
     outline = Placement(dtype=place.dtype, device=torch.device("meta"))
-    model = build_native_model(hf_config, config.max_model_len, outline, backend)
+    model = build_native_model(hf_config, config.max_model_len, outline, kernels)
     assert model is not None, "a rank's share of it was built"
     return model
 
@@ -146,7 +156,7 @@ def _build_through_transformers(
     hf_config: Mapping[str, Any],
     model_dir: Path,
     place: Placement,
-    backend: AttentionBackend,
+    kernels: Kernels,
 ) -> Model:
     if config.load_format != "dummy":
         open_checkpoint(model_dir)  # damaged files are told of before the library reads them
@@ -158,7 +168,7 @@ def _build_through_transformers(
         hf_config,
         max_model_len=config.max_model_len,
         place=place,
-        backend=backend,
+        backend=kernels.attention,
         dummy_weights=config.load_format == "dummy",
         trust_remote_code=config.trust_remote_code,
     )

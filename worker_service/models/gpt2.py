@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.backends import Kernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
@@ -53,7 +53,7 @@ class GPT2Layer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
-        self, settings: GPT2Settings, layer: int, place: Placement, backend: AttentionBackend
+        self, settings: GPT2Settings, layer: int, place: Placement, kernels: Kernels
     ) -> None:
         """layer: of the whole model's."""
         super().__init__()
@@ -62,21 +62,27 @@ class GPT2Layer(nn.Module):
         self._heads_shape = (3, heads.size, s.head_dim)
         self._attended = heads.times(s.head_dim)
         self._inner = layout.even_share(s.inner_size, "columns of the MLP")
-        self.attention_norm = LayerNorm(size, s.norm_eps, place.dtype, place.device)
+        self.attention_norm = LayerNorm(size, s.norm_eps, place, kernels.layers)
         self.qkv = Linear(size, 3 * self._attended.size, bias=True, **place.as_kwargs())
         self.output = RowParallelLinear(self._attended, size, bias=True, place=place)
-        self.mlp_norm = LayerNorm(size, s.norm_eps, place.dtype, place.device)
+        self.mlp_norm = LayerNorm(size, s.norm_eps, place, kernels.layers)
         self.up = Linear(size, self._inner.size, bias=True, **place.as_kwargs())
         self.down = RowParallelLinear(self._inner, size, bias=True, place=place)
         self._activation = ACTIVATIONS[s.activation]
+        self._kernels = kernels.layers
         own_layer = layer - layout.layer_range(s.num_layers).start
-        self._attend = PagedAttention(backend, own_layer, scale=s.scale(layer))
+        self._attention = PagedAttention(kernels.attention, own_layer, scale=s.scale(layer))
 
-    def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        heads = self.qkv(self.attention_norm(x)).unflatten(1, self._heads_shape)
+    def forward(
+        self, residual: Tensor, x: Tensor | None, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """x: what the layer before leaves to be added to the residual stream; returns the same."""
+        heads = self.qkv(self.attention_norm(residual, x)).unflatten(1, self._heads_shape)
         query, key, value = heads.unbind(1)
-        x = x + self.output(self._attend(query, key, value, kv_cache, metadata))
-        return x + self.down(self._activation(self.up(self.mlp_norm(x))))
+        self._attention.write(key, value, kv_cache, metadata)
+        x = self.output(self._attention.attend(query, kv_cache, metadata))
+        inner = self.up(self.mlp_norm(residual, x))
+        return self.down(self._kernels.activate(inner, self._activation))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         size = self._attended.total
@@ -102,7 +108,7 @@ class GPT2Model(NativeModel):
         settings: GPT2Settings,
         max_model_len: int,
         place: Placement,
-        backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         super().__init__(settings.hidden_size, place)
         s = self._settings = settings
@@ -124,10 +130,10 @@ class GPT2Model(NativeModel):
                 s.max_positions, s.hidden_size, **place.as_kwargs()
             )
         self.layers = nn.ModuleList(
-            GPT2Layer(s, layer, place, backend) for layer in self._layer_range
+            GPT2Layer(s, layer, place, kernels) for layer in self._layer_range
         )
         if layout.is_last_stage:
-            self.norm = LayerNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+            self.norm = LayerNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
             tied_to = self.embedding if s.tie_word_embeddings else None
             self.head = VocabHead(s.vocab_size, s.hidden_size, place, tied_to)
 
@@ -138,15 +144,16 @@ class GPT2Model(NativeModel):
         return x + nn.functional.embedding(positions, self.position_embedding)
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        x = None
         for layer in self.layers:
-            x = layer(x, kv_cache, metadata)
-        return x
+            x = layer(residual, x, kv_cache, metadata)
+        return self.end_stage(residual, x)
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
         assert self.norm is not None
-        return self.norm(x)
+        return self.norm(residual, x)
 
     def canonical_name(self, name: str) -> str:
         """The first checkpoints hold the inner model alone."""

@@ -1,46 +1,51 @@
 """Layers that the native families share. Rows are tokens, flattened over all sequences."""
 
-import math
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
-
-Activation = Callable[[Tensor], Tensor]
+from worker_service.models.placement import Placement
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, place: Placement, kernels: LayerKernels) -> None:
         super().__init__()
-        self.weight = torch.empty(size, dtype=dtype, device=device)
-        self._eps = eps
+        self.weight = torch.empty(size, **place.as_kwargs())
+        self.eps = eps
+        self._kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self._eps)
+    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
+        """Add x, if any, to the residual stream, in place; returns the norm of what it holds."""
+        if x is None:
+            return self._kernels.rms_norm(residual, self.weight, self.eps)
+        return self._kernels.rms_norm(x, self.weight, self.eps, residual)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias over the last axis."""
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, affine: bool = True
+        self, size: int, eps: float, place: Placement, kernels: LayerKernels, affine: bool = True
     ) -> None:
         super().__init__()
-        self.weight = torch.empty(size, dtype=dtype, device=device) if affine else None
-        self.bias = torch.empty(size, dtype=dtype, device=device) if affine else None
-        self._size, self._eps = size, eps
+        self.weight = torch.empty(size, **place.as_kwargs()) if affine else None
+        self.bias = torch.empty(size, **place.as_kwargs()) if affine else None
+        self._eps = eps
+        self._kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, (self._size,), self.weight, self.bias, self._eps)
+    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
+        """Add x, if any, to the residual stream, in place; returns the norm of what it holds."""
+        if x is None:
+            return self._kernels.layer_norm(residual, self.weight, self.bias, self._eps)
+        return self._kernels.layer_norm(x, self.weight, self.bias, self._eps, residual)
 
 
 class PagedAttention:
-    """Stores a layer's new keys and values, and attends over the cache."""
+    """A layer's part of the cache: stores new keys and values there, and attends over it."""
 
     def __init__(
         self,
@@ -55,22 +60,21 @@ class PagedAttention:
         self._scale = scale
         self._sliding_window = sliding_window
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads,
-        head_dim]; returns [num_tokens, num_heads * head_dim]."""
-        key_cache, value_cache = kv_cache[:, self._layer, 0], kv_cache[:, self._layer, 1]
-        self._backend.write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    def cache(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
+        return kv_cache[:, self._layer, 0], kv_cache[:, self._layer, 1]
+
+    def write(
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """Store new keys and values, [num_tokens, num_kv_heads, head_dim] each."""
+        self._backend.write_kv(key, value, *self.cache(kv_cache), metadata.slot_mapping)
+
+    def attend(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """query: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
         output = self._backend.paged_attention(
             query,
-            key_cache,
-            value_cache,
+            *self.cache(kv_cache),
             metadata,
             scale=self._scale,
             sliding_window=self._sliding_window,
@@ -78,34 +82,12 @@ class PagedAttention:
         return output.flatten(1)
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x).
-
-    On CPUs torch computes what its vector loop leaves over at the end of a thread's share by
-    another formula, whose last bit differs, so a row's result would depend on where it stands. The
-    operations used here have no such remainder.
-    """
-    if x.device.type != "cpu":
-        return nn.functional.silu(x)
-    wide = x.float()
-    return (wide / torch.exp(-wide).add_(1)).to(x.dtype)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU (Hendrycks and Gimpel 2016); on CPUs as `silu` does it."""
-    if x.device.type != "cpu":
-        return nn.functional.gelu(x, approximate="tanh")
-    wide = x.float()
-    inner = (wide * wide * wide).mul_(0.044715).add_(wide).mul_(math.sqrt(2 / math.pi))
-    return (torch.tanh(inner).add_(1) * wide).mul_(0.5).to(x.dtype)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": silu,
-    "swish": silu,
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""By the names that `config.json` uses."""
+"""From the names that `config.json` uses to those of `pagewire_kernels.layer_kernels`."""

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.backends import Kernels
+from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
@@ -21,7 +22,7 @@ from worker_service.models.native import (
     vocab_slots,
 )
 from worker_service.models.placement import Placement
-from worker_service.models.rotary import RotarySettings, RotaryTable, rotate_
+from worker_service.models.rotary import RotarySettings, RotaryTable
 from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
 
 
@@ -56,7 +57,12 @@ class LlamaAttention(nn.Module):
     """Self-attention; queries, keys and values come from one product."""
 
     def __init__(
-        self, settings: LlamaSettings, layer: int, place: Placement, backend: AttentionBackend
+        self,
+        settings: LlamaSettings,
+        layer: int,
+        place: Placement,
+        kernels: Kernels,
+        rotary: RotaryTable,
     ) -> None:
         """layer: of the whole model's."""
         super().__init__()
@@ -74,32 +80,39 @@ class LlamaAttention(nn.Module):
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if s.qk_norm:
-            self.query_norm = RMSNorm(s.head_dim, s.norm_eps, place.dtype, place.device)
-            self.key_norm = RMSNorm(s.head_dim, s.norm_eps, place.dtype, place.device)
-        self._attend = PagedAttention(
-            backend,
+            self.query_norm = RMSNorm(s.head_dim, s.norm_eps, place, kernels.layers)
+            self.key_norm = RMSNorm(s.head_dim, s.norm_eps, place, kernels.layers)
+        self._norm_eps = s.norm_eps
+        self._rotary = rotary
+        self._kernels = kernels.layers
+        self._attention = PagedAttention(
+            kernels.attention,
             layer - layout.layer_range(s.num_layers).start,
             scale=s.head_dim**-0.5,
             sliding_window=s.sliding_windows[layer],
         )
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         heads = self.qkv(x).unflatten(1, (-1, self._head_dim))
         query, key, value = heads.split(
             [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1
         )
-        if self.query_norm is not None and self.key_norm is not None:
-            query.copy_(self.query_norm(query))
-            key.copy_(self.key_norm(key))
-        rotate_(heads[:, : self._num_heads + self._num_kv_heads], cos, sin)
-        return self.output(self._attend(query, key, value, kv_cache, metadata))
+        self._kernels.rotate_and_write_kv(
+            query,
+            key,
+            value,
+            *self._attention.cache(kv_cache),
+            metadata.slot_mapping,
+            positions,
+            self._rotary.cos,
+            self._rotary.sin,
+            query_norm=None if self.query_norm is None else self.query_norm.weight,
+            key_norm=None if self.key_norm is None else self.key_norm.weight,
+            eps=self._norm_eps,
+        )
+        return self.output(self._attention.attend(query, kv_cache, metadata))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.{part}_proj" for part in "qkv"]
@@ -113,18 +126,18 @@ class LlamaAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)); gate and up come from one product."""
 
-    def __init__(self, settings: LlamaSettings, place: Placement) -> None:
+    def __init__(self, settings: LlamaSettings, place: Placement, kernels: LayerKernels) -> None:
         super().__init__()
         s = settings
         inner = place.ranks.layout.even_share(s.intermediate_size, "columns of the MLP")
         self.gate_up = Linear(s.hidden_size, 2 * inner.size, bias=s.mlp_bias, **place.as_kwargs())
         self.down = RowParallelLinear(inner, s.hidden_size, bias=s.mlp_bias, place=place)
         self._activation = ACTIVATIONS[s.activation]
+        self._kernels = kernels
         self._inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self._activation(gate).mul_(up))
+        return self.down(self._kernels.act_and_mul(self.gate_up(x), self._activation))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
@@ -136,25 +149,32 @@ class LlamaLayer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
-        self, settings: LlamaSettings, layer: int, place: Placement, backend: AttentionBackend
+        self,
+        settings: LlamaSettings,
+        layer: int,
+        place: Placement,
+        kernels: Kernels,
+        rotary: RotaryTable,
     ) -> None:
         super().__init__()
         s = settings
-        self.attention_norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
-        self.attention = LlamaAttention(s, layer, place, backend)
-        self.mlp_norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
-        self.mlp = GatedMLP(s, place)
+        self.attention_norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
+        self.attention = LlamaAttention(s, layer, place, kernels, rotary)
+        self.mlp_norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
+        self.mlp = GatedMLP(s, place, kernels.layers)
 
     def forward(
         self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        residual: Tensor,
+        x: Tensor | None,
+        positions: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, kv_cache, metadata)
-        return x + self.mlp(self.mlp_norm(x))
+        """x: what the layer before leaves to be added to the residual stream; returns the same."""
+        x = self.attention_norm(residual, x)
+        x = self.attention(x, positions, kv_cache, metadata)
+        return self.mlp(self.mlp_norm(residual, x))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         yield from norm_slots(f"{name}.input_layernorm", self.attention_norm)
@@ -175,7 +195,7 @@ class LlamaModel(NativeModel):
         settings: LlamaSettings,
         max_model_len: int,
         place: Placement,
-        backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         super().__init__(settings.hidden_size, place)
         s = self._settings = settings
@@ -187,9 +207,9 @@ class LlamaModel(NativeModel):
         self.embedding = self.head = self.norm = None
         if layout.is_first_stage:
             self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place)
-        self.rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
+        rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
         self.layers = nn.ModuleList(
-            LlamaLayer(s, layer, place, backend) for layer in self._layer_range
+            LlamaLayer(s, layer, place, kernels, rotary) for layer in self._layer_range
         )
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
@@ -198,7 +218,7 @@ class LlamaModel(NativeModel):
             dtype=place.dtype,
         )
         if layout.is_last_stage:
-            self.norm = RMSNorm(s.hidden_size, s.norm_eps, place.dtype, place.device)
+            self.norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
             tied_to = self.embedding if s.tie_word_embeddings else None
             self.head = VocabHead(s.vocab_size, s.hidden_size, place, tied_to)
 
@@ -207,16 +227,16 @@ class LlamaModel(NativeModel):
         return self.embedding(token_ids)
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        cos, sin = self.rotary.rows(positions)
+        x = None
         for layer in self.layers:
-            x = layer(x, cos, sin, kv_cache, metadata)
-        return x
+            x = layer(residual, x, positions, kv_cache, metadata)
+        return self.end_stage(residual, x)
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
         assert self.norm is not None
-        return self.norm(x)
+        return self.norm(residual, x)
 
     def canonical_name(self, name: str) -> str:
         return name

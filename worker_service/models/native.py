@@ -93,13 +93,22 @@ class NativeModel(nn.Module, ABC):
 
     @abstractmethod
     def run_layers(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Through this rank's layers; takes and returns [num_tokens, hidden_size]."""
+        """Through this rank's layers, to what `end_stage` gives.
+
+        residual: [num_tokens, hidden_size], the residual stream, which is overwritten.
+        """
 
     @abstractmethod
-    def finish(self, x: Tensor) -> Tensor:
-        """From what the last layer gives to what the head takes."""
+    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
+        """What the head takes, from the residual stream and what is yet to be added to it."""
+
+    def end_stage(self, residual: Tensor, x: Tensor | None) -> Tensor:
+        """What the head takes, or the next stage: [num_tokens, hidden_size]."""
+        if self.ranks.layout.is_last_stage:
+            return self.finish(residual, x)
+        return residual if x is None else residual.add_(x)
 
     @torch.inference_mode()
     def forward(
@@ -119,9 +128,8 @@ class NativeModel(nn.Module, ABC):
         else:
             x = self.ranks.receive(token_ids, positions, like=self._hidden_like)
         x = self.run_layers(x, positions, kv_cache, metadata)
-        if layout.is_last_stage:
-            return self.finish(x)
-        self.ranks.send_on(x)
+        if not layout.is_last_stage:
+            self.ranks.send_on(x)
         return x
 
     @torch.inference_mode()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.backends import Kernels
+from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
@@ -62,7 +63,7 @@ class OPTLayer(nn.Module):
     """Attention and MLP with their norms."""
 
     def __init__(
-        self, settings: OPTSettings, layer: int, place: Placement, backend: AttentionBackend
+        self, settings: OPTSettings, layer: int, place: Placement, kernels: Kernels
     ) -> None:
         """layer: of the whole model's."""
         super().__init__()
@@ -74,27 +75,33 @@ class OPTLayer(nn.Module):
         self._inner = layout.even_share(s.ffn_size, "columns of the MLP")
         self.qkv = Linear(size, 3 * self._attended.size, bias=s.bias, **place.as_kwargs())
         self.output = RowParallelLinear(self._attended, size, bias=s.bias, place=place)
-        self.attention_norm = _norm(s, place)
+        self.attention_norm = _norm(s, place, kernels.layers)
         self.up = Linear(size, self._inner.size, bias=s.bias, **place.as_kwargs())
         self.down = RowParallelLinear(self._inner, size, bias=s.bias, place=place)
-        self.mlp_norm = _norm(s, place)
+        self.mlp_norm = _norm(s, place, kernels.layers)
         self._activation = ACTIVATIONS[s.activation]
+        self._kernels = kernels.layers
         own_layer = layer - layout.layer_range(s.num_layers).start
-        self._attend = PagedAttention(backend, own_layer, scale=s.head_dim**-0.5)
+        self._paged = PagedAttention(kernels.attention, own_layer, scale=s.head_dim**-0.5)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        norm_first = self._settings.norm_first
-        attended = self._attention(self.attention_norm(x) if norm_first else x, kv_cache, metadata)
-        x = x + attended if norm_first else self.attention_norm(x + attended)
-        expanded = self._mlp(self.mlp_norm(x) if norm_first else x)
-        return x + expanded if norm_first else self.mlp_norm(x + expanded)
+    def forward(
+        self, residual: Tensor, x: Tensor | None, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: what is yet to be added to the residual stream; returns both as they are after."""
+        if self._settings.norm_first:
+            x = self._attention(self.attention_norm(residual, x), kv_cache, metadata)
+            return residual, self._mlp(self.mlp_norm(residual, x))
+        assert x is None, "a norm at the end leaves nothing to be added"
+        residual = self.attention_norm(residual, self._attention(residual, kv_cache, metadata))
+        return self.mlp_norm(residual, self._mlp(residual)), None
 
     def _attention(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         query, key, value = self.qkv(x).unflatten(1, self._heads_shape).unbind(1)
-        return self.output(self._attend(query, key, value, kv_cache, metadata))
+        self._paged.write(key, value, kv_cache, metadata)
+        return self.output(self._paged.attend(query, kv_cache, metadata))
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return self.down(self._activation(self.up(x)))
+        return self.down(self._kernels.activate(self.up(x), self._activation))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
@@ -114,7 +121,7 @@ class OPTModel(NativeModel):
         settings: OPTSettings,
         max_model_len: int,
         place: Placement,
-        backend: AttentionBackend,
+        kernels: Kernels,
     ) -> None:
         super().__init__(settings.hidden_size, place)
         s = self._settings = settings
@@ -137,10 +144,10 @@ class OPTModel(NativeModel):
         if layout.is_first_stage:
             self._make_first(place)
         self.layers = nn.ModuleList(
-            OPTLayer(s, layer, place, backend) for layer in self._layer_range
+            OPTLayer(s, layer, place, kernels) for layer in self._layer_range
         )
         if layout.is_last_stage:
-            self._make_last(place)
+            self._make_last(place, kernels.layers)
 
     def _make_first(self, place: Placement) -> None:
         s = self._settings
@@ -153,9 +160,9 @@ class OPTModel(NativeModel):
                 s.embedding_size, s.hidden_size, bias=False, **place.as_kwargs()
             )
 
-    def _make_last(self, place: Placement) -> None:
+    def _make_last(self, place: Placement, kernels: LayerKernels) -> None:
         s = self._settings
-        self.norm = _norm(s, place) if s.final_norm else None
+        self.norm = _norm(s, place, kernels) if s.final_norm else None
         if s.embedding_size != s.hidden_size:
             self.project_out = Linear(
                 s.hidden_size, s.embedding_size, bias=False, **place.as_kwargs()
@@ -172,16 +179,19 @@ class OPTModel(NativeModel):
         return x + nn.functional.embedding(positions + POSITION_OFFSET, self.position_embedding)
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        x = None
         for layer in self.layers:
-            x = layer(x, kv_cache, metadata)
-        return x
+            residual, x = layer(residual, x, kv_cache, metadata)
+        return self.end_stage(residual, x)
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
         if self.norm is not None:
-            x = self.norm(x)
-        return x if self.project_out is None else self.project_out(x)
+            residual = self.norm(residual, x)
+        elif x is not None:
+            residual.add_(x)
+        return residual if self.project_out is None else self.project_out(residual)
 
     def canonical_name(self, name: str) -> str:
         """Some checkpoints hold the inner model alone."""
@@ -225,7 +235,5 @@ def opt_settings(config: Mapping[str, Any]) -> OPTSettings:
     )
 
 
-def _norm(settings: OPTSettings, place: Placement) -> LayerNorm:
-    return LayerNorm(
-        settings.hidden_size, _NORM_EPS, place.dtype, place.device, settings.norm_affine
-    )
+def _norm(settings: OPTSettings, place: Placement, kernels: LayerKernels) -> LayerNorm:
+    return LayerNorm(settings.hidden_size, _NORM_EPS, place, kernels, settings.norm_affine)

@@ -71,23 +71,8 @@ class RotaryTable:
     ) -> None:
         angles = _angles(settings, num_positions)
         factor = _attention_factor(settings)
-        self._cos = (angles.cos() * factor).to(device, dtype)
-        self._sin = (angles.sin() * factor).to(device, dtype)
-
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `positions`, int64 [num_tokens]: each [num_tokens, 1, n]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-
-
-def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn heads in place, the first half of a head against the second.
-
-    heads: [num_tokens, num_heads, head_dim], any strides; cos, sin: [num_tokens, 1, head_dim // 2].
-    """
-    first, second = heads.chunk(2, dim=-1)
-    turned = first * cos - second * sin
-    second.copy_(second * cos + first * sin)
-    first.copy_(turned)
+        self.cos = (angles.cos() * factor).to(device, dtype)
+        self.sin = (angles.sin() * factor).to(device, dtype)
 
 
 def _angles(settings: RotarySettings, num_positions: int) -> Tensor:

@@ -8,14 +8,24 @@ sampling.py   from logits to a token, and log probabilities
 
 from pagewire_kernels.reference.attention import paged_attention
 from pagewire_kernels.reference.cache import gather_kv, swap_blocks, write_kv
-from pagewire_kernels.reference.layers import act_and_mul, rms_norm, rotate_and_write_kv
+from pagewire_kernels.reference.layers import (
+    ACTIVATIONS,
+    act_and_mul,
+    activate,
+    layer_norm,
+    rms_norm,
+    rotate_and_write_kv,
+)
 from pagewire_kernels.reference.sampling import apply_penalties, gather_logprobs, sample, uniforms
 
 __all__ = [
+    "ACTIVATIONS",
     "act_and_mul",
+    "activate",
     "apply_penalties",
     "gather_kv",
     "gather_logprobs",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "rotate_and_write_kv",

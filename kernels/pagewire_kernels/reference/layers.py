@@ -1,10 +1,15 @@
-"""Norms, rotary embedding and gated activations in plain torch, computed in float32."""
+"""Norms, rotary embedding and activations in plain torch, computed in float32."""
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pagewire_kernels.reference.cache import write_kv
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -13,10 +18,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     With a residual, x is first added to it, in place and rounded to its type, and the sum is
     normalised. x, residual: [num_tokens, size]. Returns x's shape and dtype.
     """
-    if residual is not None:
-        residual.copy_(residual.float() + x.float())
-        x = residual
+    x = _added(x, residual)
     return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """(x - mean) / deviation * weight + bias over the last axis; a residual as in `rms_norm`."""
+    x = _added(x, residual)
+    weight = None if weight is None else weight.float()
+    bias = None if bias is None else bias.float()
+    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def _added(x: Tensor, residual: Tensor | None) -> Tensor:
+    """What is normalised: x, or the residual once x is added to it."""
+    return x if residual is None else residual.copy_(residual.float() + x.float())
 
 
 def rotate_and_write_kv(
@@ -70,15 +92,51 @@ def _norm_and_turn(
     return torch.cat(turned, dim=-1)
 
 
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x), in x's type; one of `ACTIVATIONS`."""
+    return _FUNCTIONS[activation](x.float()).to(x.dtype)
+
+
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis.
 
-    gate_up: [num_tokens, 2 * size]; activation: silu, gelu or gelu_tanh. Returns [num_tokens,
-    size], in gate_up's type.
+    gate_up: [num_tokens, 2 * size]; activation: one of `ACTIVATIONS`. Returns [num_tokens, size],
+    in gate_up's type.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation == "silu":
-        gate = functional.silu(gate)
-    else:
-        gate = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return (gate * up).to(gate_up.dtype)
+    return (_FUNCTIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x).
+
+    On CPUs torch computes what its vector loop leaves over at the end of a thread's share by
+    another formula, whose last bit differs, so a row's result would depend on where it stands. The
+    operations used here have no such remainder.
+    """
+    if x.device.type != "cpu":
+        return functional.silu(x)
+    return x / torch.exp(-x).add_(1)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), Phi being the normal distribution's; on CPUs as `_silu` does it."""
+    if x.device.type != "cpu":
+        return functional.gelu(x)
+    return torch.erf(x * math.sqrt(0.5)).add_(1).mul_(x).mul_(0.5)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016); on CPUs as `_silu` does it."""
+    if x.device.type != "cpu":
+        return functional.gelu(x, approximate="tanh")
+    inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))
+    return (torch.tanh(inner).add_(1) * x).mul_(0.5)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": functional.relu,
+}

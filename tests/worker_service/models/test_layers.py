@@ -1,12 +1,9 @@
 """Shared layers: right, and the same bits for a row wherever it stands."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from worker_service.models.layers import ACTIVATIONS, RMSNorm, gelu_tanh, silu
 from worker_service.models.linear import Linear, can_pack, num_padded_rows
 from worker_service.models.transformers_route.invariant_ops import InvariantOps
 
@@ -57,38 +54,6 @@ def test_packing_changes_rounding_only_and_frees_the_weight() -> None:
     linear.pack()
     assert linear.weight is None
     torch.testing.assert_close(linear(rows), expected, atol=1e-4, rtol=1e-5)
-
-
-FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "silu": (silu, torch.nn.functional.silu),
-    "gelu_tanh": (gelu_tanh, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
-    "gelu": (ACTIVATIONS["gelu"], torch.nn.functional.gelu),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_activation_is_what_it_is_called(name: str) -> None:
-    ours, theirs = FUNCTIONS[name]
-    x = torch.linspace(-100, 100, 4001)
-    torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu"])
-def test_an_activation_has_the_same_bits_wherever_a_number_stands(name: str) -> None:
-    ours, _ = FUNCTIONS[name]
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3
-    expected = ours(x)
-    for start in range(0, 4000, 7):
-        assert torch.equal(ours(x[start : start + 7]), expected[start : start + 7])
-
-
-@pytest.mark.parametrize("size", [64, 60, 896, 4096])
-def test_a_norm_has_the_same_bits_for_any_number_of_rows(size: int) -> None:
-    norm = RMSNorm(size, 1e-6, torch.float32, CPU)
-    norm.weight.uniform_(0.5, 1.5)
-    rows = torch.randn(70, size)
-    expected = norm(rows)
-    assert all(torch.equal(norm(rows[i : i + 1]), expected[i : i + 1]) for i in range(70))
 
 
 def test_functions_that_a_library_calls_are_replaced_within_the_mode() -> None:

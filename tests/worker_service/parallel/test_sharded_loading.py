@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire_kernels.backends import select_backend
+from pagewire_kernels.backends import AttentionNeeds, select_kernels
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from worker_service.errors import BadCheckpoint, InvalidOption
 from worker_service.loader import ModelConfig, load_model
@@ -29,7 +29,8 @@ def layouts(tensor: int, pipeline: int) -> list[Layout]:
 
 def empty_model(folder: Path, layout: Layout) -> NativeModel:
     place = Placement(dtype=torch.float32, device=CPU, ranks=Ranks(layout))
-    model = build_native_model(read_config(folder), None, place, select_backend(CPU, None))
+    kernels = select_kernels(CPU, AttentionNeeds(dtype=torch.float32, head_dim=16))
+    model = build_native_model(read_config(folder), None, place, kernels)
     assert model is not None
     return model
 

@@ -1,7 +1,7 @@
 """On CPUs: the few torch functions whose results depend on the batch, replaced while a model runs.
 
-`linear` chooses its kernel by the number of rows, and `silu`, `sigmoid` and tanh-`gelu` compute
-what their vector loops leave over by another formula (see `worker_service.models.layers.silu`).
+`linear` chooses its kernel by the number of rows, and `silu`, `sigmoid` and `gelu` compute
+what their vector loops leave over by another formula (see `pagewire_kernels.reference.layers`).
 Linear modules are replaced for good by `packing`; this catches what a model calls as a function,
 such as a router's product.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from worker_service.models.layers import gelu_tanh, silu
+from pagewire_kernels.reference import activate
 from worker_service.models.linear import PackedWeight, can_pack
 
 
@@ -53,13 +53,11 @@ class InvariantOps(TorchFunctionMode):
 
 
 def _silu(input: Tensor, inplace: bool = False) -> Tensor:
-    return silu(input)
+    return activate(input, "silu")
 
 
 def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    if approximate == "tanh":
-        return gelu_tanh(input)
-    return nn.functional.gelu(input)
+    return activate(input, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def _sigmoid(input: Tensor) -> Tensor:

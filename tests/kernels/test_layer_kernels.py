@@ -1,0 +1,93 @@
+"""Row-wise operations: what they are called, and the same bits for a row wherever it stands."""
+
+import pytest
+import torch
+
+from pagewire_kernels.layer_kernels import ACTIVATIONS, LayerKernels, TorchLayerKernels
+
+IMPLEMENTATIONS = [TorchLayerKernels()]
+
+FUNCTIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.nn.functional.relu,
+}
+
+pytestmark = pytest.mark.parametrize("kernels", IMPLEMENTATIONS, ids=lambda each: each.name)
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_what_it_is_called(kernels: LayerKernels, name: str) -> None:
+    x = torch.linspace(-100, 100, 4001).view(1, -1)
+    expected = FUNCTIONS[name](x)
+    torch.testing.assert_close(kernels.activate(x.clone(), name), expected, atol=1e-5, rtol=1e-5)
+    product = kernels.act_and_mul(torch.cat([x, x + 1], dim=1), name)
+    torch.testing.assert_close(product, expected * (x + 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 60, 1100])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_has_the_same_bits_wherever_a_row_stands(
+    kernels: LayerKernels, name: str, size: int
+) -> None:
+    x = _random(50, 2 * size) * 3
+    expected, products = kernels.activate(x.clone(), name), kernels.act_and_mul(x, name)
+    for row in range(50):
+        assert torch.equal(kernels.activate(x[row, None].clone(), name)[0], expected[row])
+        assert torch.equal(kernels.act_and_mul(x[row, None], name)[0], products[row])
+
+
+@pytest.mark.parametrize("size", [64, 60, 896, 4096])
+def test_a_norm_has_the_same_bits_for_any_number_of_rows(kernels: LayerKernels, size: int) -> None:
+    rows, weight, bias = _random(70, size), _random(size, seed=1), _random(size, seed=2)
+
+    def norms(rows: torch.Tensor) -> torch.Tensor:
+        root = kernels.rms_norm(rows, weight, 1e-6, rows * 0.3)
+        return torch.cat([root, kernels.layer_norm(rows, weight, bias, 1e-5, rows * 0.3)], 1)
+
+    expected = norms(rows)
+    assert all(torch.equal(norms(rows[i : i + 1]), expected[i : i + 1]) for i in range(70))
+
+
+def test_a_norm_adds_to_the_residual_stream(kernels: LayerKernels) -> None:
+    x, residual, weight = _random(3, 40), _random(3, 40, seed=1), _random(40, seed=2)
+    for norm in (
+        lambda x, residual=None: kernels.rms_norm(x, weight, 1e-6, residual),
+        lambda x, residual=None: kernels.layer_norm(x, weight, weight, 1e-6, residual),
+    ):
+        stream = residual.clone()
+        normed = norm(x, stream)
+        assert torch.equal(stream, residual + x)
+        assert torch.equal(normed, norm(stream))
+
+
+@pytest.mark.parametrize("rotary_dim", [24, 16, 6])
+def test_turning_keeps_lengths_and_the_angle_between_equal_positions(
+    kernels: LayerKernels, rotary_dim: int
+) -> None:
+    heads = _random(2, 5, 24)
+    turned, cache = heads.clone(), torch.zeros(2, 2, 4, 1, 24)
+    angles = _random(8, rotary_dim // 2, seed=1)
+    kernels.rotate_and_write_kv(
+        *turned.split([3, 1, 1], dim=1),
+        *cache.unbind(1),
+        slot_mapping=torch.tensor([5, -1]),
+        positions=torch.tensor([7, 7]),
+        cos=angles.cos(),
+        sin=angles.sin(),
+    )
+    query, given = turned[:, :3], heads[:, :3]
+    assert not torch.equal(query[..., :rotary_dim], given[..., :rotary_dim])
+    assert torch.equal(query[..., rotary_dim:], given[..., rotary_dim:])
+    torch.testing.assert_close(query.norm(dim=-1), given.norm(dim=-1))
+    torch.testing.assert_close((query[0] * query[1]).sum(-1), (given[0] * given[1]).sum(-1))
+    key, value = cache[1, :, 1, 0]
+    torch.testing.assert_close(key @ query[0, 0], heads[0, 3] @ given[0, 0])
+    assert torch.equal(value, heads[0, 4])
+    cache[1, :, 1] = 0
+    assert not cache.any()
