@@ -178,7 +178,7 @@ def test_the_route_through_transformers_names_faults_as_well(tmp_path: Path) -> 
         ({"load_format": "gguf"}, "load_format: expected one of safetensors, dummy"),
         (
             {"attention_backend": "warp"},
-            "attention backend: expected one of cpu, triton, reference",
+            "attention backend: expected one of flash, triton, cpu, reference",
         ),
         ({"device": "tpu"}, "device: expected auto, cpu or cuda:N, got 'tpu'"),
         ({"device": "meta"}, "device: expected auto, cpu or cuda:N, got 'meta'"),
