@@ -1,61 +1,11 @@
-"""Linear layers: plain on GPUs, prepacked for oneDNN on CPUs.
+"""Linear layers: plain on GPUs, packed on CPUs (see `packed_weight`)."""
 
-oneDNN lays a weight out for the machine's vector units once, after loading, which makes products
-of few rows two to three times as fast. It also makes them batch-invariant: a row's result is
-bitwise the same for any number of rows from two on (measured with torch 2.13 from 1 to 4096 rows;
-torch's own `linear` chooses its kernel, and with it the order of sums, by the number of rows). A
-single row takes another path, so it is computed twice.
-
-For each number of rows oneDNN makes a kernel and keeps the last thousand: some milliseconds and
-some hundred kilobytes each, which prompts of every length would cost again and again. So large
-numbers of rows are rounded up to few.
-"""
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-MIN_PACKED_ROWS = 2
-"""Fewer rows are padded up to this."""
-
-MAX_EXACT_ROWS = 64
-"""More rows are padded up to a number of four significant bits: by an eighth at most."""
-
-
-def num_padded_rows(num_rows: int) -> int:
-    """With how many rows a product of `num_rows` is computed."""
-    if num_rows <= MAX_EXACT_ROWS:
-        return max(num_rows, MIN_PACKED_ROWS)
-    step = 1 << ((num_rows - 1).bit_length() - 4)
-    return -(-num_rows // step) * step
-
-
-class PackedWeight:
-    """A weight in oneDNN's layout."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
-
-    def apply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
-        num_rows = rows.shape[0]
-        num_more = num_padded_rows(num_rows) - num_rows
-        if num_more == 0:
-            return self._multiply(rows, bias)
-        return self._multiply(torch.cat([rows, rows[:num_more]]), bias)[:num_rows]
-
-    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has a packed product for `dtype`."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+from worker_service.models.packed_weight import PackedWeight, can_pack, pack
 
 
 class Linear(nn.Module):
@@ -75,34 +25,41 @@ class Linear(nn.Module):
             out_features, in_features, dtype=dtype, device=device
         )
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self._packed: PackedWeight | None = None
+        self.packed: PackedWeight | None = None
 
     def pack(self) -> None:
         """Lay the weight out for this machine, once it is loaded; the original is freed."""
         if self.weight is not None and can_pack(self.weight.dtype, self.weight.device):
-            self._packed = PackedWeight(self.weight)
+            self.packed = pack(self.weight)
             self.weight = None
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
         return self.multiply(rows, self.bias)
 
-    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """As `forward`, with another bias."""
-        if self._packed is not None:
-            return self._packed.apply(rows, bias)
+    def multiply(
+        self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """As `forward`, with another bias; output_dtype: the weight's, or float32."""
+        if self.packed is not None:
+            return self.packed.apply(rows, bias, output_dtype=output_dtype)
         assert self.weight is not None
-        return nn.functional.linear(rows, self.weight, bias)
+        product = nn.functional.linear(rows, self.weight, bias)
+        return product if output_dtype is None else product.to(output_dtype)
 
 
 class TiedLinear(Linear):
-    """A head without weights of its own: it multiplies by the token embedding.
+    """A head without weights of its own: it multiplies by the token embedding."""
 
-    The embedding itself is still needed as it is, to look tokens up; packing makes a second copy.
-    """
-
-    def __init__(self, embedding: Tensor) -> None:
+    def __init__(self, embedding: Tensor, on_packed: Callable[[PackedWeight], None]) -> None:
+        """on_packed: is told of the packed embedding, so that it need not be there twice."""
         nn.Module.__init__(self)
         self.weight = embedding
         self.bias = None
-        self._packed = None
+        self.packed = None
+        self._on_packed = on_packed
+
+    def pack(self) -> None:
+        super().pack()
+        if self.packed is not None:
+            self._on_packed(self.packed)

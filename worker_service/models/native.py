@@ -181,8 +181,9 @@ def vocab_slots(
 ) -> Iterator[WeightSlot]:
     """Slots of embedding and head; a tied head of a later stage takes the embedding's numbers."""
     if model.embedding is not None:
-        share = model.embedding.share
-        yield WeightSlot(embedding_name, model.embedding.weight[: share.size], share=share)
+        share, weight = model.embedding.share, model.embedding.weight
+        assert weight is not None
+        yield WeightSlot(embedding_name, weight[: share.size], share=share)
     if model.head is not None and not (tied and model.embedding is not None):
         share, weight = model.head.share, model.head.linear.weight
         assert weight is not None

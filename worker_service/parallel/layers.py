@@ -8,7 +8,9 @@ row-parallel. With one rank each of these layers computes exactly what its ordin
 import torch
 from torch import Tensor, nn
 
+from pagewire_kernels.cpu.native import NativeWeight
 from worker_service.models.linear import Linear, TiedLinear
+from worker_service.models.packed_weight import PackedWeight
 from worker_service.models.placement import Placement
 from worker_service.parallel.layout import Share
 
@@ -36,19 +38,31 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.share = place.ranks.layout.vocab_share(vocab_size)
         num_rows = place.ranks.layout.vocab_rows(vocab_size)
-        self.weight = torch.empty(num_rows, size, **place.as_kwargs())
+        self.weight: Tensor | None = torch.empty(num_rows, size, **place.as_kwargs())
         self.weight[self.share.size :] = 0
+        self.packed: NativeWeight | None = None
         self._ranks = place.ranks
+
+    def share_packed(self, packed: PackedWeight) -> None:
+        """Take rows from the head's packed copy of the table, if they can be; ours is freed."""
+        if isinstance(packed, NativeWeight):
+            self.packed, self.weight = packed, None
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [num_tokens]; returns [num_tokens, size]."""
         if self.share.is_whole:
-            return nn.functional.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         rows = token_ids - self.share.start
         is_ours = (rows >= 0) & (rows < self.share.size)
-        found = nn.functional.embedding(torch.where(is_ours, rows, 0), self.weight)
+        found = self._rows(torch.where(is_ours, rows, 0))
         # One rank has a row's numbers and the others zeros, so the sum is exact.
         return self._ranks.sum(found.masked_fill_(~is_ours.unsqueeze(1), 0))
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed.gather(indices)
+        assert self.weight is not None
+        return nn.functional.embedding(indices, self.weight)
 
 
 class VocabHead(nn.Module):
@@ -66,12 +80,13 @@ class VocabHead(nn.Module):
             assert self.linear.weight is not None
             self.linear.weight[self.share.size :] = 0
         else:
-            self.linear = TiedLinear(tied_to.weight)
+            assert tied_to.weight is not None
+            self.linear = TiedLinear(tied_to.weight, tied_to.share_packed)
         self._ranks = place.ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
-        logits = self.linear(hidden).float()
+        logits = self.linear.multiply(hidden, None, torch.float32)
         if self.share.is_whole:
             return logits
         # Only the last ranks' rows are padded, so the padding is at the end.

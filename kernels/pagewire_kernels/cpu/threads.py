@@ -12,12 +12,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from pagewire_kernels.cpu.compile import Kernel
-
 logger = logging.getLogger(__name__)
+
+
+class Kernel(Protocol):
+    """What every thread of a team calls with the same task."""
+
+    address: int
+    call: Any
+    """Takes the task's address."""
+
 
 Team = Callable[[Kernel, int, int], None]
 """Call a kernel with an address on up to so many threads, and return when all are done."""

@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker_service.models.linear import Linear, can_pack, num_padded_rows
+from pagewire_kernels.cpu.native import library
+from worker_service.models.linear import Linear
+from worker_service.models.onednn_weight import OneDNNWeight, num_padded_rows
+from worker_service.models.packed_weight import can_pack
+from worker_service.models.placement import Placement
 from worker_service.models.transformers_route.invariant_ops import InvariantOps
+from worker_service.parallel.layers import VocabEmbedding, VocabHead
 
 CPU = torch.device("cpu")
 
@@ -39,6 +44,17 @@ def test_a_packed_product_has_the_same_bits_for_any_number_of_rows(
         assert torch.equal(linear(rows[start : start + 5]), expected[start : start + 5]), start
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product_by_onednn_has_the_same_bits_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    if not OneDNNWeight.can_pack(dtype):
+        pytest.skip(f"oneDNN has no packed product for {dtype} on this CPU")
+    packed = OneDNNWeight(torch.randn(100, 60).to(dtype))
+    rows = torch.randn(300, 60).to(dtype)
+    expected = packed.apply(rows)
+    for num_rows in [*range(1, 71), 96, 128, 257]:
+        assert torch.equal(packed.apply(rows[:num_rows]), expected[:num_rows]), num_rows
+
+
 def test_rows_are_padded_to_few_numbers_and_little() -> None:
     padded = {num_rows: num_padded_rows(num_rows) for num_rows in range(2, 8193)}
     assert num_padded_rows(1) == 2
@@ -54,6 +70,24 @@ def test_packing_changes_rounding_only_and_frees_the_weight() -> None:
     linear.pack()
     assert linear.weight is None
     torch.testing.assert_close(linear(rows), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tied_head_and_its_embedding_share_one_table(dtype: torch.dtype) -> None:
+    place = Placement(dtype=dtype, device=CPU)
+    embedding = VocabEmbedding(80, 48, place)
+    assert embedding.weight is not None
+    table = embedding.weight.copy_(torch.randn(80, 48)).clone()
+    head = VocabHead(80, 48, place, tied_to=embedding)
+    head.linear.pack()
+    ids = torch.tensor([3, 79, 0, 3])
+    assert torch.equal(embedding(ids), table[ids])
+    assert (embedding.weight is None) == (library() is not None and dtype != torch.float16)
+    hidden = torch.randn(4, 48).to(dtype)
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    expected = hidden.float() @ table.float().t()
+    torch.testing.assert_close(logits, expected.to(dtype).float(), atol=0.05, rtol=0.02)
 
 
 def test_functions_that_a_library_calls_are_replaced_within_the_mode() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pagewire_kernels.reference import activate
-from worker_service.models.linear import PackedWeight, can_pack
+from worker_service.models.packed_weight import PackedWeight, can_pack, pack
 
 
 class InvariantOps(TorchFunctionMode):
@@ -46,7 +46,7 @@ class InvariantOps(TorchFunctionMode):
         if not packable or input.dtype != weight.dtype:
             return nn.functional.linear(input, weight, bias)
         if weight not in self._packed:
-            self._packed[weight] = PackedWeight(weight.detach())
+            self._packed[weight] = pack(weight.detach())
         rows = input.reshape(-1, weight.shape[1])
         output = self._packed[weight].apply(rows, bias)
         return output.view(*input.shape[:-1], weight.shape[0])

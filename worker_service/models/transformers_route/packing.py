@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.models.linear import PackedWeight, can_pack
+from worker_service.models.packed_weight import PackedWeight, can_pack, pack
 
 
 def pack_model(model: nn.Module) -> None:
@@ -40,7 +40,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` whose weight is in oneDNN's layout.
+    """An `nn.Linear` whose weight is packed.
 
     Its `weight` has shape and dtype, for code that looks at them, but no content.
     """
@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = PackedWeight(linear.weight.detach())
+        self._packed = pack(linear.weight.detach())
         self.weight = nn.Parameter(
             torch.empty_like(linear.weight, device="meta"), requires_grad=False
         )
@@ -96,4 +96,4 @@ class PackedExperts(nn.Module):
 def _pack_each(weights: Tensor, transposed: bool) -> list[PackedWeight]:
     """weights: [num_experts, out_features, in_features], or the last two swapped."""
     weights = weights.detach()
-    return [PackedWeight(weight.t() if transposed else weight) for weight in weights]
+    return [pack(weight.t() if transposed else weight) for weight in weights]

@@ -9,11 +9,15 @@ the numba kernels do the work.
     src/team.h      how threads share a kernel's work; what a kernel is
     src/batch.h     the layout of one step's batch, as kernels see it
     src/program.cpp a list of kernels run by one team, without leaving it in between
+    src/linear.h    linear layers with packed weights, and the packing
     build.py        compiles one library per instruction set
     library.py      finds and loads the one for this processor
-    structs.py      the C structures, for ctypes
+    linear.py       `NativeWeight`: packs a weight and multiplies by it
+    huge_memory.py  where packed weights are
 """
 
+from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.library import Library, library
+from pagewire_kernels.cpu.native.linear import NativeWeight
 
-__all__ = ["Library", "library"]
+__all__ = ["HugeMemory", "Library", "NativeWeight", "library"]

@@ -1,0 +1,169 @@
+"""Weights packed for the native linear layers; see src/linear.h."""
+
+import ctypes
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.native.huge_memory import HugeMemory
+from pagewire_kernels.cpu.native.library import Kernel, Library
+
+DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""What weights may be, with the kernels' name for it."""
+
+_PANEL_OUTPUTS = 32
+"""Weights are padded to a multiple of this many outputs, which suits every instruction set."""
+
+_STEP_BYTES = 4
+"""Inputs are padded to a multiple of this."""
+
+_SERIAL_PRODUCTS = 1 << 17
+"""So many are computed before other threads have woken up."""
+
+
+class PackTask(ctypes.Structure):
+    """`PackTask` of src/linear.h."""
+
+    _fields_ = (
+        ("next_item", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("weight_stride", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+    )
+
+
+class LinearTask(ctypes.Structure):
+    """`LinearTask` of src/linear.h."""
+
+    _fields_ = (
+        ("next_item", ctypes.c_int64),
+        ("num_rows", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+    )
+
+
+class GatherTask(ctypes.Structure):
+    """`GatherTask` of src/linear.h."""
+
+    _fields_ = (
+        ("next_item", ctypes.c_int64),
+        ("num_rows", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+    )
+
+
+class NativeWeight:
+    """A weight in the native kernels' layout, float32 or bfloat16.
+
+    A row's result is bitwise the same whatever rows are computed with it, by any number of threads.
+    An object keeps its arguments' memory from call to call, so it serves one thread at a time.
+    """
+
+    def __init__(self, weight: Tensor, library: Library, memory: HugeMemory) -> None:
+        """weight: [out_features, in_features], copied into `memory`."""
+        assert weight.dtype in DTYPES
+        assert weight.device.type == "cpu"
+        self.dtype = weight.dtype
+        self.out_features, self.in_features = weight.shape
+        row_bytes = -(-self.in_features * weight.element_size() // _STEP_BYTES) * _STEP_BYTES
+        num_padded = -(-self.out_features // _PANEL_OUTPUTS) * _PANEL_OUTPUTS
+        self._packed = memory.take(num_padded * row_bytes)
+        name = DTYPES[weight.dtype]
+        self._pack(weight, library.kernel(f"pack_{name}"))
+        self._kernels = {
+            weight.dtype: library.kernel(f"linear_{name}"),
+            torch.float32: library.kernel(_to_float32(name)),
+        }
+        self._gather = library.kernel(f"gather_{name}")
+        self._num_rows = ctypes.c_int64()
+        self._task = LinearTask(
+            num_rows=ctypes.addressof(self._num_rows),
+            weight=self.address,
+            y_stride=self.out_features,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+        self._task_address = ctypes.addressof(self._task)
+
+    @property
+    def address(self) -> int:
+        """Of the packed weight; it never moves."""
+        return self._packed.data_ptr()
+
+    def apply(
+        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, in_features] of the weight's dtype; returns [num_rows, out_features].
+
+        output_dtype: the weight's, or float32: then the sums as they are.
+        """
+        if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
+            raise TypeError(f"rows are {rows.dtype} {tuple(rows.shape)}, not what the weight takes")
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        num_rows = rows.shape[0]
+        y = torch.empty((num_rows, self.out_features), dtype=output_dtype or self.dtype)
+        task = self._task
+        self._num_rows.value = num_rows
+        task.next_item = 0
+        task.x, task.x_stride = rows.data_ptr(), rows.stride(0)
+        task.bias = None if bias is None else bias.data_ptr()
+        task.y = y.data_ptr()
+        num_products = num_rows * self.in_features * self.out_features
+        num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
+        threads.run(self._kernels[y.dtype], self._task_address, num_threads)
+        return y
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows of the weight: ids, int64 [num_rows]; returns [num_rows, in_features].
+
+        An id that the weight does not have gives zeros.
+        """
+        assert ids.dtype == torch.int64
+        ids = ids.contiguous()
+        y = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
+        self._num_rows.value = ids.shape[0]
+        task = GatherTask(
+            num_rows=ctypes.addressof(self._num_rows),
+            ids=ids.data_ptr(),
+            packed=self.address,
+            y=y.data_ptr(),
+            y_stride=self.in_features,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+        num_threads = max(1, min(torch.get_num_threads(), ids.shape[0]))
+        threads.run(self._gather, ctypes.addressof(task), num_threads)
+        return y
+
+    def _pack(self, weight: Tensor, kernel: Kernel) -> None:
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        task = PackTask(
+            weight=weight.data_ptr(),
+            weight_stride=weight.stride(0),
+            packed=self.address,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+        threads.run(kernel, ctypes.addressof(task), torch.get_num_threads())
+
+
+def _to_float32(name: str) -> str:
+    return "linear_float32" if name == "float32" else f"linear_{name}_float32"

@@ -1,0 +1,62 @@
+// How a product's sums grow, for each type of its inputs. A step takes one or two inputs of a row
+// and the same ones of several outputs' weights, 32 bits each, and adds their products to the
+// outputs' sums. A sum is always made of the same additions in the same order, whatever else is
+// computed beside it: that makes results independent of the batch.
+#pragma once
+
+#include "floats.h"
+
+namespace pagewire {
+
+struct Float32Dot {
+  using Input = float;
+  static constexpr int64_t kInputsPerStep = 1;
+#if defined(__AVX512F__)
+  static constexpr int kMaxRows = 12;  // 2 registers of sums each, of 32; the rest for operands
+#else
+  static constexpr int kMaxRows = 6;  // of 16
+#endif
+
+  using Operand = Floats;
+  static Operand load(const void* weights) {
+    return load_floats(static_cast<const float*>(weights));
+  }
+  static Operand broadcast(int32_t input) { return as_floats(broadcast_word(input)); }
+  static Floats add(Operand row, Operand weights, Floats sum) {
+    return multiply_add(row, weights, sum);
+  }
+};
+
+struct BFloat16Dot {
+  using Input = BFloat16;
+  static constexpr int64_t kInputsPerStep = 2;
+
+#if defined(__AVX512BF16__)
+  static constexpr int kMaxRows = 12;
+  using Operand = Words;
+  static Operand load(const void* weights) { return load_words(weights); }
+  static Operand broadcast(int32_t inputs) { return broadcast_word(inputs); }
+  static Floats add(Operand row, Operand weights, Floats sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(row),
+                            reinterpret_cast<__m512bh>(weights));
+  }
+#else
+#if defined(__AVX512F__)
+  static constexpr int kMaxRows = 12;
+#else
+  static constexpr int kMaxRows = 4;
+#endif
+  struct Operand {
+    Floats first, second;
+  };
+  static Operand load(const void* weights) { return split(load_words(weights)); }
+  static Operand broadcast(int32_t inputs) { return split(broadcast_word(inputs)); }
+  static Operand split(Words pairs) { return {first_of_pairs(pairs), second_of_pairs(pairs)}; }
+  static Floats add(const Operand& row, const Operand& weights, Floats sum) {
+    sum = multiply_add(row.first, weights.first, sum);
+    return multiply_add(row.second, weights.second, sum);
+  }
+#endif
+};
+
+}  // namespace pagewire

@@ -1,0 +1,54 @@
+// Linear layers: y = x W^T + b.
+//
+// A weight [out_features, in_features] is packed in panels of `kPanel` outputs, each with the same
+// step (see dot.h) of all its outputs side by side:
+//
+//   packed[out_features / kPanel][in_features / kInputsPerStep][kPanel] of 32 bits each
+//
+// both rounded up, with zeros where the weight has nothing. A panel is read from its beginning to
+// its end, and a step of it is two vector registers.
+#pragma once
+
+#include "dot.h"
+#include "team.h"
+
+namespace pagewire {
+
+constexpr int64_t kPanelVectors = 2;
+constexpr int64_t kPanel = kPanelVectors * kLanes;
+constexpr int64_t kStepBytes = kPanel * 4;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct LinearTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, in_features]
+  int64_t x_stride;  // from row to row, in elements, as all strides
+  const void* weight;  // packed
+  const void* bias;  // [out_features], of x's type, or null
+  void* y;  // [*num_rows, out_features]
+  int64_t y_stride;
+  int64_t in_features;
+  int64_t out_features;
+};
+
+struct PackTask : Task {
+  const void* weight;  // [out_features, in_features]
+  int64_t weight_stride;
+  void* packed;
+  int64_t in_features;
+  int64_t out_features;
+};
+
+// Rows of a packed weight by number: an embedding whose table is also the head's weight.
+struct GatherTask : Task {
+  const int64_t* num_rows;
+  const int64_t* ids;  // [*num_rows]; those beyond the table give zeros
+  const void* packed;
+  void* y;  // [*num_rows, in_features]
+  int64_t y_stride;
+  int64_t in_features;
+  int64_t out_features;
+};
+
+}  // namespace pagewire

@@ -1,0 +1,78 @@
+// Packing a weight, and reading rows out of a packed one; see linear.h.
+#include "linear.h"
+
+namespace pagewire {
+namespace {
+
+constexpr int64_t kStepsAtOnce = 16;  // a cache line of each row
+
+// One panel. Outputs and inputs that the weight does not have are zeros.
+template <class Dot>
+void pack_panel(const PackTask& task, int64_t panel) {
+  using Input = typename Dot::Input;
+  const int64_t num_steps = divide_up(task.in_features, Dot::kInputsPerStep);
+  const int64_t num_whole = task.in_features / Dot::kInputsPerStep;
+  const int64_t left = task.out_features - panel * kPanel;
+  const int64_t num_outputs = left < kPanel ? left : kPanel;
+  const auto* rows = static_cast<const Input*>(task.weight) + panel * kPanel * task.weight_stride;
+  auto* packed = static_cast<int32_t*>(task.packed) + panel * num_steps * kPanel;
+  if (num_outputs < kPanel || num_whole < num_steps) memset(packed, 0, num_steps * kStepBytes);
+  for (int64_t first = 0; first < num_whole; first += kStepsAtOnce) {
+    const int64_t end = first + kStepsAtOnce < num_whole ? first + kStepsAtOnce : num_whole;
+    for (int64_t n = 0; n < num_outputs; ++n) {
+      const Input* row = rows + n * task.weight_stride;
+      for (int64_t i = first; i < end; ++i) {
+        memcpy(packed + i * kPanel + n, row + i * Dot::kInputsPerStep, 4);
+      }
+    }
+  }
+  if (num_whole == num_steps) return;
+  for (int64_t n = 0; n < num_outputs; ++n) {
+    const Input* last = rows + n * task.weight_stride + task.in_features - 1;
+    memcpy(packed + num_whole * kPanel + n, last, sizeof(Input));
+  }
+}
+
+template <class Dot>
+void pack(PackTask& task) {
+  const int64_t num_panels = divide_up(task.out_features, kPanel);
+  for (int64_t i = take_item(task); i < num_panels; i = take_item(task)) pack_panel<Dot>(task, i);
+}
+
+template <class Dot>
+void gather(GatherTask& task) {
+  using Input = typename Dot::Input;
+  const int64_t num_steps = divide_up(task.in_features, Dot::kInputsPerStep);
+  const int64_t num_whole = task.in_features / Dot::kInputsPerStep;
+  for (int64_t i = take_item(task); i < *task.num_rows; i = take_item(task)) {
+    const int64_t id = task.ids[i];
+    Input* y = static_cast<Input*>(task.y) + i * task.y_stride;
+    if (id < 0 || id >= task.out_features) {
+      memset(y, 0, task.in_features * sizeof(Input));
+      continue;
+    }
+    const auto* lane = static_cast<const int32_t*>(task.packed) +
+                       id / kPanel * num_steps * kPanel + id % kPanel;
+    for (int64_t k = 0; k < num_whole; ++k) memcpy(y + k * Dot::kInputsPerStep, lane + k * kPanel, 4);
+    if (num_whole < num_steps) memcpy(y + task.in_features - 1, lane + num_whole * kPanel, sizeof(*y));
+  }
+}
+
+}  // namespace
+}  // namespace pagewire
+
+PAGEWIRE_KERNEL pw_pack_float32(pagewire::PackTask* task) {
+  pagewire::pack<pagewire::Float32Dot>(*task);
+}
+
+PAGEWIRE_KERNEL pw_pack_bfloat16(pagewire::PackTask* task) {
+  pagewire::pack<pagewire::BFloat16Dot>(*task);
+}
+
+PAGEWIRE_KERNEL pw_gather_float32(pagewire::GatherTask* task) {
+  pagewire::gather<pagewire::Float32Dot>(*task);
+}
+
+PAGEWIRE_KERNEL pw_gather_bfloat16(pagewire::GatherTask* task) {
+  pagewire::gather<pagewire::BFloat16Dot>(*task);
+}
