@@ -23,6 +23,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_BYTES = 227 * 1024
 """What a program can have there."""
 
+WIDE_COPY = "cp.async.cg.shared.global"
+"""The asynchronous copy that takes sixteen bytes and no fewer."""
+
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 FP8 = torch.float8_e4m3fn
 POINTERS = {
@@ -58,6 +61,8 @@ def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
             signature[parameter.name] = (
                 "fp32" if isinstance(value, float) else "i64" if is_wide else "i32"
             )
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=HOPPER, options=options)
 
@@ -117,6 +122,7 @@ def test_attention_compiles(case: str, launched: list[Any]) -> None:
     assert len(launched) == 1 + (launch.num_splits > 1)
     assert "mma" in launched[0].asm["ptx"] or dtype == torch.float32
     assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
+    assert WIDE_COPY in launched[0].asm["ptx"], "keys are loaded sixteen bytes at a time"
 
 
 def _write_kv(cache_dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ FIXED_SPLIT_TOKENS = 1024
 """Keys per split where tiles and splits are fixed."""
 
 MAX_SPLITS = 64
-MIN_SPLIT_TOKENS = 256
+MIN_SPLIT_TOKENS = 128
 """A smaller split costs more in launching and merging than it gains."""
 
 _PROGRAMS_PER_PROCESSOR = 4
@@ -41,6 +41,10 @@ class Launch:
     """Keys looked at at a time."""
 
     num_warps: int
+
+    num_stages: int = 3
+    """How far loads are sent off ahead. A tile's block ids must be there before its keys can be, so
+    that three stages have one tile of keys under way beside the one at work, and five have two."""
 
     num_splits: int = 1
     """Programs that share a tile's context, at most."""
@@ -80,6 +84,7 @@ def choose_launch(
         tile_rows=tile_rows,
         tile_keys=tile_keys,
         num_warps=num_warps,
+        num_stages=_num_stages(query.device),
         num_splits=max(1, num_splits),
         split_tokens=split_tokens,
     )
@@ -124,16 +129,19 @@ def paged_attention(
     sinks = None if sinks is None else _per_head("sinks", sinks, num_heads)
     alibi_slopes = None if alibi_slopes is None else _per_head("slopes", alibi_slopes, num_heads)
     num_seqs = len(metadata.context_lens)
+    is_decode = metadata.max_query_len == 1
     shared = {
         "HAS_WINDOW": sliding_window is not None,
         "HAS_SINKS": sinks is not None,
+        "IS_DECODE": is_decode,
         "SPLIT_TOKENS": launch.split_tokens,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
         "TILE_KEYS": launch.tile_keys,
         "enable_fp_fusion": launch.split_tokens == 0,
     }
-    attend[(num_tokens // tile_tokens + num_seqs, num_kv_heads, launch.num_splits)](
+    num_tiles = num_seqs if is_decode else num_tokens // tile_tokens + num_seqs
+    attend[(num_tiles * num_kv_heads, launch.num_splits)](
         output,
         partial_output,
         partial_sums,
@@ -162,15 +170,16 @@ def paged_attention(
         HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split,
         BLOCK_SIZE=key_cache.shape[1],
+        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         TILE_TOKENS=tile_tokens,
         TILE_ROWS=launch.tile_rows,
         num_warps=launch.num_warps,
-        num_stages=2,
+        num_stages=launch.num_stages,
         **shared,
     )
     if is_split:
-        reduce_splits[(num_tokens, num_heads)](
+        reduce_splits[(num_seqs if is_decode else num_tokens, num_heads)](
             output,
             partial_output,
             partial_sums,
@@ -190,12 +199,17 @@ def paged_attention(
 
 
 def _tile(dtype: torch.dtype, head_dim: int, group: int, max_query_len: int) -> tuple[int, int]:
-    """Rows of a tile and warps: as many rows as the longest query fills and registers hold."""
-    wanted = triton.next_power_of_2(group * max_query_len)
+    """Rows of a tile and warps: two kinds of tile only, since each kind is a kernel to compile.
+
+    A decode's holds one token's heads, a prefill's as many rows as registers hold.
+    """
+    smallest = max(16, triton.next_power_of_2(group))
+    if max_query_len == 1:
+        return smallest, 4
     largest = 128 if head_dim <= 128 else 64
     if dtype == torch.float32:
         largest = 32
-    tile_rows = max(16, triton.next_power_of_2(group), min(wanted, largest))
+    tile_rows = max(smallest, largest)
     return tile_rows, 8 if tile_rows >= 128 else 4
 
 
@@ -204,6 +218,15 @@ def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter's; few, so that tests see both kinds of launch
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _num_stages(device: torch.device) -> int:
+    """As far ahead as shared memory allows: with five stages a prefill's tile takes 129 KiB."""
+    if device.type != "cuda":
+        return 5
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return 5 if properties["max_shared_mem"] >= 160 * 1024 else 3
 
 
 def _per_head(name: str, values: Tensor, num_heads: int) -> Tensor:

@@ -171,6 +171,28 @@ def _with_sink(maximum, total, sink):
 
 
 @triton.jit
+def _merge(maximum, total, output, part_maximum, part_total, part):
+    """Maximum, sum and weighted values of two runs of keys together, the second one after the
+    first. maximum, total: [rows]; output: [rows, columns]."""
+    higher = tl.maximum(maximum, part_maximum)
+    shrink = tl.exp2(maximum - _finite(higher))
+    weight = tl.exp2(part_maximum - _finite(higher))
+    total = tl.fma(part_total, weight, total * shrink)
+    output = tl.fma(part, weight[:, None] + tl.zeros_like(part), output * shrink[:, None])
+    return higher, total, output
+
+
+@triton.jit
+def _finish(maximum, total, output, sinks, head, is_row, value_scale, HAS_SINKS: tl.constexpr):
+    """Attention rows from maximum, sum and weighted values of all their keys."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
+        total, shrink = _with_sink(maximum, total, sink)
+        output = output * shrink[:, None]
+    return output / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
+
+
+@triton.jit
 def _split_tokens(context_len, num_splits, SPLIT_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr):
     """Tokens in a split: the fixed number, or an even share in whole tiles."""
     even = tl.cdiv(tl.cdiv(context_len, num_splits), TILE_KEYS) * TILE_KEYS
@@ -211,27 +233,36 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_DECODE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Program (tile, KV head, split); SPLIT_TOKENS 0 stands for no fixed size.
+    """Program (tile and KV head, split); SPLIT_TOKENS 0 stands for no fixed size.
 
-    With IS_SPLIT a program computes one split and stores it in the partial tensors, [splits,
-    tokens, heads, PADDED_DIM or 2]; without, it goes through all and stores the output.
+    Neighbouring programs take the KV heads of one tile, which lie side by side in memory. With
+    IS_DECODE, where no sequence has more than one row, a tile is a sequence. With IS_SPLIT a
+    program computes one split and stores it in the partial tensors, [splits, tokens, heads,
+    PADDED_DIM or 2]; without, it goes through all and stores the output.
     """
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    seq = sequence_of(query_start, num_seqs, tile, TILE_TOKENS)
-    seq_start = tl.load(query_start + seq)
+    tile, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    if IS_DECODE:
+        seq = tile
+        seq_start = tl.load(query_start + seq)
+        first = 0
+    else:
+        seq = sequence_of(query_start, num_seqs, tile, TILE_TOKENS)
+        seq_start = tl.load(query_start + seq)
+        first = (tile - seq - seq_start // TILE_TOKENS) * TILE_TOKENS
     query_len = tl.load(query_start + seq + 1) - seq_start
     context_len = tl.load(context_lens + seq)
-    first = (tile - seq - seq_start // TILE_TOKENS) * TILE_TOKENS
     if first >= query_len:
         return
 
@@ -259,12 +290,20 @@ def attend(
     value_cache += kv_head.to(tl.int64) * value_head_stride
     split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
 
+    # Spans of a fixed size, merged one by one, if nobody else merges them; otherwise a single one.
+    maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    first_span, step = begin, tl.maximum(end - begin, 1)
     if IS_SPLIT:
-        split = tl.program_id(2)
+        split = tl.program_id(1)
         begin = tl.maximum(begin, split * split_tokens)
         end = tl.minimum(end, (split + 1) * split_tokens)
         if begin >= end:
             return
+    elif SPLIT_TOKENS > 0:
+        first_span, step = begin // SPLIT_TOKENS * SPLIT_TOKENS, SPLIT_TOKENS
+    if IS_SPLIT or SPLIT_TOKENS == 0:
         maximum, total, output = _attend_span(
             query,
             begin,
@@ -290,19 +329,8 @@ def attend(
             TILE_KEYS,
             PADDED_DIM,
         )
-        num_heads = tl.num_programs(1) * GROUP
-        partial = (split.to(tl.int64) * num_tokens + token) * num_heads + head
-        tl.store(partial_output + partial[:, None] * PADDED_DIM + column[None, :], output, mask)
-        tl.store(partial_sums + partial * 2, maximum, is_row)
-        tl.store(partial_sums + partial * 2 + 1, total, is_row)
     else:
-        maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_ROWS], tl.float32)
-        output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-        # Without a fixed split size the whole context is one span, and the merge a formality.
-        step = split_tokens if SPLIT_TOKENS > 0 else tl.maximum(end - begin, 1)
-        base = begin // step * step if SPLIT_TOKENS > 0 else begin
-        for span in range(base, end, step):
+        for span in range(first_span, end, step):
             part_maximum, part_total, part = _attend_span(
                 query,
                 tl.maximum(begin, span),
@@ -328,17 +356,15 @@ def attend(
                 TILE_KEYS,
                 PADDED_DIM,
             )
-            higher = tl.maximum(maximum, part_maximum)
-            shrink = tl.exp2(maximum - _finite(higher))
-            weight = tl.exp2(part_maximum - _finite(higher))
-            total = tl.fma(part_total, weight, total * shrink)
-            output = tl.fma(part, weight[:, None] + tl.zeros_like(part), output * shrink[:, None])
-            maximum = higher
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
-            total, shrink = _with_sink(maximum, total, sink)
-            output = output * shrink[:, None]
-        output = output / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
+            maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
+    if IS_SPLIT:
+        num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+        partial = (split.to(tl.int64) * num_tokens + token) * num_heads + head
+        tl.store(partial_output + partial[:, None] * PADDED_DIM + column[None, :], output, mask)
+        tl.store(partial_sums + partial * 2, maximum, is_row)
+        tl.store(partial_sums + partial * 2 + 1, total, is_row)
+    else:
+        output = _finish(maximum, total, output, sinks, head, is_row, value_scale, HAS_SINKS)
         output_row = token * output_token_stride + head * HEAD_DIM
         tl.store(
             output_pointer + output_row[:, None] + column[None, :],
@@ -363,6 +389,7 @@ def reduce_splits(
     output_token_stride,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_DECODE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -371,9 +398,15 @@ def reduce_splits(
     """Program (token, head): merge the splits that hold keys the row sees, first to last."""
     token, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
-    if token >= tl.load(query_start + num_seqs):
-        return
-    seq = sequence_of_row(query_start, num_seqs, token)
+    if IS_DECODE:  # one program per sequence, which has one row or none
+        seq = token
+        token = tl.load(query_start + seq)
+        if token == tl.load(query_start + seq + 1):
+            return
+    else:
+        if token >= tl.load(query_start + num_seqs):
+            return
+        seq = sequence_of_row(query_start, num_seqs, token)
     context_len = tl.load(context_lens + seq)
     row_at = context_len - tl.load(query_start + seq + 1) + token
     split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
@@ -381,32 +414,22 @@ def reduce_splits(
     if HAS_WINDOW:
         first_split = tl.maximum(row_at - window + 1, 0) // split_tokens
 
+    one = tl.arange(0, 1)
     column = tl.arange(0, PADDED_DIM)
+    mask = (one[:, None] == 0) & (column < HEAD_DIM)[None, :]
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
-    output = tl.zeros([PADDED_DIM], tl.float32)
-    one = tl.arange(0, 1)
+    output = tl.zeros([1, PADDED_DIM], tl.float32)
     split_stride = num_heads.to(tl.int64) * num_tokens
     for split in range(first_split, row_at // split_tokens + 1):
-        partial = split * split_stride + token * num_heads + head
-        part_maximum = tl.load(partial_sums + partial * 2 + one)
-        part_total = tl.load(partial_sums + partial * 2 + 1 + one)
-        part = tl.load(
-            partial_output + partial * PADDED_DIM + column, mask=column < HEAD_DIM, other=0.0
-        )
-        higher = tl.maximum(maximum, part_maximum)
-        shrink = tl.exp2(maximum - _finite(higher))
-        weight = tl.exp2(part_maximum - _finite(higher))
-        total = tl.fma(part_total, weight, total * shrink)
-        output = tl.fma(part, weight + tl.zeros_like(part), output * shrink)
-        maximum = higher
-    if HAS_SINKS:
-        sink = tl.load(sinks + head + one) * LOG2_E
-        total, shrink = _with_sink(maximum, total, sink)
-        output = output * shrink
-    output = output / tl.where(total == 0.0, 1.0, total) * value_scale
+        partial = split * split_stride + token * num_heads + head + one
+        part_maximum = tl.load(partial_sums + partial * 2)
+        part_total = tl.load(partial_sums + partial * 2 + 1)
+        at = partial[:, None] * PADDED_DIM + column[None, :]
+        part = tl.load(partial_output + at, mask=mask, other=0.0)
+        maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
+    output = _finish(maximum, total, output, sinks, head + one, one == 0, value_scale, HAS_SINKS)
+    at = (token.to(tl.int64) * output_token_stride + head * HEAD_DIM + one)[:, None]
     tl.store(
-        output_pointer + token.to(tl.int64) * output_token_stride + head * HEAD_DIM + column,
-        output.to(output_pointer.dtype.element_ty),
-        mask=column < HEAD_DIM,
+        output_pointer + at + column[None, :], output.to(output_pointer.dtype.element_ty), mask=mask
     )
