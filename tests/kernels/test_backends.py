@@ -19,6 +19,7 @@ from pagewire_kernels.backends import (
     ReferenceBackend,
     select_backend,
 )
+from pagewire_kernels.backends.kernels import layer_kernels
 from pagewire_kernels.backends.select import choose
 from pagewire_kernels.backends.self_check import self_check
 
@@ -145,6 +146,12 @@ def test_a_backend_that_was_asked_for_and_fails_ends_the_choice() -> None:
 
     with pytest.raises(ValueError, match="first failed its check: no kernel image"):
         choose(GPU, "first", NEEDS, [FakeBackend("first")], check)
+
+
+@pytest.mark.parametrize(("backend", "layers"), [("triton", "triton"), ("flash", "triton")])
+def test_layer_kernels_go_with_the_backend(backend: str, layers: str) -> None:
+    assert layer_kernels(FakeBackend(backend), GPU, torch.bfloat16).name == layers
+    assert layer_kernels(ReferenceBackend(), GPU, torch.bfloat16).name == "torch"
 
 
 class OffBackend(FakeBackend):

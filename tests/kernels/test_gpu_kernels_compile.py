@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pagewire_kernels import gpu
+from pagewire_kernels.layer_kernels import ACTIVATIONS
 from pagewire_kernels.metadata import AttentionMetadata, SamplingMetadata
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -162,8 +163,11 @@ def _layers() -> None:
     rows, weight = torch.zeros(3, 1024, dtype=torch.bfloat16), torch.ones(1024)
     gpu.rms_norm(rows, weight, 1e-6)
     gpu.rms_norm(rows, weight, 1e-6, rows.clone())
-    for activation in ("silu", "gelu", "gelu_tanh"):
+    gpu.layer_norm(rows, weight, weight, 1e-6, rows.clone())
+    gpu.layer_norm(rows, None, None, 1e-6)
+    for activation in ACTIVATIONS:
         gpu.act_and_mul(rows, activation)
+        gpu.activate(rows, activation)
 
 
 def _move_blocks() -> None:
@@ -198,7 +202,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "gather_kv from fp8": (lambda: _gather_kv(FP8), 1),
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
-    "layers": (_layers, 5),
+    "layers": (_layers, 12),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 4),
 }

@@ -26,13 +26,19 @@ def select_kernels(
 ) -> Kernels:
     """The attention backend as `select_backend` chooses it, and the layer kernels beside it."""
     backend = select_backend(device, attention, needs)
-    layers = _layer_kernels(backend, device, needs.dtype)
+    layers = layer_kernels(backend, device, needs.dtype)
     logger.info("layer kernels selected name=%s", layers.name)
     return Kernels(backend, layers)
 
 
-def _layer_kernels(
+def layer_kernels(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> LayerKernels:
     """The fastest for the device, or plain torch beside plain torch."""
+    if backend.name in ("triton", "flash"):
+        from pagewire_kernels.gpu import (
+            TritonLayerKernels,
+        )  # triton is loaded only where it is used
+
+        return TritonLayerKernels()
     return TorchLayerKernels()

@@ -3,9 +3,10 @@
 attention.py   paged attention of prefill, chunks, decode; its kernels in `attention_kernels.py`
 cache.py       writing keys and values into their slots, gathering them back
 blocks.py      moving whole blocks on a device, and between it and pinned host memory
-norm.py        RMS norm with the residual's addition
+norm.py        RMS norm and layer norm with the residual's addition
 rotary.py      norm of queries and keys, rotation and cache write in one
-activation.py  a gated MLP's activation and product
+activation.py  an MLP's activation, and a gated one's with its product
+layers.py      `TritonLayerKernels`, the row-wise operations together
 sampling.py    penalties, sampling, log probabilities; kernels in `sampling_kernels.py`
 backend.py     `TritonBackend`
 checks.py      what the launchers refuse
@@ -14,23 +15,27 @@ A file's first lines tell what bounds its kernel. Nothing here waits for the dev
 be captured in a CUDA graph, but for `move_blocks` where the pairs lie on the device.
 """
 
-from pagewire_kernels.gpu.activation import act_and_mul
+from pagewire_kernels.gpu.activation import act_and_mul, activate
 from pagewire_kernels.gpu.attention import Launch, choose_launch, paged_attention
 from pagewire_kernels.gpu.backend import TritonBackend, write_rows
 from pagewire_kernels.gpu.blocks import move_blocks
 from pagewire_kernels.gpu.cache import gather_kv, write_kv
-from pagewire_kernels.gpu.norm import rms_norm
+from pagewire_kernels.gpu.layers import TritonLayerKernels
+from pagewire_kernels.gpu.norm import layer_norm, rms_norm
 from pagewire_kernels.gpu.rotary import rotate_and_write_kv
 from pagewire_kernels.gpu.sampling import apply_penalties, gather_logprobs, sample, uniforms
 
 __all__ = [
     "Launch",
     "TritonBackend",
+    "TritonLayerKernels",
     "act_and_mul",
+    "activate",
     "apply_penalties",
     "choose_launch",
     "gather_kv",
     "gather_logprobs",
+    "layer_norm",
     "move_blocks",
     "paged_attention",
     "rms_norm",

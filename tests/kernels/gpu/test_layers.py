@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.gpu import act_and_mul, rms_norm, rotate_and_write_kv
+from pagewire_kernels.gpu import TritonLayerKernels, act_and_mul, rotate_and_write_kv
+from pagewire_kernels.layer_kernels import ACTIVATIONS, LayerKernels, TorchLayerKernels
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
 
 pytestmark = MARKS
@@ -14,39 +15,67 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+KERNELS: LayerKernels = TritonLayerKernels()
+TORCH: LayerKernels = TorchLayerKernels()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 100, 768])
 @pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm", "layer_norm without weights"])
 def test_a_norm_agrees_with_the_reference(
-    dtype: torch.dtype, size: int, with_residual: bool
+    norm: str, dtype: torch.dtype, size: int, with_residual: bool
 ) -> None:
-    x, weight = _random(3, 2 * size, dtype=dtype)[:, :size], _random(size, dtype=dtype, seed=1)
+    x = _random(3, 2 * size, dtype=dtype)[:, :size]
+    weights: list[torch.Tensor | None] = [_random(size, dtype=dtype, seed=seed) for seed in (1, 3)]
+    if norm == "rms_norm":
+        del weights[1]
+    elif norm != "layer_norm":
+        weights = [None, None]
     residual = _random(3, size, dtype=dtype, seed=2) if with_residual else None
     moved = None if residual is None else residual.to(DEVICE, copy=True)
-    output = rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, moved)
-    expected = reference.rms_norm(x, weight, 1e-5, residual)
-    assert_agrees(output, expected)
+    name = norm.split()[0]
+    there = [None if weight is None else weight.to(DEVICE) for weight in weights]
+    output = getattr(KERNELS, name)(x.to(DEVICE), *there, 1e-5, moved)
+    assert_agrees(output, getattr(TORCH, name)(x, *weights, 1e-5, residual))
     if moved is not None and residual is not None:
         assert torch.equal(moved.cpu(), residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation_agrees_with_the_reference(dtype: torch.dtype, activation: str) -> None:
     gate_up = _random(3, 2 * 1100, dtype=dtype) * 4
-    output = act_and_mul(gate_up.to(DEVICE), activation)
-    assert_agrees(output, reference.act_and_mul(gate_up, activation))
+    expected = TORCH.activate(gate_up.clone(), activation)
+    assert_agrees(KERNELS.activate(gate_up.to(DEVICE, copy=True), activation), expected)
+    output = KERNELS.act_and_mul(gate_up.to(DEVICE), activation)
+    assert_agrees(output, TORCH.act_and_mul(gate_up, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    rows, weight = _random(5, 300, dtype=dtype).to(DEVICE), _random(300, dtype=dtype).to(DEVICE)
+    operations = {
+        "rms norm": lambda x: KERNELS.rms_norm(x, weight, 1e-6, x * 0.3),
+        "layer norm": lambda x: KERNELS.layer_norm(x, weight, weight, 1e-6, x * 0.3),
+        "activation": lambda x: KERNELS.activate(x.clone(), "gelu_tanh"),
+        "product": lambda x: KERNELS.act_and_mul(x, "silu"),
+    }
+    for name, operation in operations.items():
+        together = operation(rows)
+        for i in range(5):
+            assert torch.equal(operation(rows[i : i + 1])[0], together[i]), name
 
 
 def test_far_from_zero_an_activation_stays_finite() -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 2.0, 2.0]])
-    for activation in ("silu", "gelu", "gelu_tanh"):
+    for activation in ACTIVATIONS:
         assert act_and_mul(gate_up.to(DEVICE), activation)[0].tolist() == pytest.approx([0, 2e4])
 
 
 def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of silu, gelu, gelu_tanh, got 'relu'"):
-        act_and_mul(torch.zeros(1, 2), "relu")
+    with pytest.raises(ValueError, match="expected one of silu, gelu, gelu_tanh, relu, got 'elu'"):
+        act_and_mul(torch.zeros(1, 2), "elu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
