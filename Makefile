@@ -54,11 +54,12 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-## bench: the benchmarks that need no GPU; VLLM_PYTHON=... times vLLM's scheduler beside ours
+## bench: the benchmarks that need no GPU; VLLM_PYTHON=... has vLLM run beside
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.fairness
 	$(BIN)/python -m benchmarks.pipelining
+	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.offline
 	$(BIN)/python -m benchmarks.endurance

@@ -6,9 +6,10 @@
 | `recording` | what `--record` adds to that |
 | `fairness` | what a flooding tenant does to others, and shares by weight, in simulated time |
 | `pipelining` | a device's idle time between steps, by pipeline depth |
+| `wire` | sizes of plans and results, what it takes to make and read them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |
 | `offline` | tokens per second of whole workloads, through the services, against `transformers` |
 
-`report` copies results into docs/benchmarks.md.
+`report` copies results into docs/benchmarks.md, and draws the pictures there.
 """

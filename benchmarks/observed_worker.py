@@ -114,9 +114,7 @@ class ObservedWorker:
         self._address = f"unix:{folder}/worker.sock"
         command = [sys.executable, "-m", "worker_service", "--listen", self._address, *flags]
         with (folder / "worker.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=os.environ | {"PYTHONPATH": _path()}, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
         self._epoch = 0
 
     async def __aenter__(self) -> Self:
@@ -197,6 +195,8 @@ class ObservedWorker:
         )
 
 
-def _path() -> str:
+def environment() -> dict[str, str]:
+    """Ours, for a process that finds the packages of this checkout."""
     root = Path(__file__).parents[1]
-    return os.pathsep.join(str(root / name) for name in (".", "kernels", "client", "protos"))
+    roots = [str(root / name) for name in (".", "kernels", "client", "protos")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(roots)}

@@ -3,19 +3,22 @@
     python -m benchmarks.report
 
 The page has a pair of comments for each file under `benchmarks/results/`; what stands between
-them is replaced by the machine, the date and a table.
+them is replaced by the machine, the date and a table. `benchmarks.plots` draws the pictures beside.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.machine import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 _SECTION = re.compile(r"<!-- results of (\w+) -->\n.*?<!-- end of results -->", re.DOTALL)
+
+NOT_MEASURED = "Not measured yet."
 
 Columns = Mapping[str, str]
 """Titles by the names in a result's rows."""
@@ -48,24 +51,99 @@ ENDURANCE: Columns = {
     "bytes_per_request": "bytes per request",
 }
 
+WIRE_MESSAGES: Columns = {
+    "case": "plan for",
+    "sequences": "sequences",
+    "plan_bytes": "plan, bytes",
+    "plan_bytes_per_sequence": "per sequence",
+    "result_bytes": "result, bytes",
+    "encode_plan_us": "core writes plan, µs",
+    "decode_plan_us": "worker reads it, µs",
+    "encode_result_us": "worker writes result, µs",
+    "decode_result_us": "core reads it, µs",
+}
+WIRE_ROUND_TRIPS: Columns = {
+    "transport": "transport",
+    "bytes": "message, bytes",
+    "p50_us": "round trip p50, µs",
+    "p99_us": "p99, µs",
+}
+ONLINE: Columns = {
+    "rate": "requests/s",
+    "engine": "engine",
+    "first_token_ms_p50": "first token p50, ms",
+    "first_token_ms_p90": "p90",
+    "first_token_ms_p99": "p99",
+    "inter_token_ms_p50": "between tokens p50, ms",
+    "inter_token_ms_p90": "p90",
+    "inter_token_ms_p99": "p99",
+    "total_ms_p50": "answer p50, ms",
+    "total_ms_p99": "p99",
+    "output_tokens_per_s": "output tokens/s",
+    "good_requests_per_s": "good requests/s",
+    "num_failed": "failed",
+    "client_cores": "client, cores",
+}
+
+Section = Callable[[Mapping[str, Any]], tuple[str, str]]
+"""From results, what to say of them and what to show."""
+
+
+def _overhead(results: Mapping[str, Any]) -> tuple[str, str]:
+    worst = results["growth"]
+    facts = (
+        f"At worst, a row of a larger batch costs {worst['with_rows']} times one of a smaller "
+        f"(from 256 rows on), and one in a longer context {worst['with_length']} times one in "
+        "a shorter. "
+    )
+    facts += f"vLLM {results['vllm']}." if results["vllm"] else "Without vLLM."
+    return facts, _table(OVERHEAD, results["rows"])
+
+
+def _pipelining(results: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{results['rows'][0]['running']} sequences.", _table(PIPELINING, results["rows"])
+
+
+def _endurance(results: Mapping[str, Any]) -> tuple[str, str]:
+    facts = f"{results['requests']:,} requests, {results['requests_per_s']} a second."
+    return facts, _table(ENDURANCE, results["processes"])
+
+
+def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
+    tables = (
+        _table(WIRE_MESSAGES, results["messages"]),
+        _table(WIRE_ROUND_TRIPS, results["round_trips"]),
+    )
+    return "CPU time and wall time are medians.", "\n\n".join(tables)
+
+
+def _online(results: Mapping[str, Any]) -> tuple[str, str]:
+    best = results["highest_good_rate"]
+    facts = (
+        f"{results['shape']} in {results['dtype']} on {results['device']}, prompts of "
+        f"{results['input_tokens']} tokens, answers of {results['output_tokens']}; arrivals for "
+        f"{results['seconds']:g} s at each rate, {results['repeats']} times, medians. Good: first "
+        f"token within {results['ttft_limit_ms']:g} ms, further ones "
+        f"{results['itl_limit_ms']:g} ms apart on average. The highest rate up to which 90 % were good: "
+        + ", ".join(f"{engine} {rate:g}/s" for engine, rate in best.items())
+        + "."
+    )
+    return facts, _table(ONLINE, results["rows"])
+
+
+SECTIONS: Mapping[str, Section] = {
+    "scheduler_overhead": _overhead,
+    "pipelining": _pipelining,
+    "endurance": _endurance,
+    "wire": _wire,
+    "online": _online,
+}
+"""By the names of result files."""
+
 
 def render(name: str, results: Mapping[str, Any]) -> str:
     """A result as Markdown."""
-    if name == "scheduler_overhead":
-        worst = results["growth"]
-        facts = (
-            f"At worst, a row of a larger batch costs {worst['with_rows']} times one of a smaller "
-            f"(from 256 rows on), and one in a longer context {worst['with_length']} times one in "
-            "a shorter. "
-        )
-        facts += f"vLLM {results['vllm']}." if results["vllm"] else "Without vLLM."
-        return _section(results, facts, _table(OVERHEAD, results["rows"]))
-    if name == "pipelining":
-        facts = f"{results['rows'][0]['running']} sequences."
-        return _section(results, facts, _table(PIPELINING, results["rows"]))
-    assert name == "endurance", f"unknown result {name}"
-    facts = f"{results['requests']:,} requests, {results['requests_per_s']} a second."
-    return _section(results, facts, _table(ENDURANCE, results["processes"]))
+    return _section(results, *SECTIONS[name](results))
 
 
 def _section(results: Mapping[str, Any], facts: str, table: str) -> str:
@@ -97,16 +175,20 @@ def rewritten(page: str, folder: Path = RESULTS) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
-        results = json.loads((folder / f"{name}.json").read_text())
-        body = render(name, results)
+        path = folder / f"{name}.json"
+        body = render(name, json.loads(path.read_text())) if path.exists() else NOT_MEASURED
         return f"<!-- results of {name} -->\n{body}\n<!-- end of results -->"
 
     return _SECTION.sub(replace, page)
 
 
 def main() -> None:
-    """Rewrite the page."""
+    """Rewrite the page, and draw its pictures."""
     PAGE.write_text(rewritten(PAGE.read_text()))
+    for name in plots.PLOTS:
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            plots.draw(name, json.loads(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,10 @@ class SteadyCore:
         self,
         queue: Queue,
         make_core: Callable[[SchedulerConfig], SchedulerCore | RecordingCore] = SchedulerCore,
+        *,
+        on_plan: Callable[[StepPlan], None] = lambda plan: None,
     ) -> None:
+        """`on_plan` is shown every plan, those of the prefills too; its time does not count."""
         rows = queue.num_seqs // queue.num_groups
         self._core = make_core(
             SchedulerConfig(
@@ -96,6 +99,7 @@ class SteadyCore:
             )
         )
         self._group_ids = [f"g{index}" for index in range(queue.num_groups)]
+        self._on_plan = on_plan
         self._now = 0.0
         for group_id in self._group_ids:
             self._core.add_group(_capacity(group_id, queue), self._now)
@@ -120,6 +124,7 @@ class SteadyCore:
         assert plan is not None
         plan_bytes = wire.encode_plan(plan, 1).SerializeToString()
         times.append(thread_time_ns())
+        self._on_plan(plan)
         answer = _answer(plan)
         times.append(thread_time_ns())
         result = wire.decode_result(StepResultMessage.FromString(answer))
@@ -160,7 +165,7 @@ def _request(index: int, queue: Queue) -> Request:
         model="m",
         prompt_token_ids=queue.prompt(index),
         max_tokens=GROWTH_TOKENS,
-        sampling=SamplerParams(),
+        sampling=SamplerParams(top_p=1.0, repetition_penalty=1.0),
         stop_token_ids=frozenset({2, 3}),
     )
 

@@ -1,14 +1,37 @@
 """The figures on the page are those of the results."""
 
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plots
 from benchmarks.machine import RESULTS
-from benchmarks.report import PAGE, render, rewritten
+from benchmarks.report import NOT_MEASURED, PAGE, SECTIONS, render, rewritten
 
 
 def test_the_page_shows_the_latest_results() -> None:
     page = PAGE.read_text()
     assert rewritten(page) == page, "run python -m benchmarks.report"
-    shown = {path.stem for path in RESULTS.glob("*.json") if f"results of {path.stem}" in page}
-    assert shown == {"scheduler_overhead", "pipelining", "endurance"}
+    measured = {path.stem for path in RESULTS.glob("*.json")} & set(SECTIONS)
+    assert {name for name in measured if f"results of {name} -->" not in page} == set()
+
+
+def test_a_section_without_results_says_so(tmp_path: Path) -> None:
+    page = "<!-- results of wire -->\nold\n<!-- end of results -->"
+    assert NOT_MEASURED in rewritten(page, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(plots.PLOTS))
+def test_results_are_drawn_and_twice_the_same(name: str, tmp_path: Path) -> None:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        pytest.skip("not measured yet")
+    results = json.loads(path.read_text())
+    first = plots.draw(name, results, tmp_path).read_bytes()
+    assert plots.draw(name, results, tmp_path).read_bytes() == first
+    assert (plots.IMAGES / f"{name}.svg").exists(), "run python -m benchmarks.report"
+    assert f"images/benchmarks/{name}.svg" in PAGE.read_text()
 
 
 def test_a_result_becomes_a_table() -> None:
