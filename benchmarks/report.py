@@ -124,7 +124,8 @@ def _online(results: Mapping[str, Any]) -> tuple[str, str]:
         f"{results['input_tokens']} tokens, answers of {results['output_tokens']}; arrivals for "
         f"{results['seconds']:g} s at each rate, {results['repeats']} times, medians. Good: first "
         f"token within {results['ttft_limit_ms']:g} ms, further ones "
-        f"{results['itl_limit_ms']:g} ms apart on average. The highest rate up to which 90 % were good: "
+        f"{results['itl_limit_ms']:g} ms apart on average. "
+        "The highest rate up to which 90 % were good: "
         + ", ".join(f"{engine} {rate:g}/s" for engine, rate in best.items())
         + "."
     )
