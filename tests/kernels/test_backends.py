@@ -22,6 +22,8 @@ from pagewire_kernels.backends import (
 from pagewire_kernels.backends.kernels import layer_kernels
 from pagewire_kernels.backends.select import choose
 from pagewire_kernels.backends.self_check import self_check
+from pagewire_kernels.cpu import cpu_backend, library
+from pagewire_kernels.cpu.numba import NumbaBackend
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -30,8 +32,8 @@ import logging, sys, warnings
 warnings.simplefilter("ignore")
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import torch
-from pagewire_kernels.cpu import CpuBackend
-CpuBackend().warm_up(torch.float32)
+from pagewire_kernels.cpu.numba import NumbaBackend
+NumbaBackend().warm_up(torch.float32)
 """
 
 
@@ -183,6 +185,19 @@ def test_a_gpu_gets_our_kernels_or_a_flash_attention(dtype: torch.dtype) -> None
     assert select_backend(GPU, "triton", replace(NEEDS, dtype=dtype)).name == "triton"
 
 
+def test_the_native_kernels_leave_numba_unloaded() -> None:
+    if library() is None:
+        pytest.skip("no native kernels here")
+    check = "import sys; from pagewire_kernels.backends import select_backend; import torch; "
+    check += "select_backend(torch.device('cpu')); sys.exit('numba' in sys.modules)"
+    environment = {"PYTHONPATH": str(KERNELS), "PATH": os.environ["PATH"]}
+    assert subprocess.run([sys.executable, "-c", check], env=environment).returncode == 0
+
+
+def test_numba_serves_where_there_are_no_native_kernels() -> None:
+    assert isinstance(cpu_backend(None), NumbaBackend)
+
+
 def _warm_up(home: Path, kernels: Path, cache: str) -> str:
     """What a fresh process logs while it gets its kernels."""
     environment = {"PYTHONPATH": str(kernels), "HOME": str(home), "PATH": os.environ["PATH"]}
@@ -206,7 +221,9 @@ def test_a_second_process_finds_the_first_ones_code(tmp_path: Path) -> None:
 def test_without_a_place_for_it_code_is_compiled_in_each_process(tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
     shutil.copytree(KERNELS, kernels, ignore=shutil.ignore_patterns("__pycache__"))
-    (kernels / "pagewire_kernels/cpu/__pycache__").write_text("a file where a directory would be")
+    (kernels / "pagewire_kernels/cpu/numba/__pycache__").write_text(
+        "a file where a directory would be"
+    )
     home = tmp_path / "home"
     home.write_text("another one")
     log = _warm_up(home, kernels, cache="")

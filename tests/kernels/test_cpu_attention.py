@@ -8,21 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu import CpuBackend
+from pagewire_kernels.backends import AttentionBackend
+from tests.support import cpu_backends
 from tests.support.paged_batch import PagedSequences, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Per dtype: float32 sums differ in order only; the others also in the output's rounding."""
 
-BACKEND = CpuBackend()
+BACKENDS = {name: cpu_backends.make(name) for name in cpu_backends.names()}
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 
 
 def _both(
-    sequences: PagedSequences, parts: list[tuple[int, int, int]], **options: Any
+    backend: AttentionBackend,
+    sequences: PagedSequences,
+    parts: list[tuple[int, int, int]],
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write all keys and values with the CPU backend, then attend with it and the reference."""
+    """Write all keys and values with a CPU backend, then attend with it and the reference."""
     everything = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
-    BACKEND.write_kv(
+    backend.write_kv(
         sequences.rows(sequences.keys, everything),
         sequences.rows(sequences.values, everything),
         sequences.key_cache,
@@ -36,11 +42,12 @@ def _both(
         sequences.metadata(parts),
     )
     return (
-        BACKEND.paged_attention(*arguments, **options),
+        backend.paged_attention(*arguments, **options),
         reference.paged_attention(*arguments, **options),
     )
 
 
+@each_backend
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "options",
@@ -60,27 +67,29 @@ def _both(
     ids=["plain", "window", "cap", "sinks", "alibi", "all"],
 )
 def test_a_ragged_batch_agrees_with_the_reference(
-    dtype: torch.dtype, options: dict[str, Any]
+    backend: AttentionBackend, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    sequences = PagedSequences(Shape(dtype=dtype), [33, 1, 90, 17])
-    parts = [(0, 32, 33), (1, 0, 1), (2, 20, 90), (3, 0, 17)]
-    output, expected = _both(sequences, parts, scale=0.3, **options)
+    sequences = PagedSequences(Shape(dtype=dtype), [33, 1, 190, 17])
+    parts = [(0, 32, 33), (1, 0, 1), (2, 20, 190), (3, 0, 17)]
+    output, expected = _both(backend, sequences, parts, scale=0.3, **options)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
+@each_backend
 @given(
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 5),
-    head_dim=st.sampled_from([16, 17, 20, 31, 48, 64, 80, 100, 128]),
+    head_dim=st.sampled_from([8, 16, 17, 20, 31, 48, 64, 80, 100, 128]),
     block_size=st.sampled_from([1, 3, 8, 16, 24, 32]),
-    ends=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    ends=st.lists(st.integers(1, 140), min_size=1, max_size=4),
     share=st.floats(0, 1),
-    window=st.none() | st.integers(1, 40),
+    window=st.none() | st.integers(1, 80),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_shape_agrees_with_the_reference(
+    backend: AttentionBackend,
     num_kv_heads: int,
     group: int,
     head_dim: int,
@@ -98,33 +107,39 @@ def test_any_shape_agrees_with_the_reference(
     )
     sequences = PagedSequences(shape, ends, seed)
     parts = [(i, int(share * (end - 1)), end) for i, end in enumerate(ends)]
-    output, expected = _both(sequences, parts, scale=0.3, sliding_window=window)
+    output, expected = _both(backend, sequences, parts, scale=0.3, sliding_window=window)
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_heads_of_fewer_than_sixteen_elements_are_served_too() -> None:
+@each_backend
+def test_heads_of_fewer_than_sixteen_elements_are_served_too(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(head_dim=8), [21])
-    output, expected = _both(sequences, [(0, 0, 21)], scale=0.3)
-    assert torch.equal(output, expected)
+    output, expected = _both(backend, sequences, [(0, 0, 21)], scale=0.3)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_large_scores_do_not_overflow() -> None:
+@each_backend
+def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [40])
-    output, expected = _both(sequences, [(0, 0, 40)], scale=200.0)
+    output, expected = _both(backend, sequences, [(0, 0, 40)], scale=200.0)
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_nan_spoils_its_own_sequence_only() -> None:
+@each_backend
+def test_a_nan_spoils_its_own_sequence_only(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [30, 30])
     sequences.keys[0][11] = float("nan")
-    output, expected = _both(sequences, [(0, 0, 30), (1, 0, 30)], scale=0.3)
+    output, expected = _both(backend, sequences, [(0, 0, 30), (1, 0, 30)], scale=0.3)
     assert bool(output[:11].isfinite().all())
     assert bool(output[11:30].isnan().all())
     torch.testing.assert_close(output[30:], expected[30:], atol=1e-5, rtol=1e-5)
 
 
+@each_backend
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_keys_and_values_are_stored_bit_by_bit(dtype: torch.dtype) -> None:
+def test_keys_and_values_are_stored_bit_by_bit(
+    backend: AttentionBackend, dtype: torch.dtype
+) -> None:
     sequences = PagedSequences(Shape(dtype=dtype), [150])
     twin = sequences.cache.clone()
     parts = [(0, 0, 150)]
@@ -133,7 +148,7 @@ def test_keys_and_values_are_stored_bit_by_bit(dtype: torch.dtype) -> None:
     keys, values = (sequences.rows(of, parts) for of in (sequences.keys, sequences.values))
     stacked = torch.cat([keys, values], dim=1)  # as views of a stacked product, with strides
     heads = sequences.shape.num_kv_heads
-    BACKEND.write_kv(
+    backend.write_kv(
         stacked[:, :heads],
         stacked[:, heads:],
         sequences.key_cache,
@@ -145,21 +160,24 @@ def test_keys_and_values_are_stored_bit_by_bit(dtype: torch.dtype) -> None:
     assert torch.equal(sequences.cache.view(bits), twin.view(bits))
 
 
-def test_rows_of_another_type_than_the_cache_are_refused() -> None:
+@each_backend
+def test_rows_of_another_type_than_the_cache_are_refused(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [4])
     sequences.queries[0] = sequences.queries[0].to(torch.bfloat16)
     with pytest.raises(TypeError, match=r"rows are torch\.bfloat16, the cache is torch\.float32"):
-        _both(sequences, [(0, 0, 4)], scale=0.3)
+        _both(backend, sequences, [(0, 0, 4)], scale=0.3)
 
 
-def test_a_cache_whose_heads_are_apart_is_refused() -> None:
+@each_backend
+def test_a_cache_whose_heads_are_apart_is_refused(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [4])
     swapped = torch.zeros(2, 2, 8, 32).transpose(1, 2)
     with pytest.raises(ValueError, match="heads do not lie one after the other"):
-        BACKEND.write_kv(sequences.keys[0], sequences.values[0], swapped, swapped, torch.arange(4))
+        backend.write_kv(sequences.keys[0], sequences.values[0], swapped, swapped, torch.arange(4))
 
 
-def test_a_scaled_cache_is_refused() -> None:
+@each_backend
+def test_a_scaled_cache_is_refused(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [4])
     with pytest.raises(ValueError, match="the cpu backend has no scaled caches"):
-        _both(sequences, [(0, 0, 4)], scale=0.3, key_scale=0.5)
+        _both(backend, sequences, [(0, 0, 4)], scale=0.3, key_scale=0.5)

@@ -1,4 +1,4 @@
-"""The promise of the CPU backend: a row's bits depend on the row and its sequence alone."""
+"""The promise of the CPU backends: a row's bits depend on the row and its sequence alone."""
 
 from functools import cache
 from typing import Any
@@ -8,15 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire_kernels.cpu import CpuBackend, threads
+from pagewire_kernels.cpu import threads
+from tests.support import cpu_backends
 from tests.support.paged_batch import PagedSequences, Shape
 
-LENGTHS = [61, 40, 7, 90]
+LENGTHS = [140, 40, 7, 90]
 SHAPES = {
     "plain": Shape(),
     "many queries per key": Shape(num_heads=12, num_kv_heads=1, head_dim=64, block_size=16),
     "one query per key": Shape(num_heads=3, num_kv_heads=3, head_dim=40, block_size=5),
     "bfloat16": Shape(dtype=torch.bfloat16, head_dim=128, block_size=32),
+    "bfloat16, odd": Shape(dtype=torch.bfloat16, num_heads=14, head_dim=39, block_size=7),
     "float16": Shape(dtype=torch.float16),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -25,13 +27,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cap": {"soft_cap": 3.0},
 }
 
+each_backend = pytest.mark.parametrize("backend", cpu_backends.names())
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
 
 class Attention:
     """One backend over some sequences, computing them part by part and batch by batch."""
 
-    def __init__(self, shape: Shape, **options: Any) -> None:
+    def __init__(self, backend: str, shape: Shape, **options: Any) -> None:
         self.sequences = PagedSequences(shape, LENGTHS)
-        self.backend = CpuBackend()
+        self.backend = cpu_backends.make(backend)
         self.options = options
 
     def run(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
@@ -60,19 +65,34 @@ class Attention:
         return self.run([(sequence, 0, LENGTHS[sequence])])[0]
 
 
+@each_backend
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_decodes_give_the_bits_of_a_prefill(shape: Shape, options: dict[str, Any]) -> None:
-    expected = Attention(shape, **options).whole(0)
-    attention = Attention(shape, **options)
+@each_shape
+def test_decodes_give_the_bits_of_a_prefill(
+    backend: str, shape: Shape, options: dict[str, Any]
+) -> None:
+    expected = Attention(backend, shape, **options).whole(0)
+    attention = Attention(backend, shape, **options)
     rows = [attention.run([(0, at, at + 1)])[0] for at in range(LENGTHS[0])]
     assert torch.equal(torch.cat(rows), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_batch_gives_the_bits_of_each_sequence_alone(shape: Shape) -> None:
-    alone = [Attention(shape).whole(i) for i in range(len(LENGTHS))]
-    together = Attention(shape).run([(i, 0, length) for i, length in enumerate(LENGTHS)])
+@each_backend
+def test_with_everything_on_decodes_give_the_bits_of_a_prefill(backend: str) -> None:
+    options: dict[str, Any] = {
+        "sliding_window": 70,
+        "soft_cap": 3.0,
+        "sinks": torch.tensor([0.5, -3.0, 4.0, 0.0]),
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.0, 0.0625]),
+    }
+    test_decodes_give_the_bits_of_a_prefill(backend, SHAPES["plain"], options)
+
+
+@each_backend
+@each_shape
+def test_a_batch_gives_the_bits_of_each_sequence_alone(backend: str, shape: Shape) -> None:
+    alone = [Attention(backend, shape).whole(i) for i in range(len(LENGTHS))]
+    together = Attention(backend, shape).run([(i, 0, length) for i, length in enumerate(LENGTHS)])
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
@@ -80,15 +100,16 @@ CHUNKED = Shape(head_dim=48, num_heads=6)
 
 
 @cache
-def _alone() -> list[torch.Tensor]:
-    return [Attention(CHUNKED).whole(i) for i in range(len(LENGTHS))]
+def _alone(backend: str) -> list[torch.Tensor]:
+    return [Attention(backend, CHUNKED).whole(i) for i in range(len(LENGTHS))]
 
 
-@given(st.data())
+@each_backend
+@given(data=st.data())
 @settings(max_examples=20, deadline=None)
-def test_any_chunks_in_any_company_give_the_same_bits(data: st.DataObject) -> None:
-    attention = Attention(CHUNKED)
-    expected = _alone()
+def test_any_chunks_in_any_company_give_the_same_bits(backend: str, data: st.DataObject) -> None:
+    attention = Attention(backend, CHUNKED)
+    expected = _alone(backend)
     done = [0] * len(LENGTHS)
     while any(at < length for at, length in zip(done, LENGTHS, strict=True)):
         pending = [i for i, length in enumerate(LENGTHS) if done[i] < length]
@@ -102,22 +123,26 @@ def test_any_chunks_in_any_company_give_the_same_bits(data: st.DataObject) -> No
             assert torch.equal(rows, expected[i][start:end])
 
 
+@each_backend
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_the_number_of_threads_does_not_matter(num_threads: int) -> None:
-    expected = Attention(SHAPES["plain"]).whole(3)
+def test_the_number_of_threads_does_not_matter(backend: str, num_threads: int) -> None:
+    expected = Attention(backend, SHAPES["plain"]).whole(3)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        assert torch.equal(Attention(SHAPES["plain"]).whole(3), expected)
+        assert torch.equal(Attention(backend, SHAPES["plain"]).whole(3), expected)
     finally:
         torch.set_num_threads(before)
 
 
-def test_threads_of_our_own_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Attention(SHAPES["plain"]).whole(3)
+@each_backend
+def test_threads_of_our_own_give_the_same_bits(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Attention(backend, SHAPES["plain"]).whole(3)
     pool = threads.ThreadPool(2)
     monkeypatch.setattr(threads, "_team", lambda: pool.run)
     try:
-        assert torch.equal(Attention(SHAPES["plain"]).whole(3), expected)
+        assert torch.equal(Attention(backend, SHAPES["plain"]).whole(3), expected)
     finally:
         pool.close()

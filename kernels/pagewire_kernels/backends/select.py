@@ -123,9 +123,9 @@ def _order(
 
 
 def _cpu() -> Iterator[AttentionBackend]:
-    from pagewire_kernels.cpu import CpuBackend  # numba is loaded only where it is used
+    from pagewire_kernels.cpu import cpu_backend, library
 
-    yield CpuBackend()
+    yield cpu_backend(library())
 
 
 def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:

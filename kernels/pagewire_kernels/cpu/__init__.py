@@ -1,13 +1,22 @@
-"""Paged attention compiled for the CPU by numba.
+"""Paged attention on the CPU.
 
-simd.py       vectors of sixteen floats, so that every sum has one order
-attention.py  the attention kernel
-copy.py       the kernel that stores keys and values
-compile.py    their machine code, kept on disk
-threads.py    running them on torch's own threads
-backend.py    `CpuBackend`: from tensors to a kernel's arguments
+native/     kernels in C++, built with the package
+numba/      the same by numba, where none were built for the processor
+checks.py   what both take
+threads.py  running a kernel on torch's own threads
 """
 
-from pagewire_kernels.cpu.backend import CpuBackend
+from pagewire_kernels.backends.interface import AttentionBackend
+from pagewire_kernels.cpu.native import Library, NativeBackend, library
 
-__all__ = ["CpuBackend"]
+
+def cpu_backend(native: Library | None) -> AttentionBackend:
+    """The faster of the `cpu` backends, given the native kernels for this processor, if any."""
+    if native is not None:
+        return NativeBackend(native)
+    from pagewire_kernels.cpu.numba import NumbaBackend  # numba is loaded only where it is used
+
+    return NumbaBackend()
+
+
+__all__ = ["cpu_backend", "library"]

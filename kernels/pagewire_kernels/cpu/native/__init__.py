@@ -8,16 +8,22 @@ the numba kernels do the work.
 
     src/team.h      how threads share a kernel's work; what a kernel is
     src/batch.h     the layout of one step's batch, as kernels see it
+    src/attention*  paged attention; attention.h tells how
+    src/cache_write.cpp  new keys and values put into their slots
     src/program.cpp a list of kernels run by one team, without leaving it in between
     src/linear.h    linear layers with packed weights, and the packing
     build.py        compiles one library per instruction set
     library.py      finds and loads the one for this processor
     linear.py       `NativeWeight`: packs a weight and multiplies by it
     huge_memory.py  where packed weights are
+    structs.py      the C structures, for ctypes
+    attention.py    tasks of attention, described by tensors
+    backend.py      `NativeBackend`
 """
 
+from pagewire_kernels.cpu.native.backend import NativeBackend
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.library import Library, library
 from pagewire_kernels.cpu.native.linear import NativeWeight
 
-__all__ = ["HugeMemory", "Library", "NativeWeight", "library"]
+__all__ = ["HugeMemory", "Library", "NativeBackend", "NativeWeight", "library"]

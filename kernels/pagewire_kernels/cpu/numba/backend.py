@@ -1,4 +1,4 @@
-"""The `cpu` attention backend: lays out a kernel's arguments and runs it."""
+"""The `cpu` attention backend in numba: lays out a kernel's arguments and runs it."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.backends.abilities import Abilities
-from pagewire_kernels.cpu import attention, copy, threads
-from pagewire_kernels.cpu.attention import MAX_ROWS, VECTOR_BYTES
-from pagewire_kernels.cpu.compile import attention_kernel, write_kv_kernel
-from pagewire_kernels.cpu.simd import LANES
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
+from pagewire_kernels.cpu.numba import attention, copy
+from pagewire_kernels.cpu.numba.attention import MAX_ROWS, VECTOR_BYTES
+from pagewire_kernels.cpu.numba.compile import attention_kernel, write_kv_kernel
+from pagewire_kernels.cpu.numba.simd import LANES
 from pagewire_kernels.metadata import AttentionMetadata
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _SERIAL_WORK = 1 << 17
 """Products of so many elements are done before other threads have woken up."""
@@ -44,15 +43,15 @@ class _Tiling:
     """Pairs of query token and key, at most."""
 
 
-class CpuBackend:
-    """Attention by compiled kernels; a row's result is bitwise independent of its batch.
+class NumbaBackend:
+    """Attention by numba's kernels; a row's result is bitwise independent of its batch.
 
     Heads of fewer than sixteen elements go through the reference, without that promise. An object
     keeps its arguments' memory from call to call, so it serves one thread at a time.
     """
 
     name = "cpu"
-    abilities = Abilities(devices=("cpu",), dtypes=DTYPES, batch_invariant=True)
+    abilities = ABILITIES
 
     def __init__(self) -> None:
         self._tiling: _Tiling | None = None
@@ -80,9 +79,9 @@ class CpuBackend:
         value_scale: float = 1.0,
     ) -> None:
         """Store each row's key and value in its slot; as `reference.write_kv`."""
-        _refuse_scales(key_scale, value_scale)
-        _check_cache(key_cache, value_cache, key)
-        key, value = _with_dense_heads(key), _with_dense_heads(value)
+        refuse_scales(key_scale, value_scale)
+        check_cache(key_cache, value_cache, key)
+        key, value = with_dense_heads(key), with_dense_heads(value)
         slot_mapping = slot_mapping.contiguous()
         num_rows, num_heads, head_dim = key.shape
         size = key.element_size()
@@ -119,8 +118,8 @@ class CpuBackend:
         value_scale: float = 1.0,
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
-        _refuse_scales(key_scale, value_scale)
-        _check_cache(key_cache, value_cache, query)
+        refuse_scales(key_scale, value_scale)
+        check_cache(key_cache, value_cache, query)
         if query.shape[2] < LANES:
             return reference.paged_attention(
                 query,
@@ -224,28 +223,3 @@ def _describe_batch(task: np.ndarray, tiling: _Tiling) -> None:
     task[attention.NUM_SEQS] = tiling.num_seqs
     task[attention.TILE_START] = tiling.tile_start.ctypes.data
     task[attention.TILE_TOKENS] = tiling.tile_tokens
-
-
-def _check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
-    """Refuse what the kernels would misread."""
-    if rows.dtype not in DTYPES or rows.dtype != key_cache.dtype:
-        raise TypeError(f"rows are {rows.dtype}, the cache is {key_cache.dtype}")
-    if key_cache.stride() != value_cache.stride() or key_cache.shape != value_cache.shape:
-        raise ValueError("key and value cache differ in layout")
-    num_heads, head_dim = key_cache.shape[2:]
-    if key_cache.stride(3) != 1 or (num_heads > 1 and key_cache.stride(2) != head_dim):
-        raise ValueError("a token's heads do not lie one after the other in the cache")
-    if rows.shape[2] != head_dim or rows.shape[1] % num_heads:
-        raise ValueError(f"rows of shape {tuple(rows.shape)} do not fit the cache")
-
-
-def _refuse_scales(key_scale: float, value_scale: float) -> None:
-    """Scales are those of fp8, which CPUs have no fast way to read."""
-    if key_scale != 1.0 or value_scale != 1.0:
-        raise ValueError("the cpu backend has no scaled caches")
-
-
-def _with_dense_heads(rows: Tensor) -> Tensor:
-    """The same rows, each one's heads one after the other in memory."""
-    dense = rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
-    return rows if dense else rows.contiguous()

@@ -21,8 +21,8 @@ from typing import Any
 
 import numba
 
-from pagewire_kernels.cpu import simd
-from pagewire_kernels.cpu.simd import LANES
+from pagewire_kernels.cpu.numba import simd
+from pagewire_kernels.cpu.numba.simd import LANES
 
 MAX_ROWS = 64
 """Rows of one KV head in a work item at most, unless the head has more for a single token."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import numba
 
-from pagewire_kernels.cpu import simd
+from pagewire_kernels.cpu.numba import simd
 
 ROWS_PER_ITEM = 64
 

@@ -16,7 +16,7 @@ from typing import Any
 import numba
 import torch
 
-from pagewire_kernels.cpu import attention, copy, simd
+from pagewire_kernels.cpu.numba import attention, copy, simd
 
 logger = logging.getLogger(__name__)
 

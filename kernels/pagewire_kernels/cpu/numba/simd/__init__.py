@@ -11,8 +11,8 @@ LLVM splits them on machines with narrower registers; the results stay the same.
     memory.py   loading and storing, by address
 """
 
-from pagewire_kernels.cpu.simd.llvm import CHUNKS, LANES
-from pagewire_kernels.cpu.simd.memory import (
+from pagewire_kernels.cpu.numba.simd.llvm import CHUNKS, LANES
+from pagewire_kernels.cpu.numba.simd.memory import (
     bfloat16,
     copy_bytes,
     fetch_add,
@@ -24,14 +24,14 @@ from pagewire_kernels.cpu.simd.memory import (
     load_scalar,
     store,
 )
-from pagewire_kernels.cpu.simd.tiles import (
+from pagewire_kernels.cpu.numba.simd.tiles import (
     load_chunks,
     products,
     store_chunks,
     sum_products,
     tile_multiply_add,
 )
-from pagewire_kernels.cpu.simd.vectors import (
+from pagewire_kernels.cpu.numba.simd.vectors import (
     add,
     broadcast,
     divide,

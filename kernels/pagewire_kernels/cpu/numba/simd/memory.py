@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from pagewire_kernels.cpu.simd.llvm import (
+from pagewire_kernels.cpu.numba.simd.llvm import (
     FLOAT,
     FLOATS,
     HALVES,
@@ -20,7 +20,7 @@ from pagewire_kernels.cpu.simd.llvm import (
     pointer_to,
     splat,
 )
-from pagewire_kernels.cpu.simd.vectors import vector
+from pagewire_kernels.cpu.numba.simd.vectors import vector
 
 
 class ElementType(types.Type):

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from pagewire_kernels.cpu.simd.llvm import (
+from pagewire_kernels.cpu.numba.simd.llvm import (
     FLOATS,
     INT,
     INTS,

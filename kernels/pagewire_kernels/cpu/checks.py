@@ -1,0 +1,34 @@
+"""What the CPU's attention backends take, and what they refuse."""
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.backends.abilities import Abilities
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ABILITIES = Abilities(devices=("cpu",), dtypes=DTYPES, batch_invariant=True)
+
+
+def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
+    """Refuse what the kernels would misread."""
+    if rows.dtype not in DTYPES or rows.dtype != key_cache.dtype:
+        raise TypeError(f"rows are {rows.dtype}, the cache is {key_cache.dtype}")
+    if key_cache.stride() != value_cache.stride() or key_cache.shape != value_cache.shape:
+        raise ValueError("key and value cache differ in layout")
+    num_heads, head_dim = key_cache.shape[2:]
+    if key_cache.stride(3) != 1 or (num_heads > 1 and key_cache.stride(2) != head_dim):
+        raise ValueError("a token's heads do not lie one after the other in the cache")
+    if rows.shape[2] != head_dim or rows.shape[1] % num_heads:
+        raise ValueError(f"rows of shape {tuple(rows.shape)} do not fit the cache")
+
+
+def refuse_scales(key_scale: float, value_scale: float) -> None:
+    """Scales are those of fp8, which CPUs have no fast way to read."""
+    if key_scale != 1.0 or value_scale != 1.0:
+        raise ValueError("the cpu backend has no scaled caches")
+
+
+def with_dense_heads(rows: Tensor) -> Tensor:
+    """The same rows, each one's heads one after the other in memory."""
+    dense = rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
+    return rows if dense else rows.contiguous()

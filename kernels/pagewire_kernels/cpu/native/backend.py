@@ -1,0 +1,118 @@
+"""The `cpu` attention backend in C++."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
+from pagewire_kernels.cpu.native.attention import (
+    Scratch,
+    describe_attention,
+    describe_batch,
+    describe_cache_write,
+)
+from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.structs import Batch
+from pagewire_kernels.metadata import AttentionMetadata
+
+_SERIAL_WORK = 1 << 18
+"""Products of so many elements are done before other threads have woken up."""
+
+_SERIAL_BYTES = 1 << 15
+"""As are copies of so many bytes."""
+
+
+class NativeBackend:
+    """Attention by kernels in C++; a row's result is bitwise independent of its batch.
+
+    An object keeps working memory from call to call, so it serves one thread at a time.
+    """
+
+    name = "cpu"
+    abilities = ABILITIES
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._scratch = Scratch()
+        self._last: tuple[AttentionMetadata, Batch] | None = None
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Nothing: the kernels are compiled."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        """Store each row's key and value in its slot; as `reference.write_kv`."""
+        refuse_scales(key_scale, value_scale)
+        check_cache(key_cache, value_cache, key)
+        key, value = with_dense_heads(key), with_dense_heads(value)
+        slot_mapping = slot_mapping.contiguous()
+        batch = Batch(num_rows=key.shape[0], slot_mapping=slot_mapping.data_ptr())
+        task = describe_cache_write(batch, key, value, key_cache, value_cache)
+        is_small = key.shape[0] * task.copied_bytes < _SERIAL_BYTES
+        num_threads = 1 if is_small else torch.get_num_threads()
+        threads.run(self._library.kernel("cache_write"), ctypes.addressof(task), num_threads)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> Tensor:
+        """Causal attention of flattened query rows; as `reference.paged_attention`."""
+        refuse_scales(key_scale, value_scale)
+        check_cache(key_cache, value_cache, query)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        output = torch.empty(query.shape, dtype=query.dtype)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        alibi_slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        task = describe_attention(
+            self._batch_of(metadata),
+            query,
+            output,
+            key_cache,
+            value_cache,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+        work = query.numel() * metadata.max_context_len
+        num_threads = 1 if work < _SERIAL_WORK else torch.get_num_threads()
+        self._scratch.give(self._library, task, num_threads)
+        kernel = self._library.kernel(_KERNELS[query.dtype])
+        threads.run(kernel, ctypes.addressof(task), num_threads)
+        return output
+
+    def _batch_of(self, metadata: AttentionMetadata) -> Batch:
+        """Described once per step, not once per layer."""
+        if self._last is None or self._last[0] is not metadata:
+            self._last = metadata, describe_batch(metadata)
+        return self._last[1]
+
+
+_KERNELS = {
+    torch.float32: "attention_float32",
+    torch.bfloat16: "attention_bfloat16",
+    torch.float16: "attention_float16",
+}

@@ -1,0 +1,91 @@
+// Paged attention: its task, and the sizes its parts agree on.
+//
+// A work item is a tile of consecutive query tokens of one sequence with one KV head, or a single
+// token's with several; its rows are the tile's tokens times the query heads that share a KV head.
+// The item walks over the sequence's keys in steps of 64, whatever the size of a block. A step's
+// keys and values of one head are packed once for all rows, each in the form in which its product
+// is a chain of multiply-adds, one for each lane. Then each row goes through (Milakov and
+// Gimelshein 2018)
+//
+//     score   = q . k                       summed over the head from its first element on
+//     maximum = max(maximum, scores)
+//     total   = total * e^(old maximum - maximum) + sum of e^(score - maximum)
+//     output  = output * e^(old maximum - maximum) + e^(score - maximum) * v, key after key
+//
+// Steps are counted from the sequence's start, never from the tile's, and what a row does not see
+// has weight zero, so what happens to a row does not depend on the tile it is in. With bfloat16 the
+// weights are rounded to bfloat16, in the total as well, and pairs of products are added in one
+// instruction where the processor has it.
+#pragma once
+
+#include "intrinsics.h"
+
+#include "batch.h"
+#include "dot.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace pagewire {
+
+constexpr int64_t kStep = 64;  // keys; a multiple of every instruction set's lanes
+constexpr int64_t kStepVectors = kStep / kLanes;
+
+struct AttentionTask : Task {
+  int64_t next_slot;  // of scratch; every thread takes one each time the task runs
+  int64_t num_slots;  // at least the threads that come
+  int64_t slot_bytes;  // as `pw_attention_slot_bytes` finds
+  char* scratch;       // num_slots * slot_bytes, aligned to 64
+  const Batch* batch;
+  const char* query;  // [num_rows, num_heads, head_dim] with a dense last axis
+  int64_t query_token_bytes;
+  int64_t query_head_bytes;
+  char* output;  // [num_rows, num_heads, head_dim], heads one after the other
+  int64_t output_token_bytes;
+  const char* key_cache;
+  const char* value_cache;
+  int64_t block_bytes;  // strides of both caches
+  int64_t token_bytes;
+  int64_t head_bytes;
+  int64_t block_size;
+  int64_t num_kv_heads;
+  int64_t group;  // query heads per KV head
+  int64_t head_dim;
+  int64_t tile_tokens;
+  int64_t window;  // 0 without
+  const float* sinks;         // [num_heads] or null
+  const float* alibi_slopes;  // [num_heads] or null
+  float scale;
+  float soft_cap;  // 0 without
+};
+
+inline int64_t rounded_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// How numbers of the cache are multiplied: in units of 32 bits, a float32 or a pair of bfloat16.
+template <class Number>
+struct Units {
+  using Dot = Float32Dot;
+  using Packed = float;
+};
+template <>
+struct Units<BFloat16> {
+  using Dot = BFloat16Dot;
+  using Packed = BFloat16;
+};
+
+template <class Number>
+constexpr int64_t kPerUnit = Units<Number>::Dot::kInputsPerStep;
+
+// Numbers that fill a register of units; heads are padded to a multiple.
+template <class Number>
+constexpr int64_t kChunk = kLanes * kPerUnit<Number>;
+
+inline Floats load_units(const float* from) { return load_floats(from); }
+inline Floats load_units(const Float16* from) { return widen(from); }
+inline Floats load_units(const BFloat16* from) { return as_floats(load_words(from)); }
+
+}  // namespace pagewire

@@ -1,0 +1,64 @@
+// A step's keys and values of one head, brought into the form in which they are multiplied.
+#pragma once
+
+#include "attention.h"
+#include "transpose.h"
+
+namespace pagewire {
+
+// Keys: [units of the head][kStep] words, so that lanes are keys. Only `num_keys` of them, rounded
+// up to whole registers, are written. `rows` are readable for the padded head.
+template <class Number>
+void pack_keys(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed) {
+  for (int64_t key = 0; key < num_keys; key += kLanes) {
+    for (int64_t at = 0; at < padded_dim; at += kChunk<Number>) {
+      Floats square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) square[i] = load_units(rows[key + i] + at);
+      transpose(square);
+      float* const to = packed + at / kPerUnit<Number> * kStep + key;
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store_floats(to + i * kStep, square[i]);
+    }
+  }
+}
+
+// Values: [units of keys][padded head] words, so that lanes are elements of the head. Only the
+// units that hold `num_keys` keys are written.
+template <class Number>
+void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed) {
+  for (int64_t key = 0; key < num_keys; ++key) {
+    for (int64_t at = 0; at < padded_dim; at += kLanes) {
+      store_floats(packed + key * padded_dim + at, load_units(rows[key] + at));
+    }
+  }
+}
+
+// The numbers of two rows in turn.
+inline void store_pairs(float* to, const BFloat16* first, const BFloat16* second) {
+  const Words a = load_words(first), b = load_words(second);
+#if defined(__AVX512F__)
+  const Words step = _mm512_set1_epi32(0x00010001);
+  const Words zigzag = _mm512_add_epi32(_mm512_mullo_epi32(lane_numbers(), step),
+                                        _mm512_set1_epi32(0x00200000));
+  const Words later = _mm512_add_epi32(zigzag, _mm512_set1_epi32(0x00100010));
+  store_floats(to, as_floats(_mm512_permutex2var_epi16(a, zigzag, b)));
+  store_floats(to + kLanes, as_floats(_mm512_permutex2var_epi16(a, later, b)));
+#else
+  const Words low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+  store_floats(to, as_floats(_mm256_permute2x128_si256(low, high, 0x20)));
+  store_floats(to + kLanes, as_floats(_mm256_permute2x128_si256(low, high, 0x31)));
+#endif
+}
+
+template <>
+inline void pack_values(const BFloat16* const* rows, int64_t num_keys, int64_t padded_dim,
+                        float* packed) {
+  for (int64_t key = 0; key < num_keys; key += 2) {
+    for (int64_t at = 0; at < padded_dim; at += kChunk<BFloat16>) {
+      store_pairs(packed + key / 2 * padded_dim + at, rows[key] + at, rows[key + 1] + at);
+    }
+  }
+}
+
+}  // namespace pagewire

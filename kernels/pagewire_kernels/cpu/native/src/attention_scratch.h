@@ -1,0 +1,63 @@
+// One thread's working memory for attention.
+#pragma once
+
+#include "attention.h"
+
+namespace pagewire {
+
+// Rows of a work item. They are numbered by KV head, then token, then query head in its group.
+struct Scratch {
+  float* keys;      // [units of the head][kStep]
+  float* values;    // [units of a step][padded head]
+  float* queries;   // [rows][units of the head]
+  float* outputs;   // [rows][padded head]
+  float* totals;    // [rows][kLanes], to be summed over lanes
+  float* maxima;    // [rows]
+  char* no_key;     // zeros, a padded head
+  char* padded;     // [kStep][padded head], copies of heads that do not fill registers
+};
+
+template <class Number>
+int64_t padded_dim(const AttentionTask& task) {
+  return rounded_up(task.head_dim, kChunk<Number>);
+}
+
+inline int64_t max_rows(const AttentionTask& task) {
+  return larger(task.tile_tokens, task.num_kv_heads) * task.group;
+}
+
+// Lays the parts out from `memory` on; returns where they end.
+template <class Number>
+char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
+  const int64_t dim = padded_dim<Number>(task), rows = max_rows(task);
+  const auto part = [&memory](int64_t bytes) {
+    char* const begin = memory;
+    memory += rounded_up(bytes, 64);
+    return begin;
+  };
+  const auto words = [&part](int64_t count) { return reinterpret_cast<float*>(part(4 * count)); };
+  const int64_t head_units = dim / kPerUnit<Number>;
+  scratch.keys = words(head_units * kStep);
+  scratch.values = words(kStep / kPerUnit<Number> * dim);
+  scratch.queries = words(rows * head_units);
+  scratch.outputs = words(rows * dim);
+  scratch.totals = words(rows * kLanes);
+  scratch.maxima = words(rows);
+  const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Number));
+  scratch.no_key = part(head_bytes);
+  scratch.padded = part(dim == task.head_dim ? 0 : kStep * head_bytes);
+  return memory;
+}
+
+// The calling thread's, with its zeros in place. Slots are given out in turn, so no two of the
+// threads that run a task at once have the same.
+template <class Number>
+Scratch take_scratch(AttentionTask& task) {
+  const int64_t taken = __atomic_fetch_add(&task.next_slot, 1, __ATOMIC_RELAXED);
+  Scratch scratch;
+  lay_out<Number>(task, task.scratch + taken % task.num_slots * task.slot_bytes, scratch);
+  memset(scratch.no_key, 0, padded_dim<Number>(task) * sizeof(Number));
+  return scratch;
+}
+
+}  // namespace pagewire

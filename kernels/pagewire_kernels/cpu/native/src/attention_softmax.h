@@ -1,0 +1,94 @@
+// From a row's scores over one step to its weights, its new maximum and total.
+#pragma once
+
+#include <float.h>
+
+#include "attention.h"
+
+namespace pagewire {
+
+constexpr float kNoMaximum = -FLT_MAX;  // finite, so that differences of maxima are numbers
+
+// What is done to a row's scores.
+struct ScoreRule {
+  float scale;
+  float soft_cap;  // 0 without
+  float slope;     // of ALiBi, 0 without
+  int64_t first;   // the keys that the row sees, counted within the step
+  int64_t end;
+  int64_t position;  // the row's own, counted from the step's first key
+};
+
+inline Floats adjusted(Floats score, const ScoreRule& rule, Words keys) {
+  score = multiply(score, broadcast(rule.scale));
+  if (rule.soft_cap > 0) {
+    const Floats cap = broadcast(rule.soft_cap);
+    score = multiply(cap, tanh(divide(score, cap)));
+  }
+  if (rule.slope != 0) {
+    const Words behind = broadcast_word(static_cast<int32_t>(-rule.position));
+    score = multiply_add(broadcast(rule.slope), to_floats(add_words(keys, behind)), score);
+  }
+  if (rule.first > 0 || rule.end < kStep) {
+    const Mask begun = less_than(broadcast_word(static_cast<int32_t>(rule.first) - 1), keys);
+    const Mask visible = both(begun, less_than(keys, broadcast_word(static_cast<int32_t>(rule.end))));
+    score = select(visible, score, broadcast(-__builtin_inff()));
+  }
+  return score;
+}
+
+inline void store_weights(float* to, const Floats (&weights)[kStepVectors]) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) store_floats(to + j * kLanes, weights[j]);
+}
+
+inline void store_weights(BFloat16* to, const Floats (&weights)[kStepVectors]) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; j += 2) {
+#if defined(__AVX512BF16__)
+    const __m512bh pairs = _mm512_cvtne2ps_pbh(weights[j + 1], weights[j]);
+    memcpy(to + j * kLanes, &pairs, sizeof(pairs));
+#else
+    store_rounded(to + j * kLanes, weights[j]);
+    store_rounded(to + (j + 1) * kLanes, weights[j + 1]);
+#endif
+  }
+}
+
+// Scores become weights, [kStep]. Returns the factor by which what was summed before shrinks.
+template <class Packed>
+float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* weights) {
+  Floats score[kStepVectors];
+  Words keys = lane_numbers();
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) {
+    score[j] = adjusted(load_floats(scores + j * kLanes), rule, keys);
+    keys = add_words(keys, broadcast_word(kLanes));
+  }
+  Floats greatest = score[0];
+#pragma GCC unroll 8
+  for (int j = 1; j < kStepVectors; ++j) greatest = greater_of(greatest, score[j]);
+  const float before = maximum;
+  const float step_maximum = greatest_lane(greatest);
+  maximum = step_maximum > before ? step_maximum : before;
+  const Floats origin = broadcast(maximum);
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) score[j] = exp(subtract(score[j], origin));
+  store_weights(weights, score);
+  return first_lane(exp(subtract(broadcast(before), origin)));
+}
+
+// Adds a step's weights to a row's total, lane by lane.
+template <class Dot>
+void add_weights(const float* weights, float factor, float* total) {
+  const bool pairs = Dot::kInputsPerStep == 2;
+  const typename Dot::Operand ones = Dot::broadcast(pairs ? 0x3f803f80 : 0x3f800000);
+  Floats sum = multiply(load_floats(total), broadcast(factor));
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors / Dot::kInputsPerStep; ++j) {
+    sum = Dot::add(ones, Dot::load(weights + j * kLanes), sum);
+  }
+  store_floats(total, sum);
+}
+
+}  // namespace pagewire
