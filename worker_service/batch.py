@@ -103,6 +103,63 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostInputs:
+    """The flattened inputs of a forward pass, on the host. A worked example is above."""
+
+    slots: Int64Array
+    """[num_seqs]."""
+
+    token_ids: Int64Array
+    """[num_tokens]; UNKNOWN_TOKEN where the host has not heard of a token yet."""
+
+    positions: Int64Array
+    """[num_tokens]."""
+
+    slot_mapping: Int64Array
+    """[num_tokens]."""
+
+    query_start: Int64Array
+    """[num_seqs + 1]: first flattened row of each sequence."""
+
+    context_lens: Int64Array
+    """[num_seqs]."""
+
+    max_query_len: int
+    max_context_len: int
+    max_blocks: int
+    """Entries of the longest block table."""
+
+
+def lay_out(slots: Int64Array, num_tokens: Int32Array, table: SequenceTable) -> HostInputs:
+    """Flattened inputs for sequences that compute `num_tokens` tokens each, all positive."""
+    query_lens = num_tokens.astype(np.int64)
+    query_start = np.zeros(len(slots) + 1, np.int64)
+    np.cumsum(query_lens, out=query_start[1:])
+    computed = table.num_computed_tokens[slots]
+    context_lens = computed + query_lens
+    max_query_len = int(query_lens.max())
+    positions, token_slots = computed, slots
+    if max_query_len > 1:
+        # Row r of the batch belongs to sequence s and stands at computed[s] + r - query_start[s].
+        positions = np.repeat(computed - query_start[:-1], query_lens) + np.arange(query_start[-1])
+        token_slots = np.repeat(slots, query_lens)
+    block_size = table.block_size
+    blocks = table.block_tables[token_slots, positions // block_size].astype(np.int64)
+    max_context_len = int(context_lens.max())
+    return HostInputs(
+        slots=slots,
+        token_ids=table.token_ids[token_slots, positions].astype(np.int64),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        query_start=query_start,
+        context_lens=context_lens,
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+        max_blocks=-(-max_context_len // block_size),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
     """What the model's forward pass takes."""
 
@@ -114,37 +171,19 @@ class ForwardInputs:
 
     metadata: AttentionMetadata
 
-    query_start: Int64Array
-    """[num_seqs + 1]: first flattened row of each sequence."""
 
-
-def build_inputs(
-    slots: Int64Array, num_tokens: Int32Array, table: SequenceTable, device: torch.device
-) -> ForwardInputs:
-    """Flattened inputs for sequences that compute `num_tokens` tokens each, all positive."""
-    query_lens = num_tokens.astype(np.int64)
-    query_start = np.zeros(len(slots) + 1, np.int64)
-    np.cumsum(query_lens, out=query_start[1:])
-    computed = table.num_computed_tokens[slots]
-    context_lens = computed + query_lens
-    # Row r of the batch belongs to sequence s and stands at computed[s] + r - query_start[s].
-    positions = np.repeat(computed - query_start[:-1], query_lens) + np.arange(query_start[-1])
-    token_slots = np.repeat(slots, query_lens)
-    token_ids = table.token_ids[token_slots, positions].astype(np.int64)
-    block_size = table.block_size
-    blocks = table.block_tables[token_slots, positions // block_size].astype(np.int64)
-    max_context_len = int(context_lens.max())
-    max_blocks = -(-max_context_len // block_size)
+def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device) -> ForwardInputs:
+    """What was laid out, on the device; with a GPU that waits for it."""
+    block_tables = table.block_tables[inputs.slots, : inputs.max_blocks]
     return ForwardInputs(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        token_ids=torch.from_numpy(inputs.token_ids).to(device),
+        positions=torch.from_numpy(inputs.positions).to(device),
         metadata=AttentionMetadata(
-            query_start=torch.from_numpy(query_start.astype(np.int32)).to(device),
-            context_lens=torch.from_numpy(context_lens.astype(np.int32)).to(device),
-            block_tables=torch.from_numpy(table.block_tables[slots, :max_blocks]).to(device),
-            slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
-            max_query_len=int(query_lens.max()),
-            max_context_len=max_context_len,
+            query_start=torch.from_numpy(inputs.query_start.astype(np.int32)).to(device),
+            context_lens=torch.from_numpy(inputs.context_lens.astype(np.int32)).to(device),
+            block_tables=torch.from_numpy(block_tables).to(device),
+            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(device),
+            max_query_len=inputs.max_query_len,
+            max_context_len=inputs.max_context_len,
         ),
-        query_start=query_start,
     )

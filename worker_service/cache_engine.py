@@ -11,6 +11,8 @@ On a CPU all is done at once, by the thread that computes: both share the memory
 there is nothing to gain from doing it beside.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -82,7 +84,11 @@ class CacheEngine:
 
     def device_us(self) -> int:
         """Microseconds that the last plan's operations have taken so far beside this thread."""
-        return 0 if self._stream is None else self._stream.elapsed_us()
+        return self.timer()()
+
+    def timer(self) -> Callable[[], int]:
+        """Tells the same, of the plan that is the last one now, whenever and wherever called."""
+        return _no_time if self._stream is None else self._stream.timer()
 
     def _move_out(self, plan: StepPlan) -> None:
         """What must be done before the forward pass. No swap-in's target is a copy's source or
@@ -104,8 +110,7 @@ class _SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._context = torch.cuda.stream(self._stream)
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
+        self._start = self._end = torch.cuda.Event(enable_timing=True)
         self._compute = torch.cuda.current_stream(device)
         self._queued_us = 0
         self._is_used = False
@@ -122,6 +127,8 @@ class _SideStream:
         self._stream.wait_stream(self._compute)
         self._is_used = True
         self._queued_us = monotonic_us()
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
         self._start.record(self._stream)
         self._context.__enter__()
 
@@ -142,14 +149,23 @@ class _SideStream:
         """Whether something that was queued is not done."""
         return not self._stream.query()
 
-    def elapsed_us(self) -> int:
-        """Device time of the last plan's operations; as long as they are not done, the time since
-        they were queued."""
+    def timer(self) -> Callable[[], int]:
+        """Tells the device time of the last plan's operations; as long as they are not done, the
+        time since they were queued."""
         if not self._is_used:
-            return 0
-        if not self._end.query():
-            return monotonic_us() - self._queued_us
-        return round(self._start.elapsed_time(self._end) * 1000)
+            return _no_time
+        start, end, queued_us = self._start, self._end, self._queued_us
+
+        def elapsed_us() -> int:
+            if not end.query():
+                return monotonic_us() - queued_us
+            return round(start.elapsed_time(end) * 1000)
+
+        return elapsed_us
+
+
+def _no_time() -> int:
+    return 0
 
 
 def _allocate(spec: KVCacheSpec, block_size: int, num_blocks: int, device: torch.device) -> Tensor:

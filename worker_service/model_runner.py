@@ -4,13 +4,14 @@ The runner belongs to the engine's model thread; nothing here is safe to call fr
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker_service.batch import StepRows, build_inputs, resolve_rows
+from worker_service.batch import StepRows, build_inputs, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
 from worker_service.executor import FinishedStep, Step
@@ -54,6 +55,14 @@ class Outcome:
     """Input preparation and forward pass, in microseconds."""
 
 
+class Begun(NamedTuple):
+    """When a step's first parts were done, on the monotonic clock."""
+
+    started_us: int
+    cache_done_us: int
+    taken_in_us: int
+
+
 class ModelRunner:
     """A model, its KV caches and the sequences in them."""
 
@@ -92,14 +101,21 @@ class ModelRunner:
         Raises InvalidPlan, after which what is remembered of the sequences may be half the plan's:
         the caller resets the runner.
         """
+        return self._finish(plan, self._begin(plan))
+
+    def _begin(self, plan: StepPlan) -> Begun:
+        """Everything before the forward pass: cache operations, and what changed."""
         started_us = monotonic_us()
         self._forget(plan)
         self._cache.execute(plan)
         cache_done_us = monotonic_us()
         self._take_in(plan)
-        taken_in_us = monotonic_us()
+        return Begun(started_us, cache_done_us, monotonic_us())
+
+    def _finish(self, plan: StepPlan, begun: Begun) -> StepResult:
+        """Compute and sample, until the tokens are there."""
         outcome = self._compute(plan)
-        forward_us = taken_in_us - cache_done_us + outcome.forward_us
+        forward_us = begun.taken_in_us - begun.cache_done_us + outcome.forward_us
         if len(plan.seq_ids) == 0:
             self._cache.finish()  # there is nothing that could run beside
         finished_us = monotonic_us()
@@ -113,11 +129,11 @@ class ModelRunner:
             errors=outcome.errors,
             timings=StepTimings(
                 received_us=plan.received_us,
-                started_us=started_us,
+                started_us=begun.started_us,
                 finished_us=finished_us,
-                cache_ops_us=cache_done_us - started_us + self._cache.device_us(),
+                cache_ops_us=begun.cache_done_us - begun.started_us + self._cache.device_us(),
                 forward_us=forward_us,
-                sample_us=finished_us - cache_done_us - forward_us,
+                sample_us=finished_us - begun.cache_done_us - forward_us,
             ),
         )
 
@@ -161,8 +177,9 @@ class ModelRunner:
         ends = np.cumsum(num_tokens)
         if len(ends) == 0 or ends[-1] == 0:
             return None
+        table = self._sequences
         slots, lengths = rows.slots[rows.computes], rows.num_tokens[rows.computes]
-        inputs = build_inputs(slots, lengths, self._sequences, self._device)
+        inputs = build_inputs(lay_out(slots, lengths, table), table, self._device)
         hidden = self._model.forward(
             inputs.token_ids, inputs.positions, self._cache.device_cache, inputs.metadata
         )

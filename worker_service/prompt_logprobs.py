@@ -1,12 +1,12 @@
 """Log probabilities of prompt tokens."""
 
-import torch
 from torch import Tensor
 
 from worker_service.models.interface import Model
 from worker_service.plan import Int32Array
 from worker_service.sampler.entries import PromptLogprobs
 from worker_service.sampler.logprobs import joined, logprob_table
+from worker_service.sampler.upload import upload
 
 MAX_LOGITS_BYTES = 64 * 2**20
 """Logits computed at once. They need a whole vocabulary's row per token, so a long prompt's would
@@ -21,7 +21,7 @@ def prompt_logprobs(
     hidden: [num_tokens, hidden_size], the states that predict them; token_ids: the prompt's own;
     start: position of the first.
     """
-    targets = torch.from_numpy(token_ids.astype("int64")).to(hidden.device)
+    targets = upload(token_ids.astype("int64"), hidden.device)
     piece = max(1, MAX_LOGITS_BYTES // (4 * model.vocab_size))
     tables = [
         logprob_table(model.compute_logits(part), target, num_top)

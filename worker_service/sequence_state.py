@@ -18,6 +18,9 @@ from worker_service.sampler.table import SamplingTable
 Int64Array = npt.NDArray[np.int64]
 
 NO_BLOCK = -1
+UNKNOWN_TOKEN = -1
+"""Stands for a token that the device has sampled and the host has not heard of."""
+
 _INITIAL_SLOTS = 64
 
 
@@ -161,8 +164,42 @@ class SequenceTable:
         self.num_tokens[slots] += 1
         self.sampling.append(slots, tokens)
 
+    def expect_tokens(self, slots: Int64Array) -> Int64Array:
+        """Append an unknown token to each of these sequences. Returns the tokens' positions."""
+        places = self.num_tokens[slots]
+        self.token_ids[slots, places] = UNKNOWN_TOKEN
+        self.num_tokens[slots] += 1
+        return places
+
+    def learn_tokens(self, slots: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
+        """Take note of tokens that were unknown, at the positions that `expect_tokens` gave."""
+        self.token_ids[slots, places] = tokens
+        self.sampling.append(slots, tokens)
+
+    def take_back(self, slot: int, reason: RowErrorReason) -> None:
+        """There is no token where one was expected: the sequence has failed."""
+        self.num_tokens[slot] -= 1
+        self.failures[slot] = reason
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences there is room for before the columns grow."""
+        return len(self.num_tokens)
+
+    def used_slots(self) -> list[int]:
+        """Slots that sequences have."""
+        return list(self._slot_of.values())
+
+    def slots_to_read(self, slots: Int64Array) -> Int64Array:
+        """Those of the sequences whose next token's logits depend on which tokens they have."""
+        edits = self.sampling.edits
+        if not edits:
+            return np.empty(0, np.int64)
+        reading = [slot for slot in slots.tolist() if slot in edits and edits[slot].reads_tokens]
+        return np.array(reading, np.int64)
+
     def output(self, slot: int) -> Int32Array:
-        """A sequence's output tokens so far."""
+        """A sequence's output tokens so far, unknown ones among them."""
         return self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]
 
     def edited_rows(self, slots: Int64Array) -> list[EditedRow]:

@@ -46,8 +46,10 @@ class CountingModel:
     ) -> torch.Tensor:
         """Checksums of each row's context, [num_tokens, 1]."""
         block_size = kv_cache.shape[3]
-        blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
-        kv_cache[blocks, 0, 0, offsets, 0, 0] = token_ids.float()
+        written = metadata.slot_mapping >= 0
+        slots = metadata.slot_mapping[written]
+        blocks, offsets = slots // block_size, slots % block_size
+        kv_cache[blocks, 0, 0, offsets, 0, 0] = token_ids[written].float()
         starts = metadata.query_start.tolist()
         self.batches.append((len(starts) - 1, len(token_ids)))
         rows = [
@@ -65,6 +67,8 @@ class CountingModel:
         self, kv_cache: torch.Tensor, metadata: AttentionMetadata, seq: int, query_len: int
     ) -> torch.Tensor:
         length = int(metadata.context_lens[seq])
+        if length == 0:  # a row that fills up a batch
+            return torch.zeros(query_len)
         positions = torch.arange(length)
         block_size = kv_cache.shape[3]
         blocks = metadata.block_tables[seq].long()[positions // block_size]

@@ -1,12 +1,14 @@
 """Sequences whose tokens the core chooses: forks and appended tokens, in both kinds of worker."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from pagewire.v1 import plan_pb2
 from tests.support import simulated
+from tests.support.runners import RUNNERS
 from tests.support.worker_driver import Row, column, sampler_params
 from tests.worker_service import test_model_runner as real
 from worker_service.errors import InvalidPlan
@@ -18,7 +20,10 @@ CHOOSING = sampler_params(num_candidates=4, repetition_penalty=1.5)
 MAX_MODEL_LEN = 48
 
 BENCHES: dict[str, Callable[[], Any]] = {
-    "real": lambda: real.Bench(max_model_len=MAX_MODEL_LEN),
+    **{
+        name: partial(real.Bench, max_model_len=MAX_MODEL_LEN, make_runner=make_runner)
+        for name, make_runner in RUNNERS.items()
+    },
     "simulated": lambda: simulated.Bench(max_model_len=MAX_MODEL_LEN),
 }
 

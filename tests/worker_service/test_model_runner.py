@@ -1,6 +1,7 @@
 """Steps of a model whose tokens tell whether every slot, block and position was right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from pagewire.v1 import plan_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
+from tests.support.runners import RUNNERS
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params
 from worker_service import wire
 from worker_service.cache_engine import CacheEngine
@@ -16,6 +18,8 @@ from worker_service.model_runner import ModelRunner
 from worker_service.plan import RowErrorReason, StepResult
 
 NUM_BLOCKS = 64
+
+MakeRunner = Callable[[CountingModel, CacheEngine, int], ModelRunner]
 
 
 class Bench:
@@ -27,6 +31,7 @@ class Bench:
         poison: int | None = None,
         num_cpu_blocks: int = 8,
         max_model_len: int = 256,
+        make_runner: MakeRunner = ModelRunner,
     ) -> None:
         self.model = CountingModel(max_model_len, poison=poison)
         self.cache = CacheEngine(
@@ -36,7 +41,7 @@ class Bench:
             num_cpu_blocks=num_cpu_blocks,
             device=torch.device("cpu"),
         )
-        self.runner = ModelRunner(self.model, self.cache, block_size)
+        self.runner = make_runner(self.model, self.cache, block_size)
         self.plans = PlanBuilder(block_size=block_size)
 
     def step(self, rows: Sequence[Row], **fields: object) -> StepResult:
@@ -44,6 +49,15 @@ class Bench:
 
     def execute(self, plan: plan_pb2.StepPlan) -> StepResult:
         return self.runner.execute(wire.decode_plan(plan, 0))
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture(params=list(RUNNERS))
+def make_bench(request: pytest.FixtureRequest) -> MakeBench:
+    """One kind of runner after the other."""
+    return partial(Bench, make_runner=RUNNERS[request.param])
 
 
 def continuation(token_ids: Sequence[int], count: int) -> list[int]:
@@ -55,8 +69,10 @@ def continuation(token_ids: Sequence[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_ragged_prefills_and_decodes_see_their_whole_context(block_size: int) -> None:
-    bench = Bench(block_size)
+def test_ragged_prefills_and_decodes_see_their_whole_context(
+    make_bench: MakeBench, block_size: int
+) -> None:
+    bench = make_bench(block_size)
     prompts = {1: [5], 2: [1, 2, 3, 4, 5, 6, 7], 3: [9] * 12}
     for seq_id, prompt in prompts.items():
         bench.plans.add(seq_id, prompt)
@@ -69,8 +85,8 @@ def test_ragged_prefills_and_decodes_see_their_whole_context(block_size: int) ->
         assert tokens == continuation(prompt, 7)
 
 
-def test_prefill_in_chunks_beside_decodes_gives_the_same_tokens() -> None:
-    bench = Bench()
+def test_prefill_in_chunks_beside_decodes_gives_the_same_tokens(make_bench: MakeBench) -> None:
+    bench = make_bench()
     long, short = list(range(20)), [3, 1]
     bench.plans.add(1, long)
     bench.plans.add(2, short)
@@ -85,16 +101,16 @@ def test_prefill_in_chunks_beside_decodes_gives_the_same_tokens() -> None:
     assert tokens == {1: continuation(long, 2), 2: continuation(short, 5)}
 
 
-def test_a_resubmitted_sequence_goes_on_as_if_undisturbed() -> None:
-    bench = Bench()
+def test_a_resubmitted_sequence_goes_on_as_if_undisturbed(make_bench: MakeBench) -> None:
+    bench = make_bench()
     prompt = [4, 8, 15, 16]
     done = continuation(prompt, 3)
     bench.plans.add(7, prompt + done, num_prompt_tokens=4)
     assert bench.step([Row(7, 7)]).token_ids.tolist() == continuation(prompt, 4)[3:]
 
 
-def test_an_already_computed_prefix_is_not_computed_again() -> None:
-    bench = Bench()
+def test_an_already_computed_prefix_is_not_computed_again(make_bench: MakeBench) -> None:
+    bench = make_bench()
     prompt = list(range(10, 20))
     bench.plans.add(1, prompt)
     bench.step([Row(1, 10)])
@@ -106,8 +122,10 @@ def test_an_already_computed_prefix_is_not_computed_again() -> None:
     assert bench.model.batches[-1] == (1, 1)
 
 
-def test_forks_sample_from_their_parents_last_logits_and_share_its_blocks() -> None:
-    bench = Bench()
+def test_forks_sample_from_their_parents_last_logits_and_share_its_blocks(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench()
     prompt = [3, 1, 4, 1, 5]
     sampling = sampler_params(seed=9)
     bench.plans.add(1, prompt, sampling=sampling)
@@ -120,14 +138,14 @@ def test_forks_sample_from_their_parents_last_logits_and_share_its_blocks() -> N
     first = bench.step([Row(1, 2), Row(2, 0), Row(3, 0)]).token_ids.tolist()
     assert bench.model.batches[-1] == (1, 2)
     for choice in range(3):
-        alone = Bench()
+        alone = make_bench()
         alone.plans.add(1, prompt, sampling=sampling, choice_index=choice)
         assert alone.step([Row(1, 5)]).token_ids.tolist() == [first[choice]]
     assert len(set(first)) > 1
 
 
-def test_a_fork_goes_on_by_itself_after_copy_on_write() -> None:
-    bench = Bench()
+def test_a_fork_goes_on_by_itself_after_copy_on_write(make_bench: MakeBench) -> None:
+    bench = make_bench()
     prompt = [3, 1, 4, 1, 5]
     bench.plans.add(1, prompt)
     bench.plans.grow(1, 5)
@@ -146,8 +164,8 @@ def test_a_fork_goes_on_by_itself_after_copy_on_write() -> None:
     assert tokens == [[token, token] for token in expected]
 
 
-def test_swapping_out_and_in_to_other_blocks_changes_nothing() -> None:
-    bench = Bench()
+def test_swapping_out_and_in_to_other_blocks_changes_nothing(make_bench: MakeBench) -> None:
+    bench = make_bench()
     prompt = [6, 2, 6, 2, 6, 2]
     bench.plans.add(1, prompt)
     bench.step([Row(1, 6)])
@@ -160,8 +178,10 @@ def test_swapping_out_and_in_to_other_blocks_changes_nothing() -> None:
     assert result.token_ids.tolist() == continuation(prompt, 2)[1:]
 
 
-def test_a_swap_out_frees_its_block_for_a_swap_in_and_a_copy_of_the_same_step() -> None:
-    bench = Bench()
+def test_a_swap_out_frees_its_block_for_a_swap_in_and_a_copy_of_the_same_step(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench()
     cache, host = bench.cache.device_cache, bench.cache.host_cache
     cache[0], cache[1], cache[2], host[7] = 10.0, 11.0, 12.0, 70.0
     swaps = {"swap_out": column([0, 2, 1, 3]), "swap_in": column([7, 0, 2, 5])}
@@ -177,8 +197,8 @@ def test_a_swap_out_frees_its_block_for_a_swap_in_and_a_copy_of_the_same_step() 
     ]
 
 
-def test_forgotten_sequences_make_room_and_their_ids_may_return() -> None:
-    bench = Bench()
+def test_forgotten_sequences_make_room_and_their_ids_may_return(make_bench: MakeBench) -> None:
+    bench = make_bench()
     bench.plans.add(1, [1, 2])
     bench.step([Row(1, 2)])
     bench.plans.add(1, [7, 7, 7])
@@ -188,8 +208,8 @@ def test_forgotten_sequences_make_room_and_their_ids_may_return() -> None:
     assert bench.runner.num_sequences == 1
 
 
-def test_more_sequences_than_slots_are_taken_in() -> None:
-    bench = Bench(block_size=1, num_cpu_blocks=0)
+def test_more_sequences_than_slots_are_taken_in(make_bench: MakeBench) -> None:
+    bench = make_bench(block_size=1, num_cpu_blocks=0)
     bench.model.batches.clear()
     rows = []
     for seq_id in range(1, 200):
@@ -205,8 +225,10 @@ def test_more_sequences_than_slots_are_taken_in() -> None:
     assert bench.model.batches == [(199, 199)]
 
 
-def test_a_poisoned_row_fails_with_a_reason_and_stays_failed_while_others_go_on() -> None:
-    bench = Bench(poison=96)
+def test_a_poisoned_row_fails_with_a_reason_and_stays_failed_while_others_go_on(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(poison=96)
     bench.plans.add(1, [1, 2, 3])
     bench.plans.add(2, [1, 96, 3])
     bench.plans.add(3, [5])
@@ -224,8 +246,8 @@ def test_a_poisoned_row_fails_with_a_reason_and_stays_failed_while_others_go_on(
         assert result.errors == {1: RowErrorReason.NON_FINITE_LOGITS}
 
 
-def test_forks_of_a_failed_parent_fail_with_it() -> None:
-    bench = Bench(poison=96)
+def test_forks_of_a_failed_parent_fail_with_it(make_bench: MakeBench) -> None:
+    bench = make_bench(poison=96)
     bench.plans.add(1, [96])
     bench.plans.grow(1, 1)
     bench.plans.lengths[1] = 0
@@ -237,8 +259,8 @@ def test_forks_of_a_failed_parent_fail_with_it() -> None:
     assert list(first.errors) == list(second.errors) == [0, 1]
 
 
-def test_excluding_every_token_fails_the_row_alone() -> None:
-    bench = Bench()
+def test_excluding_every_token_fails_the_row_alone(make_bench: MakeBench) -> None:
+    bench = make_bench()
     bad_words = [{"token_ids": column([token])} for token in range(VOCAB_SIZE)]
     bench.plans.add(1, [1], sampling=sampler_params(bad_words=bad_words))
     bench.plans.add(2, [1])
@@ -249,8 +271,10 @@ def test_excluding_every_token_fails_the_row_alone() -> None:
 
 @pytest.mark.parametrize("chunks", [[10], [3, 7], [1, 1, 8]])
 @pytest.mark.parametrize("start", [0, 1, 5, 9])
-def test_prompt_logprobs_are_the_same_in_any_chunks(chunks: list[int], start: int) -> None:
-    bench = Bench()
+def test_prompt_logprobs_are_the_same_in_any_chunks(
+    make_bench: MakeBench, chunks: list[int], start: int
+) -> None:
+    bench = make_bench()
     prompt = [5, 11, 2, 60, 7, 33, 90, 1, 0, 4]
     bench.plans.add(
         1,
@@ -277,8 +301,8 @@ def test_prompt_logprobs_are_the_same_in_any_chunks(chunks: list[int], start: in
         assert logprobs[line, 1] - logprobs[line, 0] == pytest.approx(gap, abs=1e-5)
 
 
-def test_prompt_logprobs_of_generated_tokens_are_not_reported() -> None:
-    bench = Bench()
+def test_prompt_logprobs_of_generated_tokens_are_not_reported(make_bench: MakeBench) -> None:
+    bench = make_bench()
     bench.plans.add(
         1, [1, 2, 3, 4, 5], num_prompt_tokens=3, sampling=sampler_params(prompt_logprobs=0)
     )
@@ -286,8 +310,8 @@ def test_prompt_logprobs_of_generated_tokens_are_not_reported() -> None:
     assert (entry.start, entry.token_ids.tolist()) == (1, [[2], [3]])
 
 
-def test_a_step_without_rows_is_answered() -> None:
-    result = Bench().step([])
+def test_a_step_without_rows_is_answered(make_bench: MakeBench) -> None:
+    result = make_bench().step([])
     assert (result.step_id, result.token_ids.tolist()) == (1, [])
 
 
@@ -317,9 +341,9 @@ BAD_PLANS = {
 
 @pytest.mark.parametrize(("fields", "named"), BAD_PLANS.values(), ids=BAD_PLANS)
 def test_a_plan_that_contradicts_itself_or_the_worker_is_refused(
-    fields: dict[str, bytes], named: str
+    make_bench: MakeBench, fields: dict[str, bytes], named: str
 ) -> None:
-    bench = Bench()
+    bench = make_bench()
     bench.plans.add(1, [1, 2, 3])
     bench.plans.plan([])  # builds, and drops, the plan with the new sequence
     new = plan_pb2.NewSequence(
@@ -331,8 +355,8 @@ def test_a_plan_that_contradicts_itself_or_the_worker_is_refused(
     assert raised.value.field == named
 
 
-def test_a_row_without_the_blocks_it_needs_is_refused() -> None:
-    bench = Bench()
+def test_a_row_without_the_blocks_it_needs_is_refused(make_bench: MakeBench) -> None:
+    bench = make_bench()
     new = plan_pb2.NewSequence(
         seq_id=1,
         token_ids=column([1, 2, 3, 4, 5]),
@@ -374,8 +398,10 @@ BAD_SEQUENCES = {
 
 
 @pytest.mark.parametrize(("fields", "named"), BAD_SEQUENCES.values(), ids=BAD_SEQUENCES)
-def test_a_sequence_that_cannot_be_is_refused(fields: dict[str, object], named: str) -> None:
-    bench = Bench()
+def test_a_sequence_that_cannot_be_is_refused(
+    make_bench: MakeBench, fields: dict[str, object], named: str
+) -> None:
+    bench = make_bench()
     bench.plans.add(1, [1])
     bench.step([Row(1, 1)])
     sound = {"seq_id": 2, "token_ids": column([1, 2]), "num_prompt_tokens": 2, "sampling": GREEDY}
@@ -395,8 +421,10 @@ def test_a_sequence_that_cannot_be_is_refused(fields: dict[str, object], named: 
         ([Row(1, 3), Row(2, 0, sample=False)], "only a new fork that samples"),
     ],
 )
-def test_a_fork_without_tokens_needs_its_parents_last_logits(rows: list[Row], problem: str) -> None:
-    bench = Bench()
+def test_a_fork_without_tokens_needs_its_parents_last_logits(
+    make_bench: MakeBench, rows: list[Row], problem: str
+) -> None:
+    bench = make_bench()
     bench.plans.add(1, [1, 2, 3])
     bench.plans.grow(1, 3)
     bench.plans.lengths[1] = 0

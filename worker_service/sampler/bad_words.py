@@ -24,6 +24,11 @@ class BadWords:
                 prefix = np.array(word[:-1], np.int32)
                 self._by_prefix_end.setdefault(word[-2], []).append((prefix, word[-1]))
 
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether there are words of several tokens."""
+        return bool(self._by_prefix_end)
+
     def banned_after(self, output: Int32Array) -> Int32Array:
         """Tokens that would complete a bad word after this output."""
         if not self._by_prefix_end or len(output) == 0:

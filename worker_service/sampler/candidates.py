@@ -7,6 +7,7 @@ from torch import Tensor
 
 from worker_service.sampler.entries import Candidates
 from worker_service.sampler.logprobs import most_probable
+from worker_service.sampler.upload import upload
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -14,7 +15,7 @@ Int64Array = npt.NDArray[np.int64]
 
 def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
     """Turns these rows' logits into log probabilities, in place: what edits change are those."""
-    index = torch.from_numpy(rows).to(logits.device)
+    index = upload(rows, logits.device)
     logits[index] = torch.log_softmax(logits[index], dim=-1)
 
 
@@ -23,7 +24,7 @@ def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, C
 
     logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are told of each.
     """
-    index = torch.from_numpy(rows).to(logprobs.device)
+    index = upload(rows, logprobs.device)
     token_ids, values = most_probable(logprobs[index], int(counts.max()))
     found = {}
     for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):

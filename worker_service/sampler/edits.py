@@ -15,6 +15,7 @@ from torch import Tensor
 from worker_service.sampler.bad_words import BadWords
 from worker_service.sampler.occurrences import Occurrences
 from worker_service.sampler.params import SamplerParams
+from worker_service.sampler.upload import upload
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -36,6 +37,12 @@ class LogitEdits:
             occurrences = Occurrences(prompt, output, with_prompt=with_prompt)
         bad_words = BadWords(params.bad_words) if params.bad_words else None
         return cls(params, bad_words, occurrences)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether they depend on which tokens there are, and not on their number alone."""
+        has_long_words = self.bad_words is not None and self.bad_words.has_prefixes
+        return self.occurrences is not None or has_long_words
 
     def has_bans(self, output: Int32Array) -> bool:
         """Whether tokens may be excluded after this output."""
@@ -78,7 +85,7 @@ def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
     params = [row.edits.params for row in rows]
     index = _indices(logits, [row.row for row in rows], [each.bias_token_ids for each in params])
     values = np.concatenate([each.bias_values for each in params])
-    logits[index] += torch.from_numpy(values).to(logits.device)
+    logits[index] += upload(values, logits.device)
 
 
 def _penalise(logits: Tensor, rows: list[EditedRow]) -> None:
@@ -92,9 +99,9 @@ def _penalise(logits: Tensor, rows: list[EditedRow]) -> None:
 
     def per_token(name: str) -> Tensor:
         values = np.array([getattr(row.edits.params, name) for row in rows], np.float32)
-        return torch.from_numpy(np.repeat(values, repeats)).to(logits.device)
+        return upload(np.repeat(values, repeats), logits.device)
 
-    output_counts = torch.from_numpy(counts).to(logits.device)
+    output_counts = upload(counts, logits.device)
     repetition = per_token("repetition_penalty")
     values = logits[index]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -108,6 +115,6 @@ def _indices(logits: Tensor, rows: list[int], columns: list[Int32Array]) -> tupl
     row_index = np.repeat(np.array(rows, np.int64), [len(each) for each in columns])
     column_index = np.concatenate(columns)
     return (
-        torch.from_numpy(row_index).to(logits.device),
-        torch.from_numpy(column_index.astype(np.int64)).to(logits.device),
+        upload(row_index, logits.device),
+        upload(column_index.astype(np.int64), logits.device),
     )

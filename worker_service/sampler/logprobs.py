@@ -47,16 +47,29 @@ def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTab
     logprobs = torch.log_softmax(logits, dim=-1)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > own).sum(dim=-1) + 1
-    if num_top == 0:
-        top_ids, top = token_ids.new_empty((len(logits), 0)), logprobs[:, :0]
-        ids, values = top_ids.cpu().numpy(), top.cpu().numpy()
-    else:
-        ids, values = most_probable(logprobs, num_top)
+    top_ids, top = token_ids.new_empty((len(logits), 0)), logprobs[:, :0]
+    if num_top > 0:
+        top, top_ids = largest(logprobs, window(num_top, logprobs.shape[1]))
+    ids = torch.cat([token_ids.unsqueeze(1), top_ids], dim=1)
+    values = torch.cat([own, top], dim=1)
+    return table_of(ids.cpu().numpy(), values.cpu().numpy(), ranks.cpu().numpy())
+
+
+def table_of(
+    ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32], ranks: npt.NDArray[np.integer]
+) -> LogprobTable:
+    """A table from each row's own token, which stays first, and the others in any order."""
+    top_ids, top = _order(ids[:, 1:], values[:, 1:])
     return LogprobTable(
-        np.concatenate([token_ids.unsqueeze(1).cpu().numpy(), ids], axis=1).astype(np.int32),
-        np.concatenate([own.cpu().numpy(), values], axis=1),
-        ranks.cpu().numpy().astype(np.int32),
+        np.concatenate([ids[:, :1], top_ids], axis=1).astype(np.int32),
+        np.concatenate([values[:, :1], top], axis=1),
+        ranks.astype(np.int32),
     )
+
+
+def window(num_top: int, vocab_size: int) -> int:
+    """How many of a row's largest logits are looked at for its `num_top` most probable tokens."""
+    return min(max(num_top, MIN_WINDOW), vocab_size)
 
 
 def most_probable(
@@ -64,7 +77,7 @@ def most_probable(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Ids and log probabilities of each row's `num_top` most probable tokens, or a few more; most
     probable first, the lower id first among equals. [n, window] each."""
-    top, ids = largest(logprobs, min(max(num_top, MIN_WINDOW), logprobs.shape[1]))
+    top, ids = largest(logprobs, window(num_top, logprobs.shape[1]))
     return _order(ids.cpu().numpy(), top.cpu().numpy())
 
 

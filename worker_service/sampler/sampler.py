@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from worker_service.sampler.candidates import offer, to_logprobs
@@ -27,6 +26,7 @@ from worker_service.sampler.entries import Candidates, TokenLogprobs
 from worker_service.sampler.logprobs import logprob_table
 from worker_service.sampler.philox import uniform
 from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
+from worker_service.sampler.upload import upload
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -141,7 +141,7 @@ def _choose_filtered(
 
 def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
     """The values on the device of another tensor."""
-    return torch.from_numpy(values).to(like.device)
+    return upload(values, like.device)
 
 
 def _largest(logits: Tensor) -> tuple[Int64Array, Float32Array]:

@@ -1,0 +1,51 @@
+"""The kinds of runners that must all do the same, on a CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+from worker_service.cache_engine import CacheEngine
+from worker_service.clock import monotonic_us
+from worker_service.device.graphs import EagerTwin
+from worker_service.device.marks import Mark
+from worker_service.device.runner import DeviceRunner
+from worker_service.device.state import DeviceState
+from worker_service.model_runner import ModelRunner
+from worker_service.models.interface import Model
+
+SIZES = [1, 2, 4, 8]
+
+
+class LateMark:
+    """A device that gets nowhere unless somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+        self._time_us = monotonic_us()
+
+    def wait(self) -> None:
+        """Let the device get here."""
+        self.is_reached = True
+
+    def us_since(self, earlier: Mark) -> int:
+        """Microseconds between the two."""
+        assert isinstance(earlier, LateMark)
+        return self._time_us - earlier._time_us
+
+
+def eager(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    """Launches ahead, replays nothing."""
+    state = DeviceState(model, cache, block_size)
+    return DeviceRunner(model, cache, block_size, state)
+
+
+def recorded(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    """Replays decodes in padded batches, on a device that is as late as can be."""
+    state = DeviceState(model, cache, block_size, EagerTwin(), SIZES)
+    return DeviceRunner(model, cache, block_size, state, mark=LateMark)
+
+
+RUNNERS: dict[str, Callable[[Any, CacheEngine, int], ModelRunner]] = {
+    "host": ModelRunner,
+    "eager": eager,
+    "recorded": recorded,
+}

@@ -1,0 +1,54 @@
+"""Numbers on their way to the device: packed into pinned memory, fetched by one copy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Column = npt.NDArray[Any]
+
+ALIGNMENT = 16
+"""Bytes: where each column begins is a multiple of this."""
+
+_INITIAL_BYTES = 2**16
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+class Staging:
+    """Host memory that a device reads by itself.
+
+    What is sent lies here until the device has fetched it, so the next use has to wait for that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = self._allocate(_INITIAL_BYTES)
+
+    def send(self, columns: Sequence[Column], landing: Tensor | None = None) -> list[Tensor]:
+        """The columns, int32 or int64 of any shapes, on the device, without waiting for it.
+
+        landing: uint8; where they arrive one after the other, the first at its start, if they fit.
+        """
+        starts, size = [], 0
+        for column in columns:
+            starts.append(size)
+            size += -(-column.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > len(self._host):
+            self._host = self._allocate(2 * size)
+        host = self._host.numpy()
+        for start, column in zip(starts, columns, strict=True):
+            host[start : start + column.nbytes] = column.reshape(-1).view(np.uint8)
+        if landing is None or size > len(landing):
+            landing = torch.empty(size, dtype=torch.uint8, device=self._device)
+        landing[:size].copy_(self._host[:size], non_blocking=True)
+        return [
+            landing[start : start + column.nbytes].view(_DTYPES[column.dtype]).view(column.shape)
+            for start, column in zip(starts, columns, strict=True)
+        ]
+
+    def _allocate(self, size: int) -> Tensor:
+        pinned = self._device.type == "cuda"
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
