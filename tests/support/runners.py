@@ -38,9 +38,10 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
     return DeviceRunner(model, cache, block_size, state)
 
 
-def recorded(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
-    """Replays decodes in padded batches, on a device that is as late as can be."""
-    state = DeviceState(model, cache, block_size, EagerTwin(), SIZES)
+def recorded(model: Model, cache: CacheEngine, block_size: int, num_slots: int = 4) -> DeviceRunner:
+    """Replays decodes in padded batches, on a device that is as late as can be, and which at first
+    has room for few sequences."""
+    state = DeviceState(model, cache, block_size, EagerTwin(), SIZES, num_slots)
     return DeviceRunner(model, cache, block_size, state, mark=LateMark)
 
 

@@ -25,14 +25,16 @@ class DeviceState:
         block_size: int,
         recorder: Recorder | None = None,
         sizes: list[int] | None = None,
+        num_slots: int | None = None,
     ) -> None:
-        """recorder: makes recordings of decode steps of these padded sizes; None makes none."""
+        """recorder: makes recordings of decode steps of these padded sizes; None makes none.
+        num_slots: sequences to make room for at first; None takes enough for most."""
         self._model = model
         self._kv_cache = cache.device_cache
         self._max_blocks = -(-model.max_model_len // block_size)
         self._recorder = recorder
         self._sizes = sizes or []
-        self._make(initial_slots(self._max_blocks))
+        self._make(num_slots or initial_slots(self._max_blocks))
 
     def grow(self, num_slots: int, used: Iterable[int]) -> None:
         """Make room for more sequences. Those in the used slots come to the device once more; the
