@@ -164,6 +164,26 @@ def serve(
         str | None,
         Option(envvar=_env("ATTENTION_BACKEND"), help="Kernels.", show_default="by device"),
     ] = None,
+    cuda_graphs: Annotated[
+        bool,
+        Option(
+            "--cuda-graphs/--no-cuda-graphs",
+            envvar=_env("CUDA_GRAPHS"),
+            help="On a GPU, record decode steps at start and replay them.",
+        ),
+    ] = True,
+    max_graph_batch_size: Annotated[
+        int,
+        Option(envvar=_env("MAX_GRAPH_BATCH_SIZE"), help="Largest batch of decodes recorded."),
+    ] = 512,
+    compile_layers: Annotated[
+        bool,
+        Option(
+            "--compile",
+            envvar=_env("COMPILE"),
+            help="Put the model's layers through torch.compile.",
+        ),
+    ] = False,
     threads: Annotated[
         int | None,
         Option(
@@ -302,6 +322,11 @@ def serve(
                 swap_space=swap_space,
                 gpu_memory_utilization=gpu_memory_utilization,
             ),
+            runner=settings.RunnerConfig(
+                cuda_graphs=cuda_graphs,
+                max_graph_batch_size=max_graph_batch_size,
+                compile=compile_layers,
+            ),
             network=network,
             group=place.group,
             served_model_name=served_model_name,
@@ -355,7 +380,9 @@ def _executor_of(config: "WorkerConfig") -> "Executor":
         from worker_service.parallel.rendezvous import Rendezvous
 
         rendezvous = Rendezvous(store, config.group.layout)
-    return ModelExecutor(config.cache, profiler, lambda: load_model(model), rendezvous)
+    return ModelExecutor(
+        config.cache, profiler, lambda: load_model(model), rendezvous, config.runner
+    )
 
 
 def _exit(error: Exception, code: int) -> NoReturn:

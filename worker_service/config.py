@@ -50,6 +50,28 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerConfig:
+    """How steps are computed."""
+
+    cuda_graphs: bool = True
+    """Whether a GPU records decode steps and replays them. It does not with several ranks, whose
+    steps wait for each other on the host, nor with attention that waits for the device."""
+
+    max_graph_batch_size: int = 512
+    """Largest batch of decodes that is recorded, if so many sequences are scheduled at all. A
+    recording takes start-up time; their memory is shared."""
+
+    compile: bool = False
+    """Whether layers go through `torch.compile`: minutes at start, and on a CPU it needs a compiler
+    and gives up batch invariance."""
+
+    def __post_init__(self) -> None:
+        if self.max_graph_batch_size < 1:
+            got = self.max_graph_batch_size
+            raise InvalidOption(f"max_graph_batch_size: expected at least 1, got {got}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
     """Where the worker listens and whom it registers with."""
 
@@ -107,6 +129,7 @@ class WorkerConfig:
 
     model: "ModelConfig | SimulationConfig"
     cache: CacheConfig = field(default_factory=CacheConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
 

@@ -27,6 +27,9 @@ CPU_SHARE = 4
 MAX_DEFAULT_CPU_BYTES = 4 * 2**30
 DEFAULT_GPU_SWAP_BYTES = 4 * 2**30
 _WARM_UP_TOKENS = 32
+_BYTES_PER_GRAPH = 8 * 2**20
+"""Room for one recording beside the pool: the driver's share, which torch does not see. Generous;
+not measured."""
 
 
 def profile_blocks(
@@ -38,18 +41,24 @@ def profile_blocks(
     max_num_batched_tokens: int,
     cache: CacheEngine | None = None,
     num_ranks: int = 1,
+    num_graphs: int = 0,
+    largest_graph: int = 0,
 ) -> BlockCounts:
     """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does.
 
     `cache` is the one there is already, which the new one will replace; `num_ranks` may want as
-    much of the same memory, if it is a CPU's.
+    much of the same memory, if it is a CPU's. `num_graphs` recordings of decode steps will be made,
+    of batches up to `largest_graph`.
     """
     block_bytes = model.kv_cache_spec.block_bytes(config.block_size)
     if device.type == "cuda":
+        graph_bytes = 0
+        if num_graphs:
+            graph_bytes = _graph_bytes(model, config.block_size, device, num_graphs, largest_graph)
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, config.block_size, device, max_num_seqs, max_num_batched_tokens)
         held_bytes = 0 if cache is None else cache.device_cache.nbytes
-        budget = _gpu_budget(config, device, held_bytes)
+        budget = _gpu_budget(config, device, held_bytes, graph_bytes)
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
         run_batch(model, config.block_size, device, 2, _WARM_UP_TOKENS)
@@ -128,7 +137,21 @@ def _cpu_budget(model: Model, config: CacheConfig, max_num_seqs: int, num_ranks:
     return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
 
 
-def _gpu_budget(config: CacheConfig, device: torch.device, held_bytes: int) -> int:
+def _graph_bytes(
+    model: Model, block_size: int, device: torch.device, num_graphs: int, largest: int
+) -> int:
+    """What recordings will hold: one pool as large as the largest batch's activations, which all
+    share, and each its kernels' arguments."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_batch(model, block_size, device, largest, largest)
+    pool = torch.cuda.max_memory_allocated(device) - before
+    return pool + num_graphs * _BYTES_PER_GRAPH
+
+
+def _gpu_budget(
+    config: CacheConfig, device: torch.device, held_bytes: int, graph_bytes: int
+) -> int:
     """What is left of the allowed share after weights, the peak of activations and all else.
 
     To be called right after the profiling run. Memory that others hold on the device counts as
@@ -142,7 +165,8 @@ def _gpu_budget(config: CacheConfig, device: torch.device, held_bytes: int) -> i
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - reserved
     torch.cuda.empty_cache()
-    return int(config.gpu_memory_utilization * total) - (peak - held_bytes) - outside_torch
+    used = peak - held_bytes + outside_torch + graph_bytes
+    return int(config.gpu_memory_utilization * total) - used
 
 
 def _spread(num_seqs: int, num_tokens: int, max_model_len: int) -> list[int]:

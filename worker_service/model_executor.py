@@ -1,19 +1,27 @@
 """A model on a device, as the engine drives it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from worker_service.cache_engine import CacheEngine
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, RunnerConfig
+from worker_service.device.graphs import CudaRecorder, graph_sizes
+from worker_service.device.runner import DeviceRunner
+from worker_service.device.state import DeviceState
 from worker_service.executor import BlockCounts, ModelFacts
 from worker_service.loader import LoadedModel
 from worker_service.loader.assets import iter_assets
 from worker_service.memory import profile_blocks
 from worker_service.model_runner import ModelRunner
+from worker_service.models.compiled import compile_layers
 from worker_service.parallel.rendezvous import Rendezvous
 from worker_service.parallel.runner import RankRunner
 from worker_service.profiler import Profiler
+
+_WAITING_BACKENDS = ("reference",)
+"""Attention backends that wait for the device in the middle of a step."""
 
 
 class ModelExecutor:
@@ -25,26 +33,36 @@ class ModelExecutor:
         profiler: Profiler,
         load: Callable[[], LoadedModel],
         rendezvous: Rendezvous | None = None,
+        runner: RunnerConfig | None = None,
     ) -> None:
         """rendezvous: where the ranks meet, if the model is shared by several."""
         self._config = config
         self._profiler = profiler
         self._load = load
+        self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
         self._cache: CacheEngine | None = None
+        self._state: DeviceState | None = None
+        """Beside the cache on a GPU of one rank."""
+        self._max_num_seqs = self._runner.max_graph_batch_size
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
+        if self._runner.compile:
+            compile_layers(self._loaded.model)
+            self._loaded = replace(self._loaded, batch_invariant=False)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return _facts_of(self._loaded, self._config.block_size)
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit beside the largest batch."""
+        self._max_num_seqs = max_num_seqs
+        sizes = self._graph_sizes()
         return profile_blocks(
             self.loaded.model,
             self._config,
@@ -53,6 +71,8 @@ class ModelExecutor:
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.ranks.layout.world_size,
+            num_graphs=len(sizes),
+            largest_graph=max(sizes, default=0),
         )
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
@@ -61,7 +81,7 @@ class ModelExecutor:
             self.loaded.ranks.join(self._rendezvous, epoch, self._device)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
             # Let go of the old ones first: both would not fit.
-            self._cache = None
+            self._cache = self._state = None
             self._cache = CacheEngine(
                 self.loaded.model.kv_cache_spec,
                 block_size=self._config.block_size,
@@ -70,9 +90,30 @@ class ModelExecutor:
                 device=self._device,
             )
         model, block_size = self.loaded.model, self._config.block_size
-        if self._rendezvous is None:
+        if self._rendezvous is not None:
+            return RankRunner(model, self._cache, block_size, self.loaded.ranks)
+        if self._device.type == "cpu":
             return ModelRunner(model, self._cache, block_size)
-        return RankRunner(model, self._cache, block_size, self.loaded.ranks)
+        if self._state is None:
+            self._state = self._make_state(self._cache)
+        return DeviceRunner(model, self._cache, block_size, self._state)
+
+    def _make_state(self, cache: CacheEngine) -> DeviceState:
+        sizes = self._graph_sizes()
+        recorder = CudaRecorder(self._device) if sizes else None
+        return DeviceState(self.loaded.model, cache, self._config.block_size, recorder, sizes)
+
+    def _graph_sizes(self) -> list[int]:
+        """Padded batch sizes of the decode steps that are recorded."""
+        records = (
+            self._runner.cuda_graphs
+            and self._device.type == "cuda"
+            and self._rendezvous is None
+            and self.loaded.config.attention_backend not in _WAITING_BACKENDS
+        )
+        if not records:
+            return []
+        return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
 
     def interrupt(self) -> None:
         """From any thread: have what waits for other ranks give up."""
