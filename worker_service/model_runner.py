@@ -62,6 +62,10 @@ class Begun(NamedTuple):
     cache_done_us: int
     taken_in_us: int
 
+    def later(self, by_us: int) -> "Begun":
+        """The same, had it happened that much later."""
+        return Begun(*(time_us + by_us for time_us in self))
+
 
 class ModelRunner:
     """A model, its KV caches and the sequences in them."""

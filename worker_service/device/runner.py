@@ -23,6 +23,7 @@ import torch
 
 from worker_service.batch import StepRows, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
+from worker_service.clock import monotonic_us
 from worker_service.device.flight import Flight, Flights, LastFinish
 from worker_service.device.launch import StepLaunch
 from worker_service.device.marks import Mark, marks
@@ -77,7 +78,9 @@ class DeviceRunner(ModelRunner):
         begun = self._begin(plan)
         rows = resolve_rows(plan, self._sequences)
         if self._needs_the_host(plan, rows):
+            waiting_since_us = monotonic_us()
             self._flights.learn_all(self._sequences)
+            begun = begun.later(monotonic_us() - waiting_since_us)
             return FinishedStep(self._finish(plan, begun))
         flight = self._fly(plan, rows, begun)
         self._flights.add(flight)
