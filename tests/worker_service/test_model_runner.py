@@ -222,7 +222,7 @@ def test_more_sequences_than_slots_are_taken_in(make_bench: MakeBench) -> None:
     plan.sample = bytes(199)
     bench.execute(plan)
     assert bench.runner.num_sequences == 199
-    assert bench.model.batches == [(199, 199)]
+    assert bench.model.batches[-1] == (199, 199)
 
 
 def test_a_poisoned_row_fails_with_a_reason_and_stays_failed_while_others_go_on(
