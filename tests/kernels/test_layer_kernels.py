@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from pagewire_kernels.cpu.native.layers import NativeLayerKernels
 from pagewire_kernels.layer_kernels import ACTIVATIONS, LayerKernels, TorchLayerKernels
+from tests.support.native import native_libraries
 
-IMPLEMENTATIONS = [TorchLayerKernels()]
+IMPLEMENTATIONS: list[LayerKernels] = [TorchLayerKernels()]
+IMPLEMENTATIONS += [NativeLayerKernels(found) for found in native_libraries()]
 
 FUNCTIONS = {
     "silu": torch.nn.functional.silu,
@@ -14,7 +17,7 @@ FUNCTIONS = {
     "relu": torch.nn.functional.relu,
 }
 
-pytestmark = pytest.mark.parametrize("kernels", IMPLEMENTATIONS, ids=lambda each: each.name)
+pytestmark = pytest.mark.parametrize("kernels", IMPLEMENTATIONS, ids=str)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

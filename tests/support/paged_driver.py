@@ -27,7 +27,7 @@ class PagedDriver:
         per_sequence = -(-max_tokens // block_size)
         num_blocks = per_sequence * max_seqs
         shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-        self._kv_cache = torch.full(shape, float("nan"), dtype=spec.dtype)
+        self.kv_cache = torch.full(shape, float("nan"), dtype=spec.dtype)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self._tables = order.view(max_seqs, per_sequence)
 
@@ -51,7 +51,7 @@ class PagedDriver:
             max_context_len=max(context_lens),
         )
         token_ids = torch.tensor([token for _, _, tokens in batch for token in tokens])
-        hidden = self.model.forward(token_ids, torch.cat(positions), self._kv_cache, metadata)
+        hidden = self.model.forward(token_ids, torch.cat(positions), self.kv_cache, metadata)
         return list(self.model.compute_logits(hidden).split(lengths))
 
     def generate(

@@ -110,7 +110,7 @@ class GPT2Model(NativeModel):
         place: Placement,
         kernels: Kernels,
     ) -> None:
-        super().__init__(settings.hidden_size, place)
+        super().__init__(settings.hidden_size, place, kernels)
         s = self._settings = settings
         layout = place.ranks.layout
         self.architecture = "GPT2LMHeadModel"

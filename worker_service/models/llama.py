@@ -197,7 +197,7 @@ class LlamaModel(NativeModel):
         place: Placement,
         kernels: Kernels,
     ) -> None:
-        super().__init__(settings.hidden_size, place)
+        super().__init__(settings.hidden_size, place, kernels)
         s = self._settings = settings
         layout = place.ranks.layout
         self.architecture = s.architecture

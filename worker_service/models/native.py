@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from pagewire_kernels.backends import Kernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.linear import Linear
@@ -74,9 +75,11 @@ class NativeModel(nn.Module, ABC):
     head: VocabHead | None
     """None on earlier stages."""
 
-    def __init__(self, hidden_size: int, place: Placement) -> None:
+    def __init__(self, hidden_size: int, place: Placement, kernels: Kernels) -> None:
         super().__init__()
         self.ranks = place.ranks
+        alone = place.ranks.layout.world_size == 1
+        self._run_layers = kernels.prepare(self.run_layers) if alone else self.run_layers
         self._hidden_like = torch.empty(hidden_size, **place.as_kwargs())
 
     @abstractmethod
@@ -127,7 +130,7 @@ class NativeModel(nn.Module, ABC):
             x = self.embed(token_ids, positions)
         else:
             x = self.ranks.receive(token_ids, positions, like=self._hidden_like)
-        x = self.run_layers(x, positions, kv_cache, metadata)
+        x = self._run_layers(x, positions, kv_cache, metadata)
         if not layout.is_last_stage:
             self.ranks.send_on(x)
         return x

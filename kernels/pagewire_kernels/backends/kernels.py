@@ -1,16 +1,22 @@
 """An attention backend and the operations around it, chosen together."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pagewire_kernels.backends.abilities import AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
 from pagewire_kernels.backends.select import select_backend
 from pagewire_kernels.layer_kernels import LayerKernels, TorchLayerKernels
+from pagewire_kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
+
+Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
+"""Of the residual stream, positions, the KV cache and the metadata, to hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,16 @@ class Kernels:
 
     attention: AttentionBackend
     layers: LayerKernels
+
+    def prepare(self, layers: Layers) -> Layers:
+        """What computes the same as a model's layers: they themselves, or a recorded program."""
+        if self.layers.name != "native":
+            return layers
+        from pagewire_kernels.cpu.native import library
+        from pagewire_kernels.cpu.native.recorded import RecordedLayers
+
+        found = library()
+        return layers if found is None else RecordedLayers(layers, found)
 
 
 def select_kernels(
@@ -36,9 +52,14 @@ def layer_kernels(
 ) -> LayerKernels:
     """The fastest for the device, or plain torch beside plain torch."""
     if backend.name in ("triton", "flash"):
-        from pagewire_kernels.gpu import (
-            TritonLayerKernels,
-        )  # triton is loaded only where it is used
+        from pagewire_kernels.gpu import TritonLayerKernels  # triton is loaded where it is used
 
         return TritonLayerKernels()
+    if device.type == "cpu" and backend.name == "cpu":
+        from pagewire_kernels.cpu.native import library
+        from pagewire_kernels.cpu.native.layers import DTYPES, NativeLayerKernels
+
+        found = library()
+        if found is not None and dtype in DTYPES:
+            return NativeLayerKernels(found)
     return TorchLayerKernels()

@@ -8,6 +8,7 @@ as well.
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -31,8 +32,22 @@ Team = Callable[[Kernel, int, int], None]
 """Call a kernel with an address on up to so many threads, and return when all are done."""
 
 
+class NotRecordable(Exception):
+    """Something that cannot become a part of a recorded program."""
+
+
+class _Local(threading.local):
+    is_recording = False
+
+
+local = _Local()
+"""`is_recording`: whether this thread records a program, so that kernels must not run."""
+
+
 def run(kernel: Kernel, task: int, num_threads: int) -> None:
     """Run `kernel` on `num_threads` threads, the calling one included; fewer may come."""
+    if local.is_recording:
+        raise NotRecordable("a kernel that is not made for it")
     if num_threads == 1:
         kernel.call(task)
     else:

@@ -10,15 +10,20 @@ the numba kernels do the work.
     src/batch.h     the layout of one step's batch, as kernels see it
     src/attention*  paged attention; attention.h tells how
     src/cache_write.cpp  new keys and values put into their slots
-    src/program.cpp a list of kernels run by one team, without leaving it in between
     src/linear.h    linear layers with packed weights, and the packing
+    src/layers.h    norms, activations, rotation with the cache write
+    src/program.cpp a list of kernels run by one team, without leaving it in between
     build.py        compiles one library per instruction set
     library.py      finds and loads the one for this processor
-    linear.py       `NativeWeight`: packs a weight and multiplies by it
-    huge_memory.py  where packed weights are
-    structs.py      the C structures, for ctypes
+    structs.py layer_structs.py
+                    the C structures, for ctypes
     attention.py    tasks of attention, described by tensors
     backend.py      `NativeBackend`
+    linear.py       `NativeWeight`: packs a weight and multiplies by it
+    huge_memory.py  where packed weights are
+    layers.py       `NativeLayerKernels`: norms, activations, rotation
+    program.py      recording kernels instead of running them, and running what was recorded
+    recorded.py     `RecordedLayers`: a model's layers as such a program
 """
 
 from pagewire_kernels.cpu.native.backend import NativeBackend

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.program import recording
 from pagewire_kernels.cpu.native.structs import AttentionTask, Batch, CacheWriteTask
-from pagewire_kernels.metadata import AttentionMetadata
 
 MAX_ROWS = 64
 """Query rows of one KV head in a work item, unless the head has more for a single token."""
@@ -24,27 +24,17 @@ class Scratch:
     def give(self, library: Library, task: AttentionTask, num_threads: int) -> None:
         """Let `task` run on up to so many threads."""
         library.kernel("attention_slot_bytes").call(ctypes.addressof(task))
-        needed = num_threads * task.slot_bytes + _ALIGNMENT
-        if self._memory.numel() < needed:
-            self._memory = torch.empty(needed, dtype=torch.uint8)
+        memory = self._memory_of(num_threads * task.slot_bytes + _ALIGNMENT)
         task.num_slots = num_threads
-        task.scratch = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        task.scratch = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
 
-
-def describe_batch(metadata: AttentionMetadata) -> Batch:
-    """One step's batch, but for its positions, which attention does not need."""
-    for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
-        assert tensor.dtype == torch.int32, "metadata is int32"
-        assert tensor.is_contiguous(), "metadata is contiguous"
-    return Batch(
-        num_rows=metadata.slot_mapping.shape[0],
-        num_seqs=metadata.context_lens.shape[0],
-        slot_mapping=metadata.slot_mapping.data_ptr(),
-        query_start=metadata.query_start.data_ptr(),
-        context_lens=metadata.context_lens.data_ptr(),
-        block_tables=metadata.block_tables.data_ptr(),
-        table_width=metadata.block_tables.shape[1],
-    )
+    def _memory_of(self, num_bytes: int) -> Tensor:
+        program = recording()
+        if program is not None:
+            return program.buffers.take((num_bytes,), torch.uint8)
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory
 
 
 def describe_attention(

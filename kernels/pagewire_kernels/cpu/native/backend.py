@@ -1,20 +1,17 @@
 """The `cpu` attention backend in C++."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
 from pagewire_kernels.cpu.native.attention import (
     Scratch,
     describe_attention,
-    describe_batch,
     describe_cache_write,
 )
 from pagewire_kernels.cpu.native.library import Library
-from pagewire_kernels.cpu.native.structs import Batch
+from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows, recording
+from pagewire_kernels.cpu.native.structs import Batch, describe_batch
 from pagewire_kernels.metadata import AttentionMetadata
 
 _SERIAL_WORK = 1 << 18
@@ -57,11 +54,11 @@ class NativeBackend:
         check_cache(key_cache, value_cache, key)
         key, value = with_dense_heads(key), with_dense_heads(value)
         slot_mapping = slot_mapping.contiguous()
-        batch = Batch(num_rows=key.shape[0], slot_mapping=slot_mapping.data_ptr())
+        batch = batch_of(key.shape[0], slot_mapping=slot_mapping)
         task = describe_cache_write(batch, key, value, key_cache, value_cache)
         is_small = key.shape[0] * task.copied_bytes < _SERIAL_BYTES
         num_threads = 1 if is_small else torch.get_num_threads()
-        threads.run(self._library.kernel("cache_write"), ctypes.addressof(task), num_threads)
+        launch(self._library.kernel("cache_write"), task, num_threads)
 
     def paged_attention(
         self,
@@ -82,11 +79,12 @@ class NativeBackend:
         refuse_scales(key_scale, value_scale)
         check_cache(key_cache, value_cache, query)
         query = query if query.stride(2) == 1 else query.contiguous()
-        output = torch.empty(query.shape, dtype=query.dtype)
+        num_rows, num_heads, head_dim = query.shape
+        output = new_rows(num_rows, num_heads * head_dim, query.dtype).view(query.shape)
         sinks = None if sinks is None else sinks.float().contiguous()
         alibi_slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         task = describe_attention(
-            self._batch_of(metadata),
+            self._batch_of(metadata, num_rows),
             query,
             output,
             key_cache,
@@ -98,16 +96,21 @@ class NativeBackend:
             alibi_slopes=alibi_slopes,
         )
         work = query.numel() * metadata.max_context_len
-        num_threads = 1 if work < _SERIAL_WORK else torch.get_num_threads()
+        is_small = work < _SERIAL_WORK and recording() is None
+        num_threads = 1 if is_small else torch.get_num_threads()
         self._scratch.give(self._library, task, num_threads)
         kernel = self._library.kernel(_KERNELS[query.dtype])
-        threads.run(kernel, ctypes.addressof(task), num_threads)
+        launch(kernel, task, num_threads)
         return output
 
-    def _batch_of(self, metadata: AttentionMetadata) -> Batch:
-        """Described once per step, not once per layer."""
+    def _batch_of(self, metadata: AttentionMetadata, num_rows: int) -> Batch:
+        """The recorded program's, or one that is described once per step, not once per layer."""
+        if recording() is not None:
+            return batch_of(num_rows, slot_mapping=metadata.slot_mapping)
         if self._last is None or self._last[0] is not metadata:
-            self._last = metadata, describe_batch(metadata)
+            batch = Batch()
+            describe_batch(batch, metadata)
+            self._last = metadata, batch
         return self._last[1]
 
 

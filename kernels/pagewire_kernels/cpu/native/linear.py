@@ -9,6 +9,7 @@ from torch import Tensor
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.library import Kernel, Library
+from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
 
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What weights may be, with the kernels' name for it."""
@@ -72,7 +73,6 @@ class NativeWeight:
     """A weight in the native kernels' layout, float32 or bfloat16.
 
     A row's result is bitwise the same whatever rows are computed with it, by any number of threads.
-    An object keeps its arguments' memory from call to call, so it serves one thread at a time.
     """
 
     def __init__(self, weight: Tensor, library: Library, memory: HugeMemory) -> None:
@@ -91,15 +91,6 @@ class NativeWeight:
             torch.float32: library.kernel(_to_float32(name)),
         }
         self._gather = library.kernel(f"gather_{name}")
-        self._num_rows = ctypes.c_int64()
-        self._task = LinearTask(
-            num_rows=ctypes.addressof(self._num_rows),
-            weight=self.address,
-            y_stride=self.out_features,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
-        self._task_address = ctypes.addressof(self._task)
 
     @property
     def address(self) -> int:
@@ -118,16 +109,21 @@ class NativeWeight:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows = rows.shape[0]
-        y = torch.empty((num_rows, self.out_features), dtype=output_dtype or self.dtype)
-        task = self._task
-        self._num_rows.value = num_rows
-        task.next_item = 0
-        task.x, task.x_stride = rows.data_ptr(), rows.stride(0)
-        task.bias = None if bias is None else bias.data_ptr()
-        task.y = y.data_ptr()
+        y = new_rows(num_rows, self.out_features, output_dtype or self.dtype)
+        task = LinearTask(
+            num_rows=ctypes.addressof(batch_of(num_rows)),
+            x=rows.data_ptr(),
+            x_stride=rows.stride(0),
+            weight=self.address,
+            bias=None if bias is None else bias.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=self.out_features,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
         num_products = num_rows * self.in_features * self.out_features
         num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
-        threads.run(self._kernels[y.dtype], self._task_address, num_threads)
+        launch(self._kernels[y.dtype], task, num_threads)
         return y
 
     def gather(self, ids: Tensor) -> Tensor:
@@ -138,9 +134,8 @@ class NativeWeight:
         assert ids.dtype == torch.int64
         ids = ids.contiguous()
         y = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
-        self._num_rows.value = ids.shape[0]
         task = GatherTask(
-            num_rows=ctypes.addressof(self._num_rows),
+            num_rows=ctypes.addressof(batch_of(ids.shape[0])),
             ids=ids.data_ptr(),
             packed=self.address,
             y=y.data_ptr(),

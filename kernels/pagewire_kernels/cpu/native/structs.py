@@ -3,6 +3,11 @@
 import ctypes
 from ctypes import c_float, c_int64
 
+import torch
+from torch import Tensor
+
+from pagewire_kernels.metadata import AttentionMetadata
+
 
 class Batch(ctypes.Structure):
     """`pagewire::Batch` in src/batch.h."""
@@ -17,6 +22,26 @@ class Batch(ctypes.Structure):
         ("block_tables", c_int64),
         ("table_width", c_int64),
     )
+
+
+def describe_batch(
+    batch: Batch, metadata: AttentionMetadata, positions: Tensor | None = None
+) -> None:
+    """Have `batch` tell a step's, whose tensors must live as long as it is used."""
+    for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
+        assert tensor.dtype == torch.int32, "metadata is int32"
+        assert tensor.is_contiguous(), "metadata is contiguous"
+    for column in (metadata.slot_mapping, positions):
+        assert column is None or column.dtype == torch.int64, "slots and positions are int64"
+        assert column is None or column.is_contiguous(), "slots and positions are contiguous"
+    batch.num_rows = metadata.slot_mapping.shape[0]
+    batch.num_seqs = metadata.context_lens.shape[0]
+    batch.positions = 0 if positions is None else positions.data_ptr()
+    batch.slot_mapping = metadata.slot_mapping.data_ptr()
+    batch.query_start = metadata.query_start.data_ptr()
+    batch.context_lens = metadata.context_lens.data_ptr()
+    batch.block_tables = metadata.block_tables.data_ptr()
+    batch.table_width = metadata.block_tables.shape[1]
 
 
 class AttentionTask(ctypes.Structure):

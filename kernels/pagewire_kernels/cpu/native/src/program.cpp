@@ -1,6 +1,9 @@
-// A list of kernels run one after the other by one team. Between two of them the threads meet at a
-// barrier in the team itself: starting and ending a team for each would cost more than the smallest
-// kernels take.
+// A list of kernels run one after the other by one team, without leaving it in between: starting
+// and ending a team for each would cost more than the smallest kernels take.
+//
+// A thread joins the step that the program is at, and leaves it when there is no item left to take.
+// The last one to leave takes the program on to the next step. So a step waits for those who work
+// on it, but not for a thread that another process keeps from its core, or that never came.
 #include "team.h"
 
 namespace {
@@ -15,10 +18,10 @@ struct Step {
 struct Program {
   const Step* steps;
   int64_t num_steps;
-  int64_t num_threads;  // that will call `pw_run_program`, each once
-  int64_t num_arrived;  // at all barriers so far; 0 before the program runs
-  int64_t num_passed;   // barriers; 0 before the program runs
+  int64_t state;  // step * kMaxThreads + threads on it; 0 before the program runs
 };
+
+constexpr int64_t kMaxThreads = 1 << 16;
 
 // Spinning costs nothing while all threads run. One that waits long, since another's core is taken
 // by a different process, should let that process run rather than burn the core beside it.
@@ -30,22 +33,41 @@ inline void relax() { __builtin_ia32_pause(); }
 inline void relax() {}
 #endif
 
+inline int64_t load(const int64_t& state) { return __atomic_load_n(&state, __ATOMIC_ACQUIRE); }
+
+// Joins the step the program is at; returns which, or the number of steps when all are done.
+int64_t join(Program& program) {
+  int64_t state = load(program.state);
+  while (state / kMaxThreads < program.num_steps) {
+    if (__atomic_compare_exchange_n(&program.state, &state, state + 1, true, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE)) {
+      break;
+    }
+  }
+  return state / kMaxThreads;
+}
+
+// Leaves step `i`, and takes the program on if nobody else is on it.
+void leave(Program& program, int64_t i) {
+  int64_t state = load(program.state), after;
+  do {
+    const bool is_last = state == i * kMaxThreads + 1;
+    after = is_last ? (i + 1) * kMaxThreads : state - 1;
+  } while (!__atomic_compare_exchange_n(&program.state, &state, after, true, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_ACQUIRE));
+  // For the program's next run; in this one nobody can join the step any more.
+  if (after == (i + 1) * kMaxThreads) program.steps[i].task->next_item = 0;
+}
+
 }  // namespace
 
 extern "C" int sched_yield(void);
 
-// The last thread to arrive readies the step's task for the program's next run.
 PAGEWIRE_KERNEL pw_run_program(Program* program) {
-  for (int64_t i = 0; i < program->num_steps; ++i) {
-    const Step& step = program->steps[i];
-    step.kernel(step.task);
-    const int64_t arrived = __atomic_add_fetch(&program->num_arrived, 1, __ATOMIC_ACQ_REL);
-    if (arrived == (i + 1) * program->num_threads) {
-      step.task->next_item = 0;
-      __atomic_store_n(&program->num_passed, i + 1, __ATOMIC_RELEASE);
-      continue;
-    }
-    for (int spins = 0; __atomic_load_n(&program->num_passed, __ATOMIC_ACQUIRE) <= i; ++spins) {
+  for (int64_t i = join(*program); i < program->num_steps; i = join(*program)) {
+    program->steps[i].kernel(program->steps[i].task);
+    leave(*program, i);
+    for (int spins = 0; load(program->state) < (i + 1) * kMaxThreads; ++spins) {
       if (spins < kSpinsBeforeYield) {
         relax();
       } else {

@@ -1,0 +1,195 @@
+"""Launches the kernels of src/norm.cpp, src/activation.cpp and src/rotate.cpp."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels import reference
+from pagewire_kernels.cpu.native.layer_structs import ActivationTask, NormTask, RotateTask
+from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""What rows may be, with the kernels' name for it."""
+
+MAX_HEAD_DIM = 1024
+
+_SERIAL_NUMBERS = 1 << 14
+"""So many are computed before other threads have woken up."""
+
+
+class NativeLayerKernels:
+    """Compiled for this processor, for rows of float32 or bfloat16; see `LayerKernels`."""
+
+    name = "native"
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        """x / rms(x) * weight; with a residual, of the sum that it then holds."""
+        return self._norm("rms_norm", x, weight, None, eps, residual)
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """(x - mean) / deviation * weight + bias; a residual as in `rms_norm`."""
+        return self._norm("layer_norm", x, weight, bias, eps, residual)
+
+    def _norm(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+    ) -> Tensor:
+        num_rows, size = x.shape
+        assert _is_rows(x, num_rows, x.dtype)
+        assert _is_vector(weight, size, x.dtype)
+        assert _is_vector(bias, size, x.dtype)
+        assert residual is None or _is_rows(residual, num_rows, x.dtype)
+        y = new_rows(num_rows, size, x.dtype)
+        task = NormTask(
+            num_rows=ctypes.addressof(batch_of(num_rows)),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            residual=_address(residual),
+            residual_stride=0 if residual is None else residual.stride(0),
+            weight=_address(weight),
+            bias=_address(bias),
+            y=y.data_ptr(),
+            y_stride=size,
+            size=size,
+            eps=eps,
+        )
+        self._launch(name, task, x.dtype, num_rows * size)
+        return y
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """activation(x), in place."""
+        self._activate("activate", x, x, activation)
+        return x
+
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up, where `gate_up` holds gate, then up."""
+        num_rows, width = gate_up.shape
+        assert width % 2 == 0, f"gate and up are not of one size: {width} columns"
+        y = new_rows(num_rows, width // 2, gate_up.dtype)
+        self._activate("act_and_mul", gate_up, y, activation)
+        return y
+
+    def _activate(self, name: str, x: Tensor, y: Tensor, activation: str) -> None:
+        num_rows, size = y.shape
+        assert _is_rows(x, num_rows, y.dtype)
+        task = ActivationTask(
+            num_rows=ctypes.addressof(batch_of(num_rows)),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            size=size,
+            activation=reference.ACTIVATIONS.index(activation),
+        )
+        self._launch(name, task, x.dtype, y.numel())
+
+    def rotate_and_write_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        query_norm: Tensor | None = None,
+        key_norm: Tensor | None = None,
+        eps: float = 1e-6,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        """Norm and turn queries in place, and keys into the cache, with the values.
+
+        The cache is of the rows' type, so that scales have no meaning.
+        """
+        num_rows, num_heads, head_dim = query.shape
+        dtype, num_kv_heads = query.dtype, key.shape[1]
+        assert head_dim <= MAX_HEAD_DIM, f"a head of {head_dim} elements"
+        assert all(_is_rows(rows, num_rows, dtype) for rows in (query, key, value))
+        assert key_cache.stride() == value_cache.stride()
+        assert all(_is_cache(cache, key) for cache in (key_cache, value_cache))
+        assert all(_is_table(table, cos.shape, dtype) for table in (cos, sin))
+        assert all(_is_vector(norm, head_dim, dtype) for norm in (query_norm, key_norm))
+        assert all(_is_vector(each, num_rows, torch.int64) for each in (slot_mapping, positions))
+        batch = batch_of(num_rows, positions=positions, slot_mapping=slot_mapping)
+        task = RotateTask(
+            batch=ctypes.addressof(batch),
+            query=query.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            query_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            key_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            key_cache=key_cache.data_ptr(),
+            value_cache=value_cache.data_ptr(),
+            block_stride=key_cache.stride(0),
+            slot_stride=key_cache.stride(1),
+            cache_head_stride=key_cache.stride(2),
+            block_size=key_cache.shape[1],
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            table_stride=cos.shape[1],
+            query_norm=_address(query_norm),
+            key_norm=_address(key_norm),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            half=cos.shape[1],
+            eps=eps,
+        )
+        num_numbers = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
+        self._launch("rotate_and_write", task, dtype, num_numbers)
+
+    def _launch(
+        self, name: str, task: ctypes.Structure, dtype: torch.dtype, num_numbers: int
+    ) -> None:
+        kernel = self._library.kernel(f"{name}_{DTYPES[dtype]}")
+        num_threads = torch.get_num_threads() if num_numbers > _SERIAL_NUMBERS else 1
+        launch(kernel, task, num_threads)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_rows(rows: Tensor, num_rows: int, dtype: torch.dtype) -> bool:
+    return rows.dtype == dtype and rows.shape[0] == num_rows and rows.stride(-1) == 1
+
+
+def _is_vector(vector: Tensor | None, size: int, dtype: torch.dtype) -> bool:
+    if vector is None:
+        return True
+    return vector.dtype == dtype and vector.shape == (size,) and vector.is_contiguous()
+
+
+def _is_table(table: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    return table.dtype == dtype and table.shape == shape and table.is_contiguous()
+
+
+def _is_cache(cache: Tensor, rows: Tensor) -> bool:
+    return cache.dtype == rows.dtype and cache.shape[2:] == rows.shape[1:] and cache.stride(3) == 1

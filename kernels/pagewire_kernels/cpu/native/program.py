@@ -1,0 +1,182 @@
+"""Kernels recorded once, and run for each step's batch by one team of threads.
+
+A model's step on a CPU is some hundred small operations. Dispatching each from Python, and waking
+threads for it, costs as much as computing it for a few rows. So the model runs once while a program
+is being recorded: each operation then appends its kernel and task instead of running, and returns a
+tensor over one of the program's buffers. What differs from step to step, tasks read from the
+program's `Batch`.
+"""
+
+import ctypes
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.native.library import Kernel, Library
+from pagewire_kernels.cpu.native.structs import Batch
+from pagewire_kernels.cpu.threads import NotRecordable
+
+_ALIGNMENT = 64
+
+
+class Buffers:
+    """Memory for what kernels hand on to each other, used again when no tensor refers to it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.num_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor; its memory stays there, but may be another's once it is gone."""
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        free = self._free[num_bytes]
+        memory = free.pop() if free else self._allocate(num_bytes)
+        view = memory[:]  # lives as long as the tensors over it
+        weakref.finalize(view, free.append, memory)
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def _allocate(self, num_bytes: int) -> np.ndarray:
+        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        self.num_bytes += memory.nbytes
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + num_bytes]
+
+
+class _Step(ctypes.Structure):
+    """`Step` of src/program.cpp."""
+
+    _fields_ = (("kernel", ctypes.c_int64), ("task", ctypes.c_int64))
+
+
+class _Program(ctypes.Structure):
+    """`Program` of src/program.cpp."""
+
+    _fields_ = (
+        ("steps", ctypes.c_int64),
+        ("num_steps", ctypes.c_int64),
+        ("state", ctypes.c_int64),
+    )
+
+
+class Program:
+    """A list of kernels with their tasks, over batches of up to `max_rows` rows."""
+
+    def __init__(self, library: Library, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.batch = Batch(num_rows=max_rows)
+        self.buffers = Buffers()
+        # Stand for a step's own while recording; nothing reads them.
+        self.positions = torch.empty(max_rows, dtype=torch.int64)
+        self.slot_mapping = torch.empty(max_rows, dtype=torch.int64)
+        self._kernel = library.kernel("run_program")
+        self._steps: list[tuple[Kernel, ctypes.Structure]] = []
+        self._list = (_Step * 0)()
+        self._program = _Program()
+
+    def append(self, kernel: Kernel, task: ctypes.Structure) -> None:
+        """Another step: the kernel with the task, which is kept."""
+        self._steps.append((kernel, task))
+
+    def finish(self) -> None:
+        """No step will be appended any more."""
+        steps = [_Step(kernel.address, ctypes.addressof(task)) for kernel, task in self._steps]
+        self._list = (_Step * len(steps))(*steps)
+        self._program.steps = ctypes.addressof(self._list)
+        self._program.num_steps = len(steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Kernels in the program."""
+        return len(self._steps)
+
+    def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
+        """Run all steps over what `batch` describes."""
+        self._program.state = 0
+        team(self._kernel, ctypes.addressof(self._program), num_threads)
+
+
+class _State(threading.local):
+    program: Program | None = None
+
+    def __init__(self) -> None:
+        self.batch = Batch()
+
+
+_state = _State()
+
+
+def recording() -> Program | None:
+    """The program that is being recorded by this thread."""
+    return _state.program
+
+
+@contextmanager
+def record(program: Program) -> Iterator[None]:
+    """Within it, this thread's operations go to the program's end instead of running."""
+    assert _state.program is None, "a program is being recorded already"
+    _state.program, threads.local.is_recording = program, True
+    try:
+        with _ViewsOnly():
+            yield
+    finally:
+        _state.program, threads.local.is_recording = None, False
+    program.finish()
+
+
+class _ViewsOnly(TorchDispatchMode):
+    """Refuses what torch would compute now and a program would then leave out."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not func.is_view:
+            raise NotRecordable(f"the operation {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def launch(kernel: Kernel, task: ctypes.Structure, num_threads: int) -> None:
+    """Run the kernel with a task of its own now, or append it to the program being recorded."""
+    if _state.program is None:
+        threads.run(kernel, ctypes.addressof(task), num_threads)
+    else:
+        _state.program.append(kernel, task)
+
+
+def new_rows(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [num_rows, size]: of the program being recorded, or a tensor of its own."""
+    if _state.program is None:
+        return torch.empty((num_rows, size), dtype=dtype)
+    return _state.program.buffers.take((num_rows, size), dtype)
+
+
+def batch_of(
+    num_rows: int, *, positions: Tensor | None = None, slot_mapping: Tensor | None = None
+) -> Batch:
+    """The batch that a task is to read: the program's, or one for a single launch."""
+    program = _state.program
+    if program is None:
+        batch = _state.batch
+        batch.num_rows = num_rows
+        batch.positions = 0 if positions is None else positions.data_ptr()
+        batch.slot_mapping = 0 if slot_mapping is None else slot_mapping.data_ptr()
+        return batch
+    expected = ((positions, program.positions), (slot_mapping, program.slot_mapping))
+    for given, own in expected:
+        if given is not None and given.data_ptr() != own.data_ptr():
+            raise NotRecordable("positions or slots are not the step's own")
+    if num_rows != program.max_rows:
+        raise NotRecordable(f"{num_rows} rows, not the step's own")
+    return program.batch

@@ -1,0 +1,63 @@
+// The tasks of what a model computes between products and attention. Numbers of a task are all
+// float32 or all bfloat16; each is rounded once, from a float32 result. Strides are in elements,
+// and last axes are dense.
+#pragma once
+
+#include "batch.h"
+#include "team.h"
+
+namespace pagewire {
+
+struct NormTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, size]
+  int64_t x_stride;
+  void* residual;  // null, or [*num_rows, size]: x is added to it, and the sum is normalised
+  int64_t residual_stride;
+  const void* weight;  // [size] or null
+  const void* bias;    // [size] or null
+  void* y;             // [*num_rows, size]
+  int64_t y_stride;
+  int64_t size;
+  float eps;
+};
+
+enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu };
+
+struct ActivationTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, size], or [*num_rows, 2 * size]: gate, then up
+  int64_t x_stride;
+  void* y;  // [*num_rows, size]; may be x if there is no gate
+  int64_t y_stride;
+  int64_t size;
+  Activation activation;
+};
+
+struct RotateTask : Task {
+  const Batch* batch;
+  void* query;       // [num_rows, num_heads, head_dim], turned in place
+  const void* key;   // [num_rows, num_kv_heads, head_dim]
+  const void* value; // as key
+  int64_t query_stride, query_head_stride;
+  int64_t key_stride, key_head_stride;
+  int64_t value_stride, value_head_stride;
+  void* key_cache;  // [num_blocks, block_size, num_kv_heads, head_dim]
+  void* value_cache;
+  int64_t block_stride, slot_stride, cache_head_stride;  // of both caches
+  int64_t block_size;
+  const void* cos;  // [num_positions, half]
+  const void* sin;
+  int64_t table_stride;
+  const void* query_norm;  // [head_dim] or null
+  const void* key_norm;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t half;  // elements of a head that are turned against as many others
+  float eps;
+};
+
+constexpr int64_t kMaxHeadDim = 1024;
+
+}  // namespace pagewire

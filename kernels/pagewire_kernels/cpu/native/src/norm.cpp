@@ -1,0 +1,94 @@
+// RMS norm and layer norm, with the addition to the residual stream before; see layers.h.
+#include "layers.h"
+#include "rows.h"
+
+namespace pagewire {
+namespace {
+
+float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+// Adds x to the residual, if there is one; returns what is to be normalised.
+template <class Number>
+const Number* add_to_residual(const NormTask& task, int64_t row) {
+  const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+  if (task.residual == nullptr) return x;
+  Number* residual = static_cast<Number*>(task.residual) + row * task.residual_stride;
+  for (int64_t i = 0; i < task.size; i += kLanes) {
+    const int64_t left = task.size - i;
+    store_some(residual + i, add(load_some(residual + i, left), load_some(x + i, left)), left);
+  }
+  return residual;
+}
+
+template <class Number>
+float sum_of_squares(const Number* x, int64_t size) {
+  Floats sum = zeros();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats numbers = load_some(x + i, size - i);
+    sum = multiply_add(numbers, numbers, sum);
+  }
+  return sum_lanes(sum);
+}
+
+template <class Number>
+float mean_of(const Number* x, int64_t size) {
+  Floats sum = zeros();
+  for (int64_t i = 0; i < size; i += kLanes) sum = add(sum, load_some(x + i, size - i));
+  return sum_lanes(sum) / static_cast<float>(size);
+}
+
+template <class Number>
+float variance_of(const Number* x, int64_t size, float mean) {
+  Floats sum = zeros();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats centred = subtract(load_some(x + i, size - i), broadcast(mean));
+    // What a register holds beyond the row's end is no part of it.
+    const Floats within = size - i < kLanes ? first_lanes(centred, size - i) : centred;
+    sum = multiply_add(within, within, sum);
+  }
+  return sum_lanes(sum) / static_cast<float>(size);
+}
+
+// y = (x - mean) * factor * weight + bias
+template <class Number>
+void scale_row(const NormTask& task, int64_t row, const Number* x, float mean, float factor) {
+  Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+  const auto* weight = static_cast<const Number*>(task.weight);
+  const auto* bias = static_cast<const Number*>(task.bias);
+  for (int64_t i = 0; i < task.size; i += kLanes) {
+    const int64_t left = task.size - i;
+    Floats z = multiply(subtract(load_some(x + i, left), broadcast(mean)), broadcast(factor));
+    if (weight != nullptr) z = multiply(z, load_some(weight + i, left));
+    if (bias != nullptr) z = add(z, load_some(bias + i, left));
+    store_some(y + i, z, left);
+  }
+}
+
+template <class Number>
+void rms_norm(NormTask& task) {
+  for_each_row(task, *task.num_rows, task.size, [&](int64_t row) {
+    const Number* x = add_to_residual<Number>(task, row);
+    const float mean = sum_of_squares(x, task.size) / static_cast<float>(task.size);
+    scale_row(task, row, x, 0.0f, 1.0f / square_root(mean + task.eps));
+  });
+}
+
+template <class Number>
+void layer_norm(NormTask& task) {
+  for_each_row(task, *task.num_rows, task.size, [&](int64_t row) {
+    const Number* x = add_to_residual<Number>(task, row);
+    const float mean = mean_of(x, task.size);
+    const float variance = variance_of(x, task.size, mean);
+    scale_row(task, row, x, mean, 1.0f / square_root(variance + task.eps));
+  });
+}
+
+}  // namespace
+}  // namespace pagewire
+
+using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_rms_norm_float32(NormTask* task) { rms_norm<float>(*task); }
+PAGEWIRE_KERNEL pw_rms_norm_bfloat16(NormTask* task) { rms_norm<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_layer_norm_float32(NormTask* task) { layer_norm<float>(*task); }
+PAGEWIRE_KERNEL pw_layer_norm_bfloat16(NormTask* task) { layer_norm<BFloat16>(*task); }

@@ -1,0 +1,104 @@
+// Norm of each query and key head, rotary embedding and the store to the cache, in one pass; see
+// layers.h.
+#include "layers.h"
+#include "rows.h"
+
+namespace pagewire {
+namespace {
+
+template <class Number>
+void load_head(const Number* from, int64_t size, float* head) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    store_some(head + i, load_some(from + i, size - i), size - i);
+  }
+}
+
+template <class Number>
+void store_head(const float* head, int64_t size, Number* to) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    store_some(to + i, load_some(head + i, size - i), size - i);
+  }
+}
+
+// RMS norm.
+template <class Number>
+void norm_head(float* head, int64_t size, const Number* weight, float eps) {
+  Floats sum = zeros();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats numbers = load_some(head + i, size - i);
+    sum = multiply_add(numbers, numbers, sum);
+  }
+  const float mean = sum_lanes(sum) / static_cast<float>(size);
+  const float factor = 1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps)));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats scaled = multiply(load_some(head + i, size - i), broadcast(factor));
+    store_some(head + i, multiply(scaled, load_some(weight + i, size - i)), size - i);
+  }
+}
+
+// The first `half` elements against the next.
+template <class Number>
+void turn_head(float* head, int64_t half, const Number* cos, const Number* sin) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t left = half - i;
+    const Floats first = load_some(head + i, left), second = load_some(head + half + i, left);
+    const Floats c = load_some(cos + i, left), s = load_some(sin + i, left);
+    store_some(head + i, subtract(multiply(first, c), multiply(second, s)), left);
+    store_some(head + half + i, add(multiply(second, c), multiply(first, s)), left);
+  }
+}
+
+// `from` normalised, if there is a weight, and turned.
+template <class Number>
+void norm_and_turn(const RotateTask& task, int64_t position, const Number* from,
+                   const void* weight, Number* to) {
+  alignas(64) float head[kMaxHeadDim];
+  load_head(from, task.head_dim, head);
+  if (weight != nullptr) {
+    norm_head(head, task.head_dim, static_cast<const Number*>(weight), task.eps);
+  }
+  const int64_t at = position * task.table_stride;
+  turn_head(head, task.half, static_cast<const Number*>(task.cos) + at,
+            static_cast<const Number*>(task.sin) + at);
+  store_head(head, task.head_dim, to);
+}
+
+template <class Number>
+void store_key_and_value(const RotateTask& task, int64_t row, int64_t position, int64_t slot) {
+  const auto* key = static_cast<const Number*>(task.key) + row * task.key_stride;
+  const auto* value = static_cast<const Number*>(task.value) + row * task.value_stride;
+  const int64_t at = slot / task.block_size * task.block_stride +
+                     slot % task.block_size * task.slot_stride;
+  auto* key_cache = static_cast<Number*>(task.key_cache) + at;
+  auto* value_cache = static_cast<Number*>(task.value_cache) + at;
+  for (int64_t h = 0; h < task.num_kv_heads; ++h) {
+    const int64_t head = h * task.cache_head_stride;
+    norm_and_turn(task, position, key + h * task.key_head_stride, task.key_norm, key_cache + head);
+    memcpy(value_cache + head, value + h * task.value_head_stride, task.head_dim * sizeof(Number));
+  }
+}
+
+template <class Number>
+void rotate_and_write(RotateTask& task) {
+  const Batch& batch = *task.batch;
+  const int64_t row_size = (task.num_heads + 2 * task.num_kv_heads) * task.head_dim;
+  for_each_row(task, batch.num_rows, row_size, [&](int64_t row) {
+    const int64_t position = batch.positions[row], slot = batch.slot_mapping[row];
+    Number* query = static_cast<Number*>(task.query) + row * task.query_stride;
+    for (int64_t h = 0; h < task.num_heads; ++h) {
+      Number* head = query + h * task.query_head_stride;
+      norm_and_turn(task, position, head, task.query_norm, head);
+    }
+    if (slot >= 0) store_key_and_value<Number>(task, row, position, slot);
+  });
+}
+
+}  // namespace
+}  // namespace pagewire
+
+using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_rotate_and_write_float32(RotateTask* task) { rotate_and_write<float>(*task); }
+PAGEWIRE_KERNEL pw_rotate_and_write_bfloat16(RotateTask* task) {
+  rotate_and_write<BFloat16>(*task);
+}

@@ -1,0 +1,213 @@
+"""A recorded program computes what its operations compute one by one, bit for bit."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.native.layers import NativeLayerKernels
+from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.program import Program, record
+from pagewire_kernels.cpu.native.recorded import RecordedLayers
+from pagewire_kernels.cpu.threads import NotRecordable
+from pagewire_kernels.metadata import AttentionMetadata
+from tests.support.native import native_libraries
+
+LIBRARIES = native_libraries()
+SIZE, HEADS, KV_HEADS, HEAD_DIM = 96, 4, 1, 16
+
+pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no compiled kernels for this processor")
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda library: library.instruction_set)
+def library(request: pytest.FixtureRequest) -> Library:
+    found: Library = request.param
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _same_number_of_threads_after() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class Layers:
+    """A few layers of every operation; the last one's rows are the result."""
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        self.kernels = NativeLayerKernels(library)
+        generator = torch.Generator().manual_seed(3)
+        self.weights = torch.rand(6, SIZE, generator=generator).to(dtype)
+        angles = torch.rand(50, HEAD_DIM // 2, generator=generator)
+        self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        update = None
+        for layer in range(3):
+            weight = self.weights[layer]
+            rows = x if update is None else update
+            normed = self.kernels.rms_norm(rows, weight, 1e-5, None if update is None else x)
+            heads = normed.view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)
+            self.kernels.rotate_and_write_kv(
+                *heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1),
+                kv_cache[:, layer, 0],
+                kv_cache[:, layer, 1],
+                metadata.slot_mapping,
+                positions,
+                *self.tables,
+            )
+            normed = self.kernels.activate(normed, "gelu_tanh")
+            update = self.kernels.layer_norm(normed, weight, self.weights[layer + 3], 1e-5, x)
+        assert update is not None
+        return self.kernels.act_and_mul(update, "silu")
+
+
+def _batch(
+    num_rows: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(8 * 4, generator=generator)[: min(num_rows, 32)]
+    column = torch.zeros(1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        query_start=column,
+        context_lens=column,
+        block_tables=column[None],
+        slot_mapping=torch.cat([slots, torch.full((num_rows - len(slots),), -1)]),
+        max_query_len=1,
+        max_context_len=1,
+    )
+    positions = torch.randint(50, (num_rows,), generator=generator)
+    return torch.randn(num_rows, SIZE, generator=generator).to(dtype), positions, metadata
+
+
+def _cache(dtype: torch.dtype) -> Tensor:
+    return torch.zeros(8, 3, 2, 4, KV_HEADS, HEAD_DIM, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_program_gives_the_same_bits_and_the_same_cache(
+    library: Library, dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    layers = Layers(library, dtype)
+    recorded, expected_cache, cache = RecordedLayers(layers, library), _cache(dtype), _cache(dtype)
+    for step, num_rows in enumerate([3, 1, 64, 65, 7, 700, 2]):  # grows twice
+        x, positions, metadata = _batch(num_rows, dtype, step)
+        before = x.clone()
+        with torch.inference_mode():
+            output = recorded(x, positions, cache, metadata)
+            assert torch.equal(x, before)
+            expected = layers(x, positions, expected_cache, metadata)
+        assert output.shape == (num_rows, SIZE // 2)
+        assert torch.equal(output, expected), num_rows
+        assert torch.equal(cache, expected_cache)
+
+
+def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:
+    layers = Layers(library, torch.float32)
+    recorded = RecordedLayers(layers, library)
+    x, positions, metadata = _batch(5, torch.float32, 0)
+    caches = [_cache(torch.float32) for _ in range(2)]
+    for cache in caches:
+        recorded(x, positions, cache, metadata)
+    assert caches[0].any()
+    assert torch.equal(*caches)
+
+
+def test_it_is_recorded_once_for_batches_that_fit(library: Library) -> None:
+    layers, calls = Layers(library, torch.float32), []
+
+    def counted(x: Tensor, *others: object) -> Tensor:
+        calls.append(x.shape[0])
+        return layers(x, *others)  # type: ignore[arg-type]
+
+    recorded, cache = RecordedLayers(counted, library), _cache(torch.float32)
+    for num_rows in (1, 64, 2, 100, 128, 1):
+        x, positions, metadata = _batch(num_rows, torch.float32, 0)
+        recorded(x, positions, cache, metadata)
+    assert calls == [64, 128]
+
+
+def test_memory_is_used_again_by_later_layers(library: Library) -> None:
+    """One buffer each for the rows, a norm's result and an update, however many layers."""
+    sizes = []
+    for num_layers in (2, 20):
+        kernels, program = NativeLayerKernels(library), Program(library, 64)
+        weight = torch.ones(SIZE)
+        with record(program):
+            x = program.buffers.take((64, SIZE), torch.float32)
+            for _ in range(num_layers):
+                x = kernels.rms_norm(x, weight, 1e-5)
+        assert program.num_steps == num_layers
+        sizes.append(program.buffers.num_bytes)
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda x: x + 1, lambda x: x.clone(), lambda x: x.mul_(2), lambda x: torch.zeros(3)]
+)
+def test_what_torch_would_compute_is_refused_while_recording(compute: object) -> None:
+    program = Program(LIBRARIES[0], 4)
+    x = torch.ones(4, 3)
+    with pytest.raises(NotRecordable, match="aten"), record(program):
+        compute(x)  # type: ignore[operator]
+
+
+def test_views_may_be_taken_while_recording() -> None:
+    x = torch.arange(12).view(4, 3)
+    with record(Program(LIBRARIES[0], 4)), torch.inference_mode():
+        first, _ = x.unflatten(1, (3, 1)).split([1, 2], dim=1)
+        second = x.t()[1:].unbind(0)[0].unsqueeze(0).flatten()
+    assert first.flatten().tolist() == [0, 3, 6, 9]
+    assert second.tolist() == [1, 4, 7, 10]
+
+
+def test_a_kernel_that_is_run_by_itself_is_refused_while_recording() -> None:
+    with pytest.raises(NotRecordable), record(Program(LIBRARIES[0], 4)):
+        threads.run(LIBRARIES[0].kernel("activate_float32"), 0, 1)
+
+
+def test_rows_that_are_not_the_steps_are_refused_while_recording() -> None:
+    kernels, program = NativeLayerKernels(LIBRARIES[0]), Program(LIBRARIES[0], 4)
+    rows = program.buffers.take((4, 8), torch.float32)
+    with pytest.raises(NotRecordable, match="2 rows"), record(program):
+        kernels.activate(rows[:2], "relu")
+
+
+def test_layers_that_compute_otherwise_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    layers = RecordedLayers(lambda x, *others: x * 2, LIBRARIES[0])
+    x, positions, metadata = _batch(3, torch.float32, 0)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert torch.equal(layers(x, positions, _cache(x.dtype), metadata), x * 2)
+    assert [record.message for record in caplog.records] == [
+        "layers are not recorded as a program: they use the operation aten.mul.Tensor"
+    ]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_a_program_does_not_depend_on_how_many_threads_come(num_threads: int) -> None:
+    """Called here by threads of our own, since OpenMP may bring fewer than asked for."""
+    kernels, program = NativeLayerKernels(LIBRARIES[0]), Program(LIBRARIES[0], 512)
+    weight = torch.ones(SIZE)
+    with record(program):
+        first = x = program.buffers.take((512, SIZE), torch.float32)
+        for _ in range(50):
+            x = kernels.rms_norm(x, weight, 1e-5)
+    rows = torch.randn(512, SIZE)
+    expected = rows
+    for _ in range(50):
+        expected = kernels.rms_norm(expected, weight, 1e-5)
+    pool = threads.ThreadPool(8)
+    for _ in range(20):
+        first.copy_(rows)
+        program.run(num_threads, pool.run)
+        assert torch.equal(x, expected)
+    pool.close()

@@ -1,0 +1,59 @@
+"""Whole models on a CPU: a recorded step gives the bits of one that is not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pagewire_kernels.cpu.native import library
+from pagewire_kernels.cpu.native.recorded import RecordedLayers
+from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
+from tests.support.paged_driver import PagedDriver
+from worker_service.loader import ModelConfig, load_model
+from worker_service.models.native import NativeModel
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(library() is None, reason="no compiled kernels for this processor"),
+]
+
+
+def _model(family: str, dtype: str) -> NativeModel:
+    model = load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype=dtype)).model
+    assert isinstance(model, NativeModel)
+    return model
+
+
+def _tokens(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def _steps() -> Iterator[list[tuple[int, int, list[int]]]]:
+    """Prefills, chunks and decodes, apart and mixed; the third is larger than those before."""
+    a, b, c = _tokens(40, 0), _tokens(70, 1), _tokens(33, 2)
+    yield [(0, 0, a[:9])]
+    yield [(0, 9, a[9:10]), (1, 0, b[:20])]
+    yield [(0, 10, a[10:11]), (1, 20, b[20:69]), (2, 0, c)]
+    yield [(0, 11, a[11:12]), (1, 69, b[69:])]
+    yield [(0, 12, a[12:40])]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
+    family: str, dtype: str, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    model = _model(family, dtype)
+    recorded, eager = PagedDriver(model), PagedDriver(model)
+    run_layers = model._run_layers
+    assert isinstance(run_layers, RecordedLayers)
+    for step in _steps():
+        model._run_layers = run_layers
+        logits = recorded.run(step)
+        assert run_layers.is_recorded
+        model._run_layers = model.run_layers
+        assert all(map(torch.equal, logits, eager.run(step)))
+    assert torch.equal(recorded.kv_cache.nan_to_num(), eager.kv_cache.nan_to_num())
