@@ -181,7 +181,7 @@ def serve(
         Option(
             "--compile",
             envvar=_env("COMPILE"),
-            help="Put the model's layers through torch.compile.",
+            help="On a GPU, put layers through torch.compile.",
         ),
     ] = False,
     threads: Annotated[

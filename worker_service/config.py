@@ -62,8 +62,8 @@ class RunnerConfig:
     recording takes start-up time; their memory is shared."""
 
     compile: bool = False
-    """Whether layers go through `torch.compile`: minutes at start, and on a CPU it needs a compiler
-    and gives up batch invariance."""
+    """Whether a GPU's layers go through `torch.compile`, which takes long at start and gives up
+    batch invariance."""
 
     def __post_init__(self) -> None:
         if self.max_graph_batch_size < 1:

@@ -53,7 +53,7 @@ class ModelExecutor:
             self._rendezvous.open()
         self._loaded = self._load()
         if self._runner.compile:
-            compile_layers(self._loaded.model)
+            compile_layers(self._loaded.model, self._device)
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
