@@ -96,8 +96,20 @@ def serve(
         ),
     ] = None,
     block_size: Annotated[
-        int, Option(envvar=_env("BLOCK_SIZE"), help="Tokens per KV block, a power of two.")
-    ] = 16,
+        int | None,
+        Option(
+            envvar=_env("BLOCK_SIZE"),
+            help="Tokens per KV block, a power of two.",
+            show_default="by attention backend, mostly 16",
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        Option(
+            envvar=_env("KV_CACHE_DTYPE"),
+            help="auto, or fp8 for keys and values in a byte each (GPUs).",
+        ),
+    ] = "auto",
     kv_cache_memory: Annotated[
         int | None,
         Option(
@@ -162,7 +174,11 @@ def serve(
     ] = None,
     attention_backend: Annotated[
         str | None,
-        Option(envvar=_env("ATTENTION_BACKEND"), help="Kernels.", show_default="by device"),
+        Option(
+            envvar=_env("ATTENTION_BACKEND"),
+            help="flash, triton, cpu or reference.",
+            show_default="by device and model",
+        ),
     ] = None,
     cuda_graphs: Annotated[
         bool,
@@ -182,6 +198,14 @@ def serve(
             "--compile",
             envvar=_env("COMPILE"),
             help="On a GPU, put layers through torch.compile.",
+        ),
+    ] = False,
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            "--batch-invariant",
+            envvar=_env("BATCH_INVARIANT"),
+            help="On a GPU, too, tokens do not depend on what else is in the batch; slower.",
         ),
     ] = False,
     threads: Annotated[
@@ -266,6 +290,7 @@ def serve(
             load_format=load_format,
             max_model_len=max_model_len,
             attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
             threads=threads,
             trust_remote_code=trust_remote_code,
             layout=place.group.layout,
@@ -318,6 +343,7 @@ def serve(
             model=simulation_config() if simulate else model_config(place),
             cache=settings.CacheConfig(
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 kv_cache_memory=kv_cache_memory,
                 swap_space=swap_space,
                 gpu_memory_utilization=gpu_memory_utilization,
@@ -363,13 +389,13 @@ async def _launch(world_size: int, group_id: str | None, listen: str, advertise:
 
 def _executor_of(config: "WorkerConfig") -> "Executor":
     """What is to execute the plans; a simulation needs no torch, so each is imported here."""
-    from worker_service.simulation.config import SimulationConfig
+    from worker_service.simulation.config import DEFAULT_BLOCK_SIZE, SimulationConfig
 
     model = config.model
     if isinstance(model, SimulationConfig):
         from worker_service.simulation.executor import SimulatedExecutor
 
-        return SimulatedExecutor(model, config.cache.block_size)
+        return SimulatedExecutor(model, config.cache.block_size or DEFAULT_BLOCK_SIZE)
     from worker_service.loader import load_model
     from worker_service.model_executor import ModelExecutor
     from worker_service.profiler import Profiler
@@ -381,7 +407,7 @@ def _executor_of(config: "WorkerConfig") -> "Executor":
 
         rendezvous = Rendezvous(store, config.group.layout)
     return ModelExecutor(
-        config.cache, profiler, lambda: load_model(model), rendezvous, config.runner
+        config.cache, profiler, lambda: load_model(model, config.cache), rendezvous, config.runner
     )
 
 

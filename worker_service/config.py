@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # imports torch, which a simulation does without
     from worker_service.simulation.config import SimulationConfig
 
 
+KV_CACHE_DTYPES = ("auto", "fp8")
+
+
 def _random_id() -> str:
     return uuid.uuid4().hex
 
@@ -21,8 +24,13 @@ def _random_id() -> str:
 class CacheConfig:
     """Size and shape of the paged KV cache."""
 
-    block_size: int = 16
-    """Tokens per block. A power of two, so that kernels can shift instead of divide."""
+    block_size: int | None = None
+    """Tokens per block, a power of two, so that kernels can shift instead of divide. None: what
+    the attention backend prefers, mostly 16."""
+
+    kv_cache_dtype: str = "auto"
+    """`auto`: keys and values as the model computes them; `fp8`: a byte each (e4m3), with a scale
+    per layer from the checkpoint, or 1."""
 
     kv_cache_memory: int | None = None
     """Bytes for KV blocks in device memory. None: on a CPU a quarter of the memory available, at
@@ -37,8 +45,12 @@ class CacheConfig:
     """Share of a GPU's memory this worker may fill in all."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise InvalidOption(f"block_size: expected a power of two, got {self.block_size}")
+        size = self.block_size
+        if size is not None and (size < 1 or size & (size - 1)):
+            raise InvalidOption(f"block_size: expected a power of two, got {size}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            expected = f"one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
+            raise InvalidOption(f"kv_cache_dtype: expected {expected}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             got = self.gpu_memory_utilization
             raise InvalidOption(f"gpu_memory_utilization: expected above 0 to 1, got {got}")

@@ -29,6 +29,9 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
+    block_size: int
+    """Tokens per KV block."""
+
     block_bytes: int
     num_parameters: int
     batch_invariant: bool

@@ -37,6 +37,7 @@ def profile_blocks(
     config: CacheConfig,
     device: torch.device,
     *,
+    block_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     cache: CacheEngine | None = None,
@@ -50,26 +51,26 @@ def profile_blocks(
     much of the same memory, if it is a CPU's. `num_graphs` recordings of decode steps will be made,
     of batches up to `largest_graph`.
     """
-    block_bytes = model.kv_cache_spec.block_bytes(config.block_size)
+    block_bytes = model.kv_cache_spec.block_bytes(block_size)
     if device.type == "cuda":
         graph_bytes = 0
         if num_graphs:
             graph_bytes = _graph_bytes(model, config.block_size, device, num_graphs, largest_graph)
         torch.cuda.reset_peak_memory_stats(device)
-        run_batch(model, config.block_size, device, max_num_seqs, max_num_batched_tokens)
+        run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
         held_bytes = 0 if cache is None else cache.device_cache.nbytes
         budget = _gpu_budget(config, device, held_bytes, graph_bytes)
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
-        run_batch(model, config.block_size, device, 2, _WARM_UP_TOKENS)
-        budget = _cpu_budget(model, config, max_num_seqs, num_ranks)
+        run_batch(model, block_size, device, 2, _WARM_UP_TOKENS)
+        budget = _cpu_budget(model, config, block_size, max_num_seqs, num_ranks)
         swap_space = config.swap_space or 0
     num_gpu_blocks = budget // block_bytes
     if num_gpu_blocks < 1:
         raise OutOfMemory(
             f"no room for a KV block of {block_bytes} bytes in a budget of {max(budget, 0)} bytes"
         )
-    num_tokens = num_gpu_blocks * config.block_size
+    num_tokens = num_gpu_blocks * block_size
     if num_tokens < model.max_model_len:
         logger.warning(
             "kv cache holds less than one sequence of full length num_tokens=%d max_model_len=%d",
@@ -128,11 +129,13 @@ def _container_memory() -> list[int]:
     return found or [2**63]
 
 
-def _cpu_budget(model: Model, config: CacheConfig, max_num_seqs: int, num_ranks: int) -> int:
+def _cpu_budget(
+    model: Model, config: CacheConfig, block_size: int, max_num_seqs: int, num_ranks: int
+) -> int:
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
-    blocks_per_seq = -(-model.max_model_len // config.block_size)
-    block_bytes = model.kv_cache_spec.block_bytes(config.block_size)
+    blocks_per_seq = -(-model.max_model_len // block_size)
+    block_bytes = model.kv_cache_spec.block_bytes(block_size)
     useful = max_num_seqs * blocks_per_seq * block_bytes
     return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
 

@@ -57,7 +57,7 @@ class ModelExecutor:
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        return _facts_of(self._loaded, self._config.block_size)
+        return _facts_of(self._loaded)
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit beside the largest batch."""
@@ -67,6 +67,7 @@ class ModelExecutor:
             self.loaded.model,
             self._config,
             self._device,
+            block_size=self.loaded.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
@@ -84,12 +85,12 @@ class ModelExecutor:
             self._cache = self._state = None
             self._cache = CacheEngine(
                 self.loaded.model.kv_cache_spec,
-                block_size=self._config.block_size,
+                block_size=self.loaded.block_size,
                 num_gpu_blocks=num_gpu_blocks,
                 num_cpu_blocks=num_cpu_blocks,
                 device=self._device,
             )
-        model, block_size = self.loaded.model, self._config.block_size
+        model, block_size = self.loaded.model, self.loaded.block_size
         if self._rendezvous is not None:
             return RankRunner(model, self._cache, block_size, self.loaded.ranks)
         if self._device.type == "cpu":
@@ -101,7 +102,7 @@ class ModelExecutor:
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()
         recorder = CudaRecorder(self._device) if sizes else None
-        return DeviceState(self.loaded.model, cache, self._config.block_size, recorder, sizes)
+        return DeviceState(self.loaded.model, cache, self.loaded.block_size, recorder, sizes)
 
     def _graph_sizes(self) -> list[int]:
         """Padded batch sizes of the decode steps that are recorded."""
@@ -143,7 +144,7 @@ class ModelExecutor:
         return torch.device(self.loaded.config.device)
 
 
-def _facts_of(loaded: LoadedModel, block_size: int) -> ModelFacts:
+def _facts_of(loaded: LoadedModel) -> ModelFacts:
     model = loaded.model
     return ModelFacts(
         architecture=model.architecture,
@@ -153,7 +154,8 @@ def _facts_of(loaded: LoadedModel, block_size: int) -> ModelFacts:
         eos_token_ids=loaded.eos_token_ids,
         bos_token_id=loaded.bos_token_id,
         dtype=loaded.config.dtype,
-        block_bytes=model.kv_cache_spec.block_bytes(block_size),
+        block_size=loaded.block_size,
+        block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
         num_parameters=model.num_parameters,
         batch_invariant=loaded.batch_invariant,
         device=loaded.config.device,

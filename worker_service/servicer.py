@@ -55,9 +55,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     def model_info(self) -> model_pb2.ModelInfo:
         """The facts of the loaded model. Raises NotReady before it is there."""
-        return wire.encode_model_info(
-            self._engine.facts, self._config.model_name, self._config.cache.block_size
-        )
+        return wire.encode_model_info(self._engine.facts, self._config.model_name)
 
     @_translates_errors
     async def GetInfo(

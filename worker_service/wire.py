@@ -95,7 +95,7 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
     )
 
 
-def encode_model_info(facts: ModelFacts, name: str, block_size: int) -> model_pb2.ModelInfo:
+def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
     """What the core and frontends learn of the model."""
     return model_pb2.ModelInfo(
         name=name,
@@ -106,7 +106,7 @@ def encode_model_info(facts: ModelFacts, name: str, block_size: int) -> model_pb
         eos_token_ids=_bytes(np.asarray(facts.eos_token_ids), "<i4"),
         bos_token_id=facts.bos_token_id,
         dtype=facts.dtype,
-        block_size=block_size,
+        block_size=facts.block_size,
         block_bytes=facts.block_bytes,
         num_parameters=facts.num_parameters,
         batch_invariant=facts.batch_invariant,

@@ -117,6 +117,7 @@ def test_profiling_leaves_room_for_what_else_is_on_the_gpu() -> None:
         engine.loaded.model,
         CacheConfig(gpu_memory_utilization=0.5, swap_space=1 << 20),
         torch.device("cuda"),
+        block_size=16,
         max_num_seqs=16,
         max_num_batched_tokens=256,
     )

@@ -80,7 +80,7 @@ class CountingModel:
 
 
 def loaded_counting_model(
-    model: CountingModel | None = None, model_dir: Path = Path()
+    model: CountingModel | None = None, model_dir: Path = Path(), block_size: int = 4
 ) -> LoadedModel:
     """A counting model as the loader would hand it over."""
     return LoadedModel(
@@ -89,6 +89,7 @@ def loaded_counting_model(
             model="counting", device="cpu", dtype="float32", attention_backend="none"
         ),
         model_dir=model_dir,
+        block_size=block_size,
         hf_config=None,
         eos_token_ids=(0,),
         bos_token_id=None,

@@ -41,10 +41,11 @@ class RankThread:
         config = ModelConfig(
             model=str(model), device="cpu", dtype="float32", layout=layout, threads=1
         )
+        cache = CacheConfig(block_size=block_size)
         self.executor = ModelExecutor(
-            CacheConfig(block_size=block_size),
+            cache,
             Profiler(Path(".")),
-            lambda: load_model(config),
+            lambda: load_model(config, cache),
             Rendezvous(TcpAddress("127.0.0.1", port), layout),
         )
         self.runner: ModelRunner | None = None

@@ -96,7 +96,7 @@ async def running_worker(
         grace_period_s=grace_period_s,
         profile_dir=str(profile_dir),
     )
-    load_or_count = load or (lambda: loaded_counting_model(model))
+    load_or_count = load or (lambda: loaded_counting_model(model, block_size=BLOCK_SIZE))
     worker = Worker(config, ModelExecutor(config.cache, Profiler(profile_dir), load_or_count))
     task = asyncio.create_task(worker.run())
     waiting = asyncio.create_task((worker.listening if load else worker.ready).wait())

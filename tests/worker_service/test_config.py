@@ -12,6 +12,7 @@ from worker_service.loader import ModelConfig
     [
         ({"block_size": 0}, "block_size"),
         ({"block_size": 24}, "block_size"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
@@ -19,7 +20,7 @@ from worker_service.loader import ModelConfig
         ({"swap_space": -1}, "swap_space"),
     ],
 )
-def test_a_cache_that_cannot_be(fields: dict[str, float], named: str) -> None:
+def test_a_cache_that_cannot_be(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InvalidOption, match=f"{named}: expected"):
         CacheConfig(**fields)  # type: ignore[arg-type]
 

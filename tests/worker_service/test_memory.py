@@ -17,7 +17,12 @@ CPU = torch.device("cpu")
 
 def profile(config: CacheConfig, model: CountingModel | None = None, seqs: int = 8) -> BlockCounts:
     return profile_blocks(
-        model or CountingModel(), config, CPU, max_num_seqs=seqs, max_num_batched_tokens=512
+        model or CountingModel(),
+        config,
+        CPU,
+        block_size=config.block_size or 16,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=512,
     )
 
 

@@ -37,7 +37,11 @@ class ModelConfig:
     """Most tokens of prompt and output together; None takes the model's own limit."""
 
     attention_backend: str | None = None
-    """Name of a backend in `pagewire_kernels.backends`; None chooses by device."""
+    """Name of a backend in `pagewire_kernels.backends`; None chooses by device and model."""
+
+    batch_invariant: bool = False
+    """Whether a row's logits must not depend on its batch, bitwise. On a CPU they never do; on a
+    GPU it costs speed."""
 
     threads: int | None = None
     """Threads of torch and of our kernels on a CPU; None takes as many as the model can keep busy,
@@ -78,6 +82,9 @@ class LoadedModel:
     model: Model
     config: ModelConfig
     """As asked for, with `device`, `dtype`, `max_model_len` and `attention_backend` resolved."""
+
+    block_size: int
+    """Tokens per KV block: as asked for, or what the attention backend prefers."""
 
     model_dir: Path
     hf_config: Mapping[str, Any]

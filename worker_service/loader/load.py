@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
+from worker_service.config import CacheConfig
 from worker_service.errors import InvalidOption
 from worker_service.loader.config import LoadedModel, ModelConfig
 from worker_service.loader.fingerprint import fingerprint
+from worker_service.loader.kv_scales import load_kv_scales
+from worker_service.loader.needs import FP8, attention_needs
 from worker_service.loader.placement import resolve_device, resolve_dtype, set_threads
 from worker_service.loader.resolve import read_config, resolve_model, special_tokens
 from worker_service.loader.trial import try_model
@@ -27,8 +30,10 @@ from worker_service.parallel.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
+def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
     """The model `config` names, with its weights on its device, ready to run.
+
+    cache: what its KV cache is to be like, as far as attention must know; None: by default.
 
     Raises a `WorkerError` that tells what is wrong with the option, the place or the checkpoint.
     """
@@ -38,14 +43,26 @@ def load_model(config: ModelConfig) -> LoadedModel:
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
     dtype = resolve_dtype(config.dtype, hf_config, device)
-    kernels = _kernels(device, dtype, hf_config, config.attention_backend)
+    cache = cache or CacheConfig()
+    cache_dtype = FP8 if cache.kv_cache_dtype == "fp8" else None
+    needs = attention_needs(
+        hf_config,
+        dtype,
+        cache_dtype=cache_dtype,
+        block_size=cache.block_size,
+        batch_invariant=config.batch_invariant,
+    )
+    kernels = _kernels(device, needs, config.attention_backend)
 
-    place = Placement(dtype=dtype, device=device, ranks=Ranks(config.layout))
+    place = Placement(
+        dtype=dtype, device=device, cache_dtype=cache_dtype, ranks=Ranks(config.layout)
+    )
     model = _build(config, hf_config, model_dir, place, kernels)
     if device.type == "cpu":
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
     kernels.attention.warm_up(dtype)
-    same_bits = try_model(model, device)
+    block_size = cache.block_size or kernels.attention.abilities.default_block_size
+    same_bits = try_model(model, device, block_size)
     resolved = replace(
         config,
         device=str(device),
@@ -57,6 +74,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     loaded = LoadedModel(
         model=model,
         config=resolved,
+        block_size=block_size,
         model_dir=model_dir,
         hf_config=hf_config,
         eos_token_ids=eos_token_ids,
@@ -82,21 +100,15 @@ def _log(loaded: LoadedModel, seconds: float) -> None:
     )
 
 
-def _kernels(
-    device: torch.device, dtype: torch.dtype, hf_config: Mapping[str, Any], attention: str | None
-) -> Kernels:
-    needs = AttentionNeeds(dtype=dtype, head_dim=_head_dim(hf_config))
+def _kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
+    if needs.cache_dtype == FP8 and device.type == "cpu" and attention != "reference":
+        raise InvalidOption(
+            "kv_cache_dtype: fp8 is for GPUs; on a CPU only --attention-backend reference has it"
+        )
     try:
         return select_kernels(device, needs, attention)
     except ValueError as error:
         raise InvalidOption(str(error)) from error
-
-
-def _head_dim(hf_config: Mapping[str, Any]) -> int:
-    """Elements of an attention head, where the configuration tells them in a usual way."""
-    size = hf_config.get("hidden_size") or hf_config.get("n_embd") or 0
-    heads = hf_config.get("num_attention_heads") or hf_config.get("n_head") or 1
-    return int(hf_config.get("head_dim") or size // heads or 64)
 
 
 def _build(
@@ -116,12 +128,15 @@ def _build(
     if config.load_format == "dummy":
         fill_dummy_weights(model.weight_slots())
     else:
+        checkpoint = open_checkpoint(model_dir)
         load_weights(
             model,
-            open_checkpoint(model_dir),
+            checkpoint,
             others={slot.name for slot in whole.weight_slots()},
             show_progress=config.show_progress,
         )
+        if place.cache_dtype == FP8:
+            load_kv_scales(model, checkpoint)
     num_parameters = sum(slot.target.numel() for slot in whole.weight_slots())
     model.finish_loading()
     model.num_parameters = num_parameters

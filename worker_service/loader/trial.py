@@ -13,7 +13,6 @@ from worker_service.models.interface import Model
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_SIZE = 16
 _LENGTH = 21
 _OTHER_LENGTH = 34
 _CHUNK = 13
@@ -23,7 +22,7 @@ positions from elsewhere is far beyond."""
 
 
 @torch.inference_mode()
-def try_model(model: Model, device: torch.device) -> bool:
+def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     """Whether a row's logits are bitwise the same in any batch, however its tokens are computed.
 
     Runs one sequence beside another, and again alone: in two chunks, its last token as a decode.
@@ -32,7 +31,7 @@ def try_model(model: Model, device: torch.device) -> bool:
     than its own sequence.
     """
     length = min(_LENGTH, model.max_model_len)
-    trial = _Trial(model, device, [length, min(_OTHER_LENGTH, model.max_model_len)])
+    trial = _Trial(model, device, block_size, [length, min(_OTHER_LENGTH, model.max_model_len)])
     # The other sequence comes first, so that places in the batch are not positions.
     together = trial.run([_Part(1, 0, trial.lengths[1]), _Part(0, 0, length)])[-length:]
     cuts = sorted({0, min(_CHUNK, length - 1), length - 1, length})
@@ -60,13 +59,16 @@ class _Part:
 class _Trial:
     """Sequences of arbitrary tokens over a small cache."""
 
-    def __init__(self, model: Model, device: torch.device, lengths: list[int]) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, block_size: int, lengths: list[int]
+    ) -> None:
         self._model = model
         self._device = device
+        self._block_size = block_size
         self.lengths = lengths
         spec = model.kv_cache_spec
-        self._blocks = [-(-length // _BLOCK_SIZE) for length in lengths]
-        shape = (sum(self._blocks), spec.num_layers, 2, _BLOCK_SIZE)
+        self._blocks = [-(-length // block_size) for length in lengths]
+        shape = (sum(self._blocks), spec.num_layers, 2, block_size)
         self._kv_cache = torch.zeros(
             *shape, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device
         )
@@ -77,10 +79,11 @@ class _Trial:
 
     def run(self, parts: list[_Part]) -> Tensor:
         """Logits of all rows of a batch."""
+        size = self._block_size
         positions = [torch.arange(part.start, part.end) for part in parts]
         tables = [self._block_table(part.sequence) for part in parts]
         slots = [
-            table[where // _BLOCK_SIZE] * _BLOCK_SIZE + where % _BLOCK_SIZE
+            table[where // size] * size + where % size
             for table, where in zip(tables, positions, strict=True)
         ]
         lengths = [part.end - part.start for part in parts]

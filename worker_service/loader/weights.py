@@ -79,6 +79,12 @@ def _open(file: Path) -> Iterator[safe_open]:
         raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
 
 
+def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """The tensor that the checkpoint calls `name`."""
+    with _open(checkpoint.file_of[name]) as tensors:
+        return tensors.get_tensor(name)
+
+
 def load_weights(
     model: NativeModel,
     checkpoint: Checkpoint,

@@ -121,7 +121,7 @@ class GPT2Model(NativeModel):
             num_layers=len(self._layer_range),
             num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
-            dtype=place.dtype,
+            dtype=place.kv_dtype,
         )
         self.embedding = self.position_embedding = self.head = self.norm = None
         if layout.is_first_stage:

@@ -59,6 +59,8 @@ class PagedAttention:
         self._layer = layer
         self._scale = scale
         self._sliding_window = sliding_window
+        self.key_scale = self.value_scale = 1.0
+        """What a key or value is divided by to be stored, in a cache of fp8."""
 
     def cache(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
@@ -68,7 +70,14 @@ class PagedAttention:
         self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> None:
         """Store new keys and values, [num_tokens, num_kv_heads, head_dim] each."""
-        self._backend.write_kv(key, value, *self.cache(kv_cache), metadata.slot_mapping)
+        self._backend.write_kv(
+            key,
+            value,
+            *self.cache(kv_cache),
+            metadata.slot_mapping,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
+        )
 
     def attend(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """query: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
@@ -78,6 +87,8 @@ class PagedAttention:
             metadata,
             scale=self._scale,
             sliding_window=self._sliding_window,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )
         return output.flatten(1)
 

@@ -14,6 +14,7 @@ from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
 from worker_service.models.linear import Linear
 from worker_service.models.native import (
+    KV_SCALE_NAMES,
     NativeModel,
     WeightSlot,
     column_slots,
@@ -85,7 +86,7 @@ class LlamaAttention(nn.Module):
         self._norm_eps = s.norm_eps
         self._rotary = rotary
         self._kernels = kernels.layers
-        self._attention = PagedAttention(
+        self.attention = PagedAttention(
             kernels.attention,
             layer - layout.layer_range(s.num_layers).start,
             scale=s.head_dim**-0.5,
@@ -103,7 +104,7 @@ class LlamaAttention(nn.Module):
             query,
             key,
             value,
-            *self._attention.cache(kv_cache),
+            *self.attention.cache(kv_cache),
             metadata.slot_mapping,
             positions,
             self._rotary.cos,
@@ -111,8 +112,10 @@ class LlamaAttention(nn.Module):
             query_norm=None if self.query_norm is None else self.query_norm.weight,
             key_norm=None if self.key_norm is None else self.key_norm.weight,
             eps=self._norm_eps,
+            key_scale=self.attention.key_scale,
+            value_scale=self.attention.value_scale,
         )
-        return self.output(self._attention.attend(query, kv_cache, metadata))
+        return self.output(self.attention.attend(query, kv_cache, metadata))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.{part}_proj" for part in "qkv"]
@@ -187,7 +190,7 @@ class LlamaModel(NativeModel):
     """The whole model."""
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(
-        r"lm_head\.weight|.*rotary_emb\.inv_freq"
+        rf"lm_head\.weight|.*rotary_emb\.inv_freq|{KV_SCALE_NAMES}"
     )
 
     def __init__(
@@ -215,7 +218,7 @@ class LlamaModel(NativeModel):
             num_layers=len(self._layer_range),
             num_kv_heads=layout.kv_head_share(s.num_kv_heads).size,
             head_dim=s.head_dim,
-            dtype=place.dtype,
+            dtype=place.kv_dtype,
         )
         if layout.is_last_stage:
             self.norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
@@ -240,6 +243,11 @@ class LlamaModel(NativeModel):
 
     def canonical_name(self, name: str) -> str:
         return name
+
+    def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
+        for i, layer in zip(self._layer_range, self.layers, strict=True):
+            assert isinstance(layer, LlamaLayer)
+            yield f"model.layers.{i}.self_attn", layer.attention.attention
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         tied = self._settings.tie_word_embeddings

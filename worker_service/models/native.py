@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from pagewire_kernels.backends import Kernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
+from worker_service.models.layers import PagedAttention
 from worker_service.models.linear import Linear
 from worker_service.models.placement import Placement
 from worker_service.parallel.layers import VocabEmbedding, VocabHead
 from worker_service.parallel.layout import Share
 from worker_service.parallel.ranks import Ranks
+
+KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
+"""Canonical names of the scales of keys and values in an fp8 cache, one number each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,11 @@ class NativeModel(nn.Module, ABC):
     @abstractmethod
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Where each tensor of a checkpoint goes; every slot must be filled."""
+
+    def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
+        """(canonical name, the layer's attention) of the layers here whose keys and values a
+        checkpoint may hold scales for."""
+        return iter(())
 
     @abstractmethod
     def canonical_name(self, name: str) -> str:

@@ -134,7 +134,7 @@ class OPTModel(NativeModel):
             num_layers=len(self._layer_range),
             num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
-            dtype=place.dtype,
+            dtype=place.kv_dtype,
         )
         self.embedding = self.head = None
         self.position_embedding: Tensor | None = None

@@ -20,7 +20,16 @@ class Placement:
 
     dtype: torch.dtype
     device: torch.device
+
+    cache_dtype: torch.dtype | None = None
+    """Of the KV cache, where it differs."""
+
     ranks: Ranks = field(default_factory=lambda: Ranks(Layout()))
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     def as_kwargs(self) -> _TensorOptions:
         """For torch's constructors."""

@@ -6,6 +6,7 @@ from worker_service.errors import InvalidOption
 from worker_service.simulation.cost import CostModel
 
 DEFAULT_MAX_MODEL_LEN = 32768
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ class SimulatedExecutor:
             eos_token_ids=(config.eos_token_id,),
             bos_token_id=None,
             dtype="none",
+            block_size=self._block_size,
             block_bytes=0,
             num_parameters=0,
             batch_invariant=True,

@@ -50,6 +50,8 @@ FLAGS = (
     Flag("tensor_parallel_size", int, ("worker",), "Ranks that share each layer of the model."),
     Flag("pipeline_parallel_size", int, ("worker",), "Stages that the layers are spread over."),
     Flag("attention_backend", str, ("worker",), "Attention kernels to use."),
+    Flag("kv_cache_dtype", str, ("worker",), "auto, or fp8 for a byte per key and value."),
+    Flag("batch_invariant", bool, ("worker",), "Tokens that depend on no batch, on GPUs too."),
     Flag("threads", int, ("worker",), "CPU threads of one worker."),
     Flag("trust_remote_code", bool, ("worker",), "Run code that comes with the model."),
     Flag("simulate", bool, ("worker",), "Serve no model: check plans and make tokens up."),

@@ -65,7 +65,8 @@ def choose(
             _log_choice(backend, device, name, passed_over)
             return backend
         passed_over.append(f"{label(backend)} {' and '.join(obstacles)}")
-    raise ValueError(f"attention backend: none can serve this model: {_listed(passed_over)}")
+    asked = f"--attention-backend {name}" if name else "attention backends"
+    raise ValueError(f"{asked}: none can serve this model here: {_listed(passed_over)}")
 
 
 def _failure(

@@ -157,7 +157,7 @@ class _Misplaced:
 
 def test_a_model_that_ignores_positions_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="computes a sequence in pieces otherwise"):
-        try_model(_Misplaced(), torch.device("cpu"))
+        try_model(_Misplaced(), torch.device("cpu"), 16)
 
 
 def test_the_models_own_head_scales_and_caps_the_logits() -> None:

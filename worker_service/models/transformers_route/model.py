@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ class TransformersModel:
                 f"{self.architecture} cannot be served: a trial run failed with"
                 f" {type(error).__name__}: {error}"
             ) from error
-        return cache_spec(self.architecture, config, calls)
+        spec = cache_spec(self.architecture, config, calls)
+        return spec if place.cache_dtype is None else replace(spec, dtype=place.cache_dtype)
 
 
 @dataclass

@@ -1,0 +1,53 @@
+"""What a configuration tells of attention."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire_kernels.backends import AttentionNeeds
+from worker_service.loader.needs import attention_needs
+
+FEATURES = ("sliding_window", "soft_cap", "sinks", "alibi")
+
+
+def _needs(config: dict[str, Any]) -> AttentionNeeds:
+    return attention_needs(
+        config, torch.bfloat16, cache_dtype=None, block_size=None, batch_invariant=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, set()),
+        ({"architectures": ["MistralForCausalLM"]}, {"sliding_window"}),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, set()),
+        ({"sliding_window": 4096, "use_sliding_window": False}, set()),
+        ({"sliding_window": 4096}, {"sliding_window"}),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "model_type": "gpt_oss"},
+            {"sliding_window", "sinks"},
+        ),
+        ({"text_config": {"attn_logit_softcapping": 50.0}}, {"soft_cap"}),
+        ({"alibi": True}, {"alibi"}),
+    ],
+)
+def test_features_are_read_from_their_keys(config: dict[str, Any], features: set[str]) -> None:
+    needs = _needs({"hidden_size": 64, "num_attention_heads": 4} | config)
+    assert {feature for feature in FEATURES if getattr(needs, feature)} == features
+    assert set(FEATURES) < {field.name for field in fields(needs)}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 24}, 24),
+        ({"n_embd": 96, "n_head": 2}, 48),
+        ({"text_config": {"hidden_size": 64, "num_attention_heads": 8}}, 8),
+    ],
+)
+def test_the_head_size_is_told_or_follows(config: dict[str, Any], size: int) -> None:
+    assert _needs(config).head_dim == size
