@@ -1,6 +1,7 @@
 """The same work on a GPU: the tokens of the CPU, and cache operations on a stream of their own."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from pagewire_kernels.metadata import AttentionMetadata
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine
+from tests.support.paged_driver import PagedDriver
 from tests.support.plans import moving_plan
 from worker_service.cache_engine import CacheEngine
 from worker_service.config import CacheConfig
+from worker_service.loader import ModelConfig, load_model
 from worker_service.memory import profile_blocks
 from worker_service.models.interface import KVCacheSpec
 
@@ -35,6 +38,42 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
     for ours, theirs in zip(outputs["cuda"], outputs["cpu"], strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_batch_invariant_gpu_gives_a_sequence_the_same_logits_in_any_batch(
+    family: str, dtype: str
+) -> None:
+    draw = np.random.default_rng(5)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (1, 3, 17, 60, 9, 40, 8)]
+    config = ModelConfig(
+        model=str(checkpoint(family)), device="cuda", dtype=dtype, batch_invariant=True
+    )
+    loaded = load_model(config)
+    assert loaded.batch_invariant
+    together = PagedDriver(loaded.model, device="cuda").run(
+        [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    )
+    for prompt, expected in zip(prompts, together, strict=True):
+        driver = PagedDriver(loaded.model, device="cuda")
+        cuts = sorted({0, len(prompt) // 2, len(prompt) - 1, len(prompt)})
+        pieces = [driver.run([(0, a, prompt[a:b])])[0] for a, b in pairwise(cuts)]
+        assert torch.equal(torch.cat(pieces), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_fp8_cache_keeps_the_logits_near(family: str) -> None:
+    tokens = list(range(3, 60))
+    logits = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        loaded = load_model(
+            ModelConfig(model=str(checkpoint(family)), device="cuda", dtype="bfloat16"),
+            CacheConfig(kv_cache_dtype=kv_cache_dtype),
+        )
+        logits.append(PagedDriver(loaded.model, device="cuda").run([(0, 0, tokens)])[0])
+    expected, found = logits
+    assert float((found - expected).norm() / expected.norm()) < 0.15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -170,6 +170,16 @@ def _layers() -> None:
         gpu.activate(rows, activation)
 
 
+def _linear() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for num_outputs in (1000, 20000):
+            rows, weight = (
+                torch.zeros(3, 2048, dtype=dtype),
+                torch.zeros(num_outputs, 2048, dtype=dtype),
+            )
+            gpu.linear(rows, weight, weight[:, 0].contiguous(), torch.float32)
+
+
 def _move_blocks() -> None:
     cache = torch.zeros(4, 100, dtype=torch.bfloat16)
     gpu.move_blocks(cache, cache, torch.tensor([[0, 1]]))
@@ -203,6 +213,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "layers": (_layers, 12),
+    "linear": (_linear, 4),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 4),
 }

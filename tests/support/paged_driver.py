@@ -20,6 +20,7 @@ class PagedDriver:
         max_seqs: int = 8,
         block_size: int = 8,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.model = model
         self._block_size = block_size
@@ -27,7 +28,8 @@ class PagedDriver:
         per_sequence = -(-max_tokens // block_size)
         num_blocks = per_sequence * max_seqs
         shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv_cache = torch.full(shape, float("nan"), dtype=spec.dtype)
+        self._device = torch.device(device)
+        self.kv_cache = torch.full(shape, float("nan")).to(self._device, spec.dtype)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self._tables = order.view(max_seqs, per_sequence)
 
@@ -43,16 +45,21 @@ class PagedDriver:
         ]
         context_lens = [start + len(tokens) for _, start, tokens in batch]
         metadata = AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int(),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=tables.int().contiguous(),
-            slot_mapping=torch.cat(slots),
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32).to(self._device),
+            block_tables=tables.int().contiguous().to(self._device),
+            slot_mapping=torch.cat(slots).to(self._device),
             max_query_len=max(lengths),
             max_context_len=max(context_lens),
         )
         token_ids = torch.tensor([token for _, _, tokens in batch for token in tokens])
-        hidden = self.model.forward(token_ids, torch.cat(positions), self.kv_cache, metadata)
-        return list(self.model.compute_logits(hidden).split(lengths))
+        hidden = self.model.forward(
+            token_ids.to(self._device),
+            torch.cat(positions).to(self._device),
+            self.kv_cache,
+            metadata,
+        )
+        return list(self.model.compute_logits(hidden).cpu().split(lengths))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None

@@ -11,7 +11,7 @@ import torch
 
 from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
 from worker_service.config import CacheConfig
-from worker_service.errors import InvalidOption
+from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.config import LoadedModel, ModelConfig
 from worker_service.loader.fingerprint import fingerprint
 from worker_service.loader.kv_scales import load_kv_scales
@@ -55,7 +55,11 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     kernels = _kernels(device, needs, config.attention_backend)
 
     place = Placement(
-        dtype=dtype, device=device, cache_dtype=cache_dtype, ranks=Ranks(config.layout)
+        dtype=dtype,
+        device=device,
+        cache_dtype=cache_dtype,
+        batch_invariant=config.batch_invariant,
+        ranks=Ranks(config.layout),
     )
     model = _build(config, hf_config, model_dir, place, kernels)
     if device.type == "cpu":
@@ -63,6 +67,11 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     kernels.attention.warm_up(dtype)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     same_bits = try_model(model, device, block_size)
+    is_kept = device.type == "cpu" or config.batch_invariant  # elsewhere it would be chance
+    if config.batch_invariant and not same_bits:
+        raise UnsupportedModel(
+            f"batch_invariant: {model.architecture} computes a row otherwise in another batch"
+        )
     resolved = replace(
         config,
         device=str(device),
@@ -81,7 +90,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         bos_token_id=bos_token_id,
         fingerprint=fingerprint(model_dir, config.load_format),
         ranks=place.ranks,
-        batch_invariant=same_bits and device.type == "cpu",  # elsewhere it was chance
+        batch_invariant=same_bits and is_kept,
     )
     _log(loaded, time.monotonic() - started)
     return loaded

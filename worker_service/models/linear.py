@@ -1,4 +1,4 @@
-"""Linear layers: plain on GPUs, packed on CPUs (see `packed_weight`)."""
+"""Linear layers: packed on CPUs (see `packed_weight`); plain on GPUs, or in a fixed order."""
 
 from collections.abc import Callable
 
@@ -32,6 +32,13 @@ class Linear(nn.Module):
         if self.weight is not None and can_pack(self.weight.dtype, self.weight.device):
             self.packed = pack(self.weight)
             self.weight = None
+
+    def fix_order(self) -> None:
+        """On a GPU: sum each row's products in one order, however many rows there are."""
+        from pagewire_kernels.gpu import InvariantWeight  # triton is loaded only where it is used
+
+        assert self.weight is not None
+        self.packed = InvariantWeight(self.weight)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, out_features]."""

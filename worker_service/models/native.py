@@ -84,6 +84,7 @@ class NativeModel(nn.Module, ABC):
         self.ranks = place.ranks
         alone = place.ranks.layout.world_size == 1
         self._run_layers = kernels.prepare(self.run_layers) if alone else self.run_layers
+        self._needs_fixed_products = place.needs_fixed_products
         self._hidden_like = torch.empty(hidden_size, **place.as_kwargs())
 
     @abstractmethod
@@ -159,6 +160,8 @@ class NativeModel(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
+                if self._needs_fixed_products:
+                    module.fix_order()
 
 
 def linear_slots(name: str, linear: Linear) -> Iterator[WeightSlot]:

@@ -24,7 +24,15 @@ class Placement:
     cache_dtype: torch.dtype | None = None
     """Of the KV cache, where it differs."""
 
+    batch_invariant: bool = False
+    """Whether a GPU, too, must compute a row the same in any batch, bitwise."""
+
     ranks: Ranks = field(default_factory=lambda: Ranks(Layout()))
+
+    @property
+    def needs_fixed_products(self) -> bool:
+        """Whether linear layers must go through a kernel of our own for that."""
+        return self.batch_invariant and self.device.type == "cuda"
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -6,6 +6,7 @@ blocks.py      moving whole blocks on a device, and between it and pinned host m
 norm.py        RMS norm and layer norm with the residual's addition
 rotary.py      norm of queries and keys, rotation and cache write in one
 activation.py  an MLP's activation, and a gated one's with its product
+linear.py      a linear layer in one fixed order of sums
 layers.py      `TritonLayerKernels`, the row-wise operations together
 sampling.py    penalties, sampling, log probabilities; kernels in `sampling_kernels.py`
 backend.py     `TritonBackend`
@@ -21,11 +22,13 @@ from pagewire_kernels.gpu.backend import TritonBackend, write_rows
 from pagewire_kernels.gpu.blocks import move_blocks
 from pagewire_kernels.gpu.cache import gather_kv, write_kv
 from pagewire_kernels.gpu.layers import TritonLayerKernels
+from pagewire_kernels.gpu.linear import InvariantWeight, linear
 from pagewire_kernels.gpu.norm import layer_norm, rms_norm
 from pagewire_kernels.gpu.rotary import rotate_and_write_kv
 from pagewire_kernels.gpu.sampling import apply_penalties, gather_logprobs, sample, uniforms
 
 __all__ = [
+    "InvariantWeight",
     "Launch",
     "TritonBackend",
     "TritonLayerKernels",
@@ -36,6 +39,7 @@ __all__ = [
     "gather_kv",
     "gather_logprobs",
     "layer_norm",
+    "linear",
     "move_blocks",
     "paged_attention",
     "rms_norm",

@@ -1,9 +1,9 @@
-"""On CPUs: the few torch functions whose results depend on the batch, replaced while a model runs.
+"""The few torch functions whose results depend on the batch, replaced while a model runs.
 
-`linear` chooses its kernel by the number of rows, and `silu`, `sigmoid` and `gelu` compute
+On CPUs `linear` chooses its kernel by the number of rows, and `silu`, `sigmoid` and `gelu` compute
 what their vector loops leave over by another formula (see `pagewire_kernels.reference.layers`).
 Linear modules are replaced for good by `packing`; this catches what a model calls as a function,
-such as a router's product.
+such as a router's product. On GPUs it is the linear layers alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +50,27 @@ class InvariantOps(TorchFunctionMode):
         rows = input.reshape(-1, weight.shape[1])
         output = self._packed[weight].apply(rows, bias)
         return output.view(*input.shape[:-1], weight.shape[0])
+
+
+class FixedProducts(TorchFunctionMode):
+    """Within it, a GPU's linear layers sum each row's products in one order."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        replaced = _fixed_linear if func is nn.functional.linear else func
+        return replaced(*args, **(kwargs or {}))
+
+
+def _fixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    from pagewire_kernels.gpu import linear  # triton is loaded only where it is used
+
+    rows = linear(input.reshape(-1, weight.shape[1]), weight, bias)
+    return rows.view(*input.shape[:-1], weight.shape[0])
 
 
 def _silu(input: Tensor, inplace: bool = False) -> Tensor:

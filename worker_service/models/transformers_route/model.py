@@ -15,7 +15,7 @@ from worker_service.models.interface import KVCacheSpec
 from worker_service.models.placement import Placement
 from worker_service.models.transformers_route.attention import AttentionCall, RouteState, attach
 from worker_service.models.transformers_route.cache_spec import cache_spec
-from worker_service.models.transformers_route.invariant_ops import InvariantOps
+from worker_service.models.transformers_route.invariant_ops import FixedProducts, InvariantOps
 from worker_service.models.transformers_route.packing import pack_model
 
 
@@ -41,7 +41,11 @@ class TransformersModel:
         self._decoder = causal_lm.base_model
         self._head = _head_alone(causal_lm)
         on_cpu = place.device.type == "cpu"
-        self._ops: AbstractContextManager[Any] = InvariantOps() if on_cpu else nullcontext()
+        self._ops: AbstractContextManager[Any] = nullcontext()
+        if on_cpu:
+            self._ops = InvariantOps()
+        elif place.needs_fixed_products:
+            self._ops = FixedProducts()
         self.kv_cache_spec = self._try_out(causal_lm.config.get_text_config(), place)
 
     @torch.inference_mode()

@@ -1,0 +1,134 @@
+"""A linear layer whose rows do not depend on each other, bitwise.
+
+Libraries choose a kernel, its tiles and whether it splits the inner dimension by the number of
+rows, and with them the order in which a row's products are summed. Here tiles follow from the
+weight's shape alone and the inner dimension is walked from front to back, so a row's result is the
+same alone, in a batch and in a prefill (He et al. 2025, "Defeating nondeterminism in LLM
+inference"). Decodes are bound by reading the weight, `2 * in_features * out_features` bytes in
+bfloat16; prefill by its products, for which these tiles are smaller than the best ones.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagewire_kernels.gpu.checks import FLOATS, expect_dtype, expect_rows
+
+_TILE_ROWS = 64
+_GROUP_ROWS = 8
+"""Tiles of rows that are taken with one tile of outputs before the next, while it is in cache."""
+
+_NARROW_OUTPUTS = 16384
+"""A weight of fewer outputs is cut into narrower tiles, for enough of them to read it fast."""
+
+
+# num_rows is never a constant to the compiler: code made for one row might sum otherwise.
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    output,
+    rows,
+    weight,
+    bias,
+    num_rows,
+    row_stride,
+    weight_stride,
+    NUM_OUTPUTS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_INPUTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):
+    """Program (tile of rows and outputs), in groups that share a tile of the weight."""
+    num_output_tiles: tl.constexpr = (NUM_OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
+    num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
+    group = tl.program_id(0) // (GROUP_ROWS * num_output_tiles)
+    in_group = tl.program_id(0) % (GROUP_ROWS * num_output_tiles)
+    group_rows = tl.minimum(num_row_tiles - group * GROUP_ROWS, GROUP_ROWS)
+    row_tile = group * GROUP_ROWS + in_group % group_rows
+    output_tile = in_group // group_rows
+
+    row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    out = output_tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    is_row, is_out = row < num_rows, out < NUM_OUTPUTS
+    row_at = rows + tl.where(is_row, row, 0).to(tl.int64)[:, None] * row_stride
+    weight_at = weight + tl.where(is_out, out, 0).to(tl.int64)[:, None] * weight_stride
+    total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
+    for start in range(0, NUM_INPUTS, TILE_INPUTS):
+        column = start + tl.arange(0, TILE_INPUTS)
+        if NUM_INPUTS % TILE_INPUTS == 0:
+            x = tl.load(row_at + column[None, :])
+            w = tl.load(weight_at + column[None, :])
+        else:
+            x = tl.load(row_at + column[None, :], mask=column[None, :] < NUM_INPUTS, other=0.0)
+            w = tl.load(weight_at + column[None, :], mask=column[None, :] < NUM_INPUTS, other=0.0)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)[None, :]
+    at = output + row.to(tl.int64)[:, None] * NUM_OUTPUTS + out[None, :]
+    tl.store(at, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
+
+
+def linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """rows W^T + bias, each row bitwise as if it were alone; summed in float32, rounded once.
+
+    rows: [num_rows, in_features]; weight: [out_features, in_features]; bias: [out_features];
+    output_dtype: None for that of the rows. Returns [num_rows, out_features].
+    """
+    num_outputs, num_inputs = weight.shape
+    expect_dtype("rows", rows, *FLOATS)
+    expect_dtype("weight", weight, rows.dtype)
+    expect_rows("rows", rows, None, num_inputs)
+    expect_rows("weight", weight, num_outputs, num_inputs)
+    if bias is not None:
+        expect_dtype("bias", bias, *FLOATS)
+        expect_rows("bias", bias, num_outputs)
+    output = rows.new_empty((len(rows), num_outputs), dtype=output_dtype or rows.dtype)
+    if output.numel() == 0:
+        return output
+    tile_outputs = 64 if num_outputs < _NARROW_OUTPUTS else 128
+    if rows.dtype == torch.float32:
+        tile_outputs = 64
+    num_tiles = triton.cdiv(len(rows), _TILE_ROWS) * triton.cdiv(num_outputs, tile_outputs)
+    _linear[(num_tiles,)](
+        output,
+        rows,
+        weight,
+        output if bias is None else bias,
+        len(rows),
+        rows.stride(0),
+        weight.stride(0),
+        NUM_OUTPUTS=num_outputs,
+        NUM_INPUTS=num_inputs,
+        HAS_BIAS=bias is not None,
+        TILE_ROWS=_TILE_ROWS,
+        TILE_OUTPUTS=tile_outputs,
+        TILE_INPUTS=32 if rows.dtype == torch.float32 else 64,
+        GROUP_ROWS=_GROUP_ROWS,
+        num_warps=4,
+        num_stages=2 if rows.dtype == torch.float32 else 4,
+        enable_fp_fusion=False,
+    )
+    return output
+
+
+class InvariantWeight:
+    """A linear layer's weight, multiplied by `linear`; in the layout it has."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.out_features, self.in_features = weight.shape
+
+    def apply(
+        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return linear(rows, self._weight, bias, output_dtype)
