@@ -55,7 +55,7 @@ def profile_blocks(
     if device.type == "cuda":
         graph_bytes = 0
         if num_graphs:
-            graph_bytes = _graph_bytes(model, config.block_size, device, num_graphs, largest_graph)
+            graph_bytes = _graph_bytes(model, block_size, device, num_graphs, largest_graph)
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
         held_bytes = 0 if cache is None else cache.device_cache.nbytes
