@@ -1,0 +1,138 @@
+"""Checkpoints of known shapes with random weights, and a tokenizer that works.
+
+    python -m benchmarks.checkpoints --shape llama-160m --dtype bfloat16 FOLDER
+
+Writes `FOLDER/llama-160m-bfloat16`, unless it is there. Weights are drawn tensor by tensor, each
+from a generator seeded with its own name, so that the same shape is the same model in every dtype
+but for rounding. With `--gguf` the same weights are written for llama.cpp as well.
+"""
+
+import argparse
+import json
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.gguf_file import write_gguf
+from benchmarks.made_up_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from benchmarks.shapes import BYTES_PER_VALUE, SHAPES, Shape
+
+WEIGHT_SCALE = 0.02
+"""Standard deviation of matrices, as models are initialised."""
+
+MAX_SHARD_BYTES = 2 * 2**30
+
+
+def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
+    """The checkpoint's folder inside `folder`; made if it is not there."""
+    path = folder / f"{shape.name}-{dtype}"
+    if (path / "config.json").exists():
+        return path
+    # What is half written after an interruption has another name.
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(shape, getattr(torch, dtype), partial)
+    write_tokenizer(partial, shape.vocab_size, shape.max_position_embeddings)
+    (partial / "config.json").write_text(json.dumps(_config(shape, dtype), indent=2) + "\n")
+    partial.rename(path)
+    return path
+
+
+def gguf(shape: Shape, dtype: str, folder: Path) -> Path:
+    """The same checkpoint as one file for llama.cpp; made if it is not there."""
+    source = checkpoint(shape, dtype, folder)
+    path = source.with_suffix(source.suffix + ".gguf")
+    if not path.exists():
+        partial = path.with_name(path.name + ".partial")
+        write_gguf(shape, source, partial)
+        partial.rename(path)
+    return path
+
+
+def _config(shape: Shape, dtype: str) -> dict[str, object]:
+    config = _transformers_config(shape).to_dict()
+    config.pop("transformers_version", None)
+    architectures = [_skeleton(shape).__class__.__name__]
+    return config | {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
+
+
+def _transformers_config(shape: Shape) -> object:
+    from transformers import AutoConfig
+
+    special = {"bos_token_id": BOS_TOKEN_ID, "eos_token_id": EOS_TOKEN_ID}
+    return AutoConfig.for_model(shape.model_type, **special, **shape.config())
+
+
+def _skeleton(shape: Shape) -> torch.nn.Module:
+    """The model without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(_transformers_config(shape))
+    return model
+
+
+def _weights(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, empty in _skeleton(shape).state_dict().items():
+        if shape.tied and name == "lm_head.weight":
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(empty.shape, generator=generator) * WEIGHT_SCALE
+        # Norms scale around one, matrices around zero.
+        yield name, (values + 1 if empty.dim() == 1 else values).to(dtype)
+
+
+def write_weights(
+    shape: Shape, dtype: torch.dtype, path: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Shards of a bounded size and their index in the folder `path`, or one file if it
+    suffices."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        save_file(shard, path / f"model-{len(shards) + 1:05}.safetensors", {"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    total = 0
+    for name, tensor in _weights(shape, dtype):
+        if sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes and shard:
+            flush()
+        shard[name] = tensor
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (path / "model-00001.safetensors").rename(path / "model.safetensors")
+        return
+    files = {
+        name: f"model-{number:05}.safetensors"
+        for number, names in enumerate(shards, 1)
+        for name in names
+    }
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make checkpoints and print where they are."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where they are kept")
+    parser.add_argument("--shape", nargs="+", default=["llama-160m"], choices=list(SHAPES))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(BYTES_PER_VALUE))
+    parser.add_argument("--gguf", action="store_true", help="for llama.cpp as well")
+    args = parser.parse_args(arguments)
+    make = gguf if args.gguf else checkpoint
+    for name in args.shape:
+        for dtype in args.dtype:
+            print(make(SHAPES[name], dtype, args.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A checkpoint's weights as the one file that llama.cpp reads.
+
+llama.cpp's own converter knows tokenizers by their names, which a made-up one has not; so the
+file is written here, with the library of llama.cpp's authors.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from benchmarks.made_up_tokenizer import (
+    BOS_TOKEN_ID,
+    CHAT_TEMPLATE,
+    EOS_TOKEN_ID,
+    FIRST_WORD_ID,
+    SPECIAL,
+    words,
+)
+from benchmarks.shapes import Shape
+
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+"""What the configurations of `transformers` say where a shape says nothing."""
+
+
+def write_gguf(shape: Shape, checkpoint: Path, path: Path) -> None:
+    """Write the weights in the folder `checkpoint` to the file `path`, in the dtype they have."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, shape.model_type)
+    _add_shape(writer, shape)
+    _add_vocabulary(writer, shape.vocab_size)
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[shape.model_type], shape.num_layers)
+    for name, tensor in _tensors(checkpoint):
+        target = names.get_name(name, try_suffixes=(".weight",))
+        assert target is not None, f"llama.cpp has no tensor {name}"
+        if shape.model_type == "llama":
+            tensor = _interleaved(name, tensor, shape)
+        _add_tensor(writer, target, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_shape(writer, shape: Shape) -> None:  # type: ignore[no-untyped-def]
+    extra = _DEFAULTS | shape.extra
+    writer.add_block_count(shape.num_layers)
+    writer.add_context_length(shape.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(extra["rope_theta"])
+    writer.add_layer_norm_rms_eps(extra["rms_norm_eps"])
+    writer.add_vocab_size(shape.vocab_size)
+
+
+def _add_vocabulary(writer, vocab_size: int) -> None:  # type: ignore[no-untyped-def]
+    """The tokenizer of the checkpoint, ids and text the same, in SentencePiece's manner."""
+    import gguf
+
+    some_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    others = [f"▁{word}" for word in words(vocab_size - FIRST_WORD_ID)]
+    kinds = gguf.TokenType
+    types = (
+        [kinds.UNKNOWN] + [kinds.CONTROL] * 2 + [kinds.BYTE] * 256 + [kinds.NORMAL] * len(others)
+    )
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*SPECIAL, *some_bytes, *others])
+    writer.add_token_scores([-float(rank) for rank in range(vocab_size)])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(BOS_TOKEN_ID)
+    writer.add_eos_token_id(EOS_TOKEN_ID)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_tensor(writer, name: str, tensor: Tensor) -> None:  # type: ignore[no-untyped-def]
+    import gguf
+
+    if tensor.dim() == 1 or tensor.dtype == torch.float32:  # it keeps vectors in float32
+        writer.add_tensor(name, tensor.float().numpy())
+        return
+    assert tensor.dtype == torch.bfloat16, tensor.dtype
+    data = tensor.view(torch.uint8).numpy()  # numpy has no bfloat16
+    writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def _interleaved(name: str, tensor: Tensor, shape: Shape) -> Tensor:
+    """llama.cpp rotates neighbouring values of a Llama's heads, `transformers` those half a head
+    apart; so the rows of queries and keys change places."""
+    heads = {"q_proj": shape.num_heads, "k_proj": shape.num_kv_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return tensor
+    halves = tensor.view(heads, 2, shape.head_dim // 2, -1)
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no dictionary
+                yield name, file.get_tensor(name)

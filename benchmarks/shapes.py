@@ -1,0 +1,118 @@
+"""The models that benchmarks run: exact shapes of known ones, whose weights may be random.
+
+The arithmetic of what a shape weighs and costs is here, too; `floor` builds on it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A decoder as its `config.json` describes it, and how much work it is given."""
+
+    name: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    scale: float = 1.0
+    """Share of a workload's requests that it is given on a CPU."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """More of its configuration."""
+
+    def config(self) -> dict[str, Any]:
+        """What `transformers` makes its configuration of."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tied,
+            **self.extra,
+        }
+
+    @property
+    def layer_weights(self) -> int:
+        """Values in the matrices of all layers; each meets every token."""
+        heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        each = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return each * self.num_layers
+
+    @property
+    def output_weights(self) -> int:
+        """Values in the output layer, which meets only tokens that are sampled from."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def kv_values(self) -> int:
+        """Values that one token keeps in the KV cache."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Bytes that one token keeps in the KV cache."""
+        return self.kv_values * BYTES_PER_VALUE[dtype]
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            name="llama-160m",
+            model_type="llama",
+            vocab_size=32_000,
+            hidden_size=768,
+            intermediate_size=3072,
+            num_layers=12,
+            num_heads=12,
+            num_kv_heads=4,
+            head_dim=64,
+            max_position_embeddings=2048,
+            tied=False,
+            scale=1 / 2,
+        ),
+        Shape(
+            name="qwen3-0.6b",
+            model_type="qwen3",
+            vocab_size=151_936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_layers=28,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position_embeddings=40_960,
+            tied=True,
+            scale=1 / 4,
+            extra={"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0},
+        ),
+        Shape(
+            name="llama-8b",
+            model_type="llama",
+            vocab_size=128_256,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position_embeddings=8192,
+            tied=False,
+            scale=1 / 8,
+            extra={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+        ),
+    )
+}

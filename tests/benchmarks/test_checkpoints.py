@@ -1,0 +1,100 @@
+"""Checkpoints of random weights are whole, the same each time, and readable by others."""
+
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from benchmarks import checkpoints
+from benchmarks.made_up_tokenizer import FIRST_WORD_ID, words
+from benchmarks.shapes import SHAPES, Shape
+
+TINY = Shape(
+    name="tiny",
+    model_type="qwen3",
+    vocab_size=600,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    tied=True,
+    extra={"rope_theta": 5000.0},
+)
+
+
+def test_transformers_loads_all_of_it(tmp_path: Path) -> None:
+    path = checkpoints.checkpoint(TINY, "float32", tmp_path)
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.config.rope_parameters["rope_theta"] == 5000.0
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_a_shape_counts_the_weights_it_has(tmp_path: Path) -> None:
+    weights = load_file(checkpoints.checkpoint(TINY, "float32", tmp_path) / "model.safetensors")
+    matrices = {name: tensor for name, tensor in weights.items() if tensor.dim() == 2}
+    embedding = matrices.pop("model.embed_tokens.weight")
+    assert sum(map(torch.numel, matrices.values())) == TINY.layer_weights
+    assert embedding.numel() == TINY.output_weights
+
+
+def test_dtypes_differ_by_rounding_only(tmp_path: Path) -> None:
+    paths = [checkpoints.checkpoint(TINY, dtype, tmp_path) for dtype in ("float32", "bfloat16")]
+    exact, rounded = (load_file(path / "model.safetensors") for path in paths)
+    for name, tensor in exact.items():
+        assert torch.equal(tensor.bfloat16(), rounded[name])
+
+
+def test_many_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
+    whole = load_file(checkpoints.checkpoint(TINY, "float32", tmp_path) / "model.safetensors")
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    checkpoints.write_weights(TINY, torch.float32, folder, max_shard_bytes=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["weight_map"].keys() == whole.keys()
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(folder / file)[name], whole[name])
+
+
+def test_every_id_is_some_text(tmp_path: Path) -> None:
+    path = checkpoints.checkpoint(TINY, "float32", tmp_path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == TINY.vocab_size
+    texts = [tokenizer.decode([index]) for index in range(FIRST_WORD_ID, TINY.vocab_size)]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
+    assert tokenizer.decode(tokenizer.encode("Grüße, 你好").ids) == "Grüße, 你好"
+
+
+def test_words_are_short_and_different() -> None:
+    assert words(3) == ["a", "b", "c"]
+    assert words(28)[25:] == ["z", "aa", "ab"]
+
+
+def test_llama_cpp_gets_the_same_weights(tmp_path: Path) -> None:
+    source = load_file(checkpoints.checkpoint(TINY, "float32", tmp_path) / "model.safetensors")
+    file = gguf.GGUFReader(checkpoints.gguf(TINY, "float32", tmp_path))
+    tensors = {tensor.name: torch.tensor(tensor.data) for tensor in file.tensors}
+    assert len(tensors) == len(source)
+    down = source["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(tensors["blk.1.ffn_down.weight"], down)
+    query = source["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(tensors["blk.0.attn_q.weight"], query)
+
+
+def test_the_shapes_have_as_many_weights_as_their_names_say() -> None:
+    def billions(shape: Shape) -> float:
+        embeddings = shape.output_weights * (1 if shape.tied else 2)
+        return (shape.layer_weights + embeddings) / 1e9
+
+    numbers = {name: round(billions(shape), 2) for name, shape in SHAPES.items()}
+    assert numbers == {"llama-160m": 0.15, "qwen3-0.6b": 0.6, "llama-8b": 8.03}
