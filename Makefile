@@ -9,9 +9,14 @@ PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
 CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 NATIVE := kernels/pagewire_kernels/cpu/native
+SOURCES := PYTHONPATH=.:kernels:client:protos
+# Engines to compare with, where they are installed; docs/benchmarks.md says how to get each.
+PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
+  $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
+  $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long lint format bench protos clean
+.PHONY: demo test test-gpu test-long lint format bench bench-gpu protos clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -40,7 +45,7 @@ test-long: $(VENV)/.ready client/node/node_modules/.ready
 
 ## test-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
 test-gpu:
-	PYTHONPATH=.:kernels:client:protos $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider
+	$(SOURCES) $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider
 
 ## lint: style, types and protos
 lint: $(VENV)/.ready
@@ -54,16 +59,25 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-## bench: the benchmarks that need no GPU; VLLM_PYTHON=... has vLLM run beside
+## bench: the benchmarks that need no GPU; VLLM_PYTHON=... and LLAMA_SERVER=... run beside
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.fairness
 	$(BIN)/python -m benchmarks.pipelining
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
-	$(BIN)/python -m benchmarks.offline
+	$(BIN)/python -m benchmarks.offline --shape llama-160m qwen3-0.6b --dtype bfloat16 float32 $(PEERS)
+	$(BIN)/python -m benchmarks.startup $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.endurance
 	$(BIN)/python -m benchmarks.report
+
+## bench-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
+bench-gpu:
+	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape qwen3-0.6b \
+	  --workloads nano-vllm single prefill prefix --max-num-seqs 256 --max-num-batched-tokens 16384 \
+	  --kv-cache-gib 40 $(PEERS)
+	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape llama-8b \
+	  --workloads single mixed --max-num-seqs 256 --kv-cache-gib 40 $(PEERS)
 
 ## protos: regenerate the code after a change to a .proto, and store what it added to the contract
 protos: $(VENV)/.ready

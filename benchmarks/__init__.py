@@ -9,7 +9,8 @@
 | `wire` | sizes of plans and results, what it takes to make and read them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |
-| `offline` | tokens per second of whole workloads, through the services, against `transformers` |
+| `offline` | tokens per second of whole workloads, through the services, against other engines |
+| `startup` | time from launch to first token, and peak memory, against vLLM's |
 
 `report` copies results into docs/benchmarks.md, and draws the pictures there.
 """

@@ -1,17 +1,17 @@
 """Where figures were measured, who else was using the machine, and the files they go to."""
 
-import datetime
 import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 RESULTS = Path(__file__).parent / "results"
+VECTOR_EXTENSIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 PACKAGES = ("protobuf", "grpcio", "torch", "transformers")
 
 
@@ -20,6 +20,7 @@ def describe() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "vector_extensions": _vector_extensions(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
@@ -31,6 +32,14 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _vector_extensions() -> list[str]:
+    """Those of the processor's that decide how fast it multiplies matrices."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return [flag for flag in VECTOR_EXTENSIONS if flag in line.split()]
+    return []
 
 
 def _version(package: str) -> str | None:
@@ -46,16 +55,19 @@ class ForeignLoad:
     Time in which the hypervisor ran somebody else counts as theirs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_seconds: Callable[[], float] | None = None) -> None:
+        """`own_seconds`: processor time so far of what is not foreign, if that is less than this
+        process and its children."""
+        self._own_seconds = own_seconds or _own_seconds
         self._wall = time.monotonic()
         self._busy = _busy_seconds()
-        self._own = _own_seconds()
+        self._own = self._own_seconds()
 
     @property
     def cores(self) -> float:
         """Mean since this was made. Children count once they have been waited for, or while they
         live."""
-        foreign = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        foreign = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
         return round(max(0.0, foreign) / max(1e-9, time.monotonic() - self._wall), 2)
 
 
@@ -78,9 +90,8 @@ def _own_seconds() -> float:
 def save(
     name: str, figures: Mapping[str, object], load: ForeignLoad, folder: Path = RESULTS
 ) -> Path:
-    """Write figures to `folder` as NAME.json, with the machine and the date."""
+    """Write figures to `folder` as NAME.json, with the machine."""
     content = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": describe(),
         "foreign_cores": load.cores,
         **figures,

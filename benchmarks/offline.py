@@ -1,89 +1,187 @@
-"""Throughput of whole workloads, Pagewire through its services against `transformers`.
+"""Throughput of whole workloads, Pagewire through its services against other engines.
 
-    python -m benchmarks.offline --dtype float32 --repeats 3
+    python -m benchmarks.offline --shape llama-160m --dtype bfloat16 \
+        --vllm-python VLLM/bin/python --llama-server BUILD/bin/llama-server
 
-The engines take turns, workload by workload, and medians are compared, so that a machine whose
-speed drifts harms both alike. Weights are random. Results are written to `benchmarks/results/`.
+All engines load the same checkpoint, with random weights, and run the same jobs. They take turns,
+workload by workload and repeat by repeat, and medians are compared, so that a machine whose speed
+drifts harms all alike; whoever does not run is stopped. An engine that is far behind the fastest
+runs less often (`--slow-factor`, `--slow-repeats`). Results are written to `benchmarks/results/`.
 """
 
 import argparse
-import json
-import platform
-import statistics
+import os
 import tempfile
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.engines import LLAMA_160M, Engine, Pagewire, Transformers
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.agreement import agreements
+from benchmarks.ceilings import Ceilings, measure_apart
+from benchmarks.comparison import all_runs, compare, table
+from benchmarks.contest import Patience, Run, compete
+from benchmarks.engines import transformers_static
+from benchmarks.engines.choice import NAMES, Programs, start_all
+from benchmarks.engines.engine import Engine, Settings
+from benchmarks.floor import floor_seconds
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.shapes import BYTES_PER_VALUE, SHAPES
+from benchmarks.workloads import FOUR, WORKLOADS, Workload
 
-RESULTS = Path(__file__).parent / "results"
-
-Rates = dict[str, dict[str, float]]
-"""Tokens per second by workload and engine."""
-
-
-def measure(engines: Sequence[Engine], repeats: int) -> Rates:
-    """Medians over `repeats` turns, after one that is not counted."""
-    draw = np.random.default_rng(0)
-    return {w.name: measure_workload(w, engines, repeats, draw) for w in WORKLOADS}
-
-
-def measure_workload(
-    workload: Workload, engines: Sequence[Engine], repeats: int, draw: np.random.Generator
-) -> dict[str, float]:
-    rates: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    for turn in range(repeats + 1):
-        for engine in engines:
-            jobs = workload.make_jobs(draw, LLAMA_160M["vocab_size"])
-            began = time.perf_counter()
-            engine.run(jobs)
-            if turn:
-                taken = time.perf_counter() - began
-                rates[engine.name].append(workload.num_tokens(jobs) / taken)
-    return {name: statistics.median(values) for name, values in rates.items()}
+console = Console(width=200)
 
 
-def show(rates: Rates, title: str) -> None:
-    table = Table("workload", "pagewire", "transformers", "ratio", title=title)
-    for workload, row in rates.items():
-        ours, theirs = row["pagewire"], row["transformers"]
-        table.add_row(workload, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
-    Console().print(table)
-
-
-def save(rates: Rates, dtype: str, repeats: int) -> Path:
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+def run(
+    settings: Settings,
+    programs: Programs,
+    names: Sequence[str],
+    workloads: Sequence[Workload],
+    patience: Patience,
+) -> dict[str, Any]:
+    """All engines on one shape and dtype."""
+    scale = settings.shape.scale if settings.device == "cpu" else 1.0
+    before = measure_apart(settings.dtype, settings.device, settings.threads)
+    with ExitStack() as stack:
+        engines, absent = start_all(names, settings, programs, stack)
+        results = compete(engines, workloads, settings.shape, scale, patience, _tell)
+        agreed = _agreed(engines, settings)
+        abouts = {engine.name: asdict(engine.about) for engine in engines}
+    ceilings = before.best(measure_apart(settings.dtype, settings.device, settings.threads))
+    floors = {w.name: _floor(w, settings, ceilings, scale) for w in workloads}
+    return {
+        "shape": settings.shape.name,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "patience": asdict(patience),
+        "ceilings": asdict(ceilings),
+        "engines": abouts,
+        "absent": absent,
+        "rows": compare(results, floors),
+        "greedy_tokens_equal_transformers": agreed,
+        "runs": all_runs(results),
     }
-    path = RESULTS / f"offline-160m-{dtype}.json"
-    content = {"machine": machine, "dtype": dtype, "repeats": repeats, "tokens_per_second": rates}
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+def _tell(workload: str, engine: str, run: Run) -> None:
+    console.print(
+        f"{workload:>10} {engine:22} {run.tokens_per_s:9.1f} tokens/s {run.seconds:7.2f} s"
+        f"   others {run.foreign_cores:.2f} cores",
+        highlight=False,
+    )
+
+
+def _floor(workload: Workload, settings: Settings, ceilings: Ceilings, scale: float) -> float:
+    jobs = workload.make_jobs(np.random.default_rng(0), settings.shape.vocab_size, scale)
+    budget = settings.max_num_batched_tokens
+    return floor_seconds(jobs, settings.shape, settings.dtype, ceilings, budget)
+
+
+def _agreed(engines: Sequence[Engine], settings: Settings) -> dict[str, dict[str, int]] | None:
+    """In float32, if `transformers` is among the engines."""
+    reference = [engine for engine in engines if engine.name == transformers_static.NAME]
+    if settings.dtype != "float32" or not reference:
+        return None
+    found = agreements(engines, reference[0], settings.shape.vocab_size)
+    return {name: asdict(agreement) for name, agreement in found.items()}
+
+
+def show(content: dict[str, Any]) -> None:
+    """Print what came of a run."""
+    title = f"{content['shape']}, {content['dtype']}, {content['device']}: tokens/s"
+    console.print(table(content["rows"], title))
+    for name, agreement in (content["greedy_tokens_equal_transformers"] or {}).items():
+        console.print(
+            f"{name}: {agreement['equal_requests']} of {agreement['requests']} requests and"
+            f" {agreement['equal_tokens']} of {agreement['tokens']} greedy tokens as transformers",
+            highlight=False,
+        )
+    for name, reason in content["absent"].items():
+        console.print(f"without {name}: {reason}", highlight=False)
+
+
+def result_name(shape: str, dtype: str, device: str) -> str:
+    """The result file's name less its ending."""
+    plain = shape.replace("-", "_").replace(".", "_")
+    return f"offline_{plain}_{dtype}" + ("" if device == "cpu" else f"_{device}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run each shape in each dtype; print, and write the results."""
+    args = parse(arguments)
+    programs = Programs(
+        vllm_python=args.vllm_python,
+        nano_vllm_python=args.nano_vllm_python,
+        llama_server=args.llama_server,
+    )
+    patience = Patience(
+        repeats=args.repeats, slow_repeats=args.slow_repeats, slow_factor=args.slow_factor
+    )
+    workloads = [WORKLOADS[name] for name in args.workloads]
+    for shape in args.shape:
+        for dtype in args.dtype:
+            load = ForeignLoad()
+            content = run(
+                settings_of(args, shape, dtype), programs, args.engines, workloads, patience
+            )
+            show(content)
+            name = result_name(shape, dtype, args.device)
+            print(f"written to {save(name, content, load, args.results)}")
+
+
+def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:
+    """What the flags of `add_common` say."""
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    return Settings(
+        shape=SHAPES[shape],
+        dtype=dtype,
+        checkpoints=args.checkpoints,
+        device=args.device,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_gib=args.kv_cache_gib,
+        threads=args.threads,
+        logs=args.logs,
+    )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_common(parser)
+    parser.add_argument("--workloads", nargs="+", default=list(FOUR), choices=list(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Pagewire(Path(folder), LLAMA_160M, arguments.dtype) as pagewire,
-        Transformers(LLAMA_160M, arguments.dtype) as transformers,
-    ):
-        rates = measure([pagewire, transformers], arguments.repeats)
-    show(rates, f"Llama 160M, {arguments.dtype}, tokens/s")
-    print(f"written to {save(rates, arguments.dtype, arguments.repeats)}")
+    parser.add_argument("--slow-repeats", type=int, default=1, help="of engines far behind")
+    parser.add_argument("--slow-factor", type=float, default=1.5, help="how far: times as long")
+    parser.add_argument("--nano-vllm-python", type=Path, help="the Python that has nano-vllm")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
+    return parser.parse_args(arguments)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Flags that benchmarks of whole engines share."""
+    parser.add_argument("--shape", nargs="+", default=["llama-160m"], choices=list(SHAPES))
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(BYTES_PER_VALUE))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--vllm-python", type=Path, help="the Python that has vLLM")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "pagewire-checkpoints",
+        help="folder where checkpoints are made and kept",
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kv-cache-gib", type=int, default=3, help="memory for KV, each engine")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--logs", type=Path, help="folder for what the engines say")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,15 @@ from matplotlib.figure import Figure
 
 IMAGES = Path(__file__).parents[1] / "docs/images/benchmarks"
 
-COLOURS = {"pagewire": "#1f6feb", "vllm": "#d29922"}
+COLOURS = {
+    "pagewire": "#1f6feb",
+    "pagewire in-process": "#79b8ff",
+    "vllm": "#d29922",
+    "llama.cpp": "#3fb950",
+    "nano-vllm": "#a371f7",
+    "transformers": "#f85149",
+    "transformers cb": "#ffa198",
+}
 """Of engines, the same in all pictures."""
 
 Results = Mapping[str, Any]
@@ -58,6 +66,37 @@ def _online(figure: Figure, results: Results) -> None:
     for axes in panels:
         axes.set_xlabel("arrivals/s")
         axes.legend(fontsize=8)
+
+
+def _offline(figure: Figure, results: Results) -> None:
+    """Each engine's throughput over the best peer's, a panel for each shape and dtype."""
+    cells = results["cells"]
+    figure.set_size_inches(11, 2.6 * len(cells))
+    panels = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
+    for axes, cell in zip(panels, cells, strict=True):
+        rows = [row for row in cell["rows"] if "best_peer" in row]
+        engines = list(dict.fromkeys(name for row in rows for name in row["tokens_per_s"]))
+        width = 0.8 / max(1, len(engines))
+        for index, engine in enumerate(engines):
+            ratios = [_over_best(row, engine) for row in rows]
+            places = [place + width * index for place in range(len(rows))]
+            colour = COLOURS.get(engine)
+            bars = axes.bar(places, ratios, 0.9 * width, color=colour, label=engine)
+            axes.bar_label(bars, fmt="%.2f", fontsize=6)
+        axes.axhline(1, color="black", linewidth=0.8)
+        middle = width * (len(engines) - 1) / 2
+        axes.set_xticks(
+            [place + middle for place in range(len(rows))],
+            [f"{row['workload']} (best peer: {row['best_peer']})" for row in rows],
+        )
+        axes.set_ylabel("÷ best peer")
+        axes.set_title(f"{cell['shape']}, {cell['dtype']}, {cell['device']}", fontsize=10)
+    panels[0].legend(fontsize=7, ncols=4)
+
+
+def _over_best(row: Row, engine: str) -> float:
+    rates = row["tokens_per_s"]
+    return float(rates.get(engine, 0) / rates[row["best_peer"]])
 
 
 def _wire(figure: Figure, results: Results) -> None:
@@ -114,5 +153,6 @@ PLOTS: Mapping[str, Callable[[Figure, Results], None]] = {
     "online": _online,
     "wire": _wire,
     "pipelining": _pipelining,
+    "offline": _offline,
 }
-"""By the names of result files."""
+"""By the names of result files; `offline` has several, and is given all of them."""

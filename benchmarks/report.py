@@ -3,7 +3,7 @@
     python -m benchmarks.report
 
 The page has a pair of comments for each file under `benchmarks/results/`; what stands between
-them is replaced by the machine, the date and a table. `benchmarks.plots` draws the pictures beside.
+them is replaced by the machine and a table. `benchmarks.plots` draws the pictures beside.
 """
 
 import json
@@ -14,14 +14,12 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.machine import RESULTS
+from benchmarks.report_offline import STARTUP, Columns, offline_facts, offline_rows
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 _SECTION = re.compile(r"<!-- results of (\w+) -->\n.*?<!-- end of results -->", re.DOTALL)
 
 NOT_MEASURED = "Not measured yet."
-
-Columns = Mapping[str, str]
-"""Titles by the names in a result's rows."""
 
 OVERHEAD: Columns = {
     "groups": "groups",
@@ -118,18 +116,25 @@ def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _online(results: Mapping[str, Any]) -> tuple[str, str]:
-    best = results["highest_good_rate"]
+    limits = f"{results['ttft_limit_ms']:g} ms, further ones {results['itl_limit_ms']:g} ms apart"
+    best = (f"{engine} {rate:g}/s" for engine, rate in results["highest_good_rate"].items())
     facts = (
         f"{results['shape']} in {results['dtype']} on {results['device']}, prompts of "
         f"{results['input_tokens']} tokens, answers of {results['output_tokens']}; arrivals for "
         f"{results['seconds']:g} s at each rate, {results['repeats']} times, medians. Good: first "
-        f"token within {results['ttft_limit_ms']:g} ms, further ones "
-        f"{results['itl_limit_ms']:g} ms apart on average. "
-        "The highest rate up to which 90 % were good: "
-        + ", ".join(f"{engine} {rate:g}/s" for engine, rate in best.items())
-        + "."
+        f"token within {limits} on average. The highest rate up to which 90 % were good: "
+        f"{', '.join(best)}."
     )
     return facts, _table(ONLINE, results["rows"])
+
+
+def _offline(results: Mapping[str, Any]) -> tuple[str, str]:
+    return offline_facts(results), _table(*offline_rows(results))
+
+
+def _startup(results: Mapping[str, Any]) -> tuple[str, str]:
+    facts = f"{results['kv_cache_gib']} GiB for KV. Medians of {results['rows'][0]['repeats']}."
+    return facts, _table(STARTUP, results["rows"])
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -138,19 +143,21 @@ SECTIONS: Mapping[str, Section] = {
     "endurance": _endurance,
     "wire": _wire,
     "online": _online,
+    "startup": _startup,
 }
-"""By the names of result files."""
+"""By the names of result files, but for the many of `offline`."""
 
 
 def render(name: str, results: Mapping[str, Any]) -> str:
     """A result as Markdown."""
-    return _section(results, *SECTIONS[name](results))
+    section = _offline if name.startswith("offline_") else SECTIONS[name]
+    return _section(results, *section(results))
 
 
 def _section(results: Mapping[str, Any], facts: str, table: str) -> str:
     machine = results["machine"]
     where = (
-        f"{results['date']}: {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['processor']}, {machine['cores']} cores, "
         f"Python {machine['python']}, protobuf {machine['protobuf']}, grpcio {machine['grpcio']}; "
         f"other processes used {results['foreign_cores']} cores meanwhile. {facts}"
     )
@@ -190,6 +197,9 @@ def main() -> None:
         path = RESULTS / f"{name}.json"
         if path.exists():
             plots.draw(name, json.loads(path.read_text()))
+    offline = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("offline_*.json"))]
+    if offline:
+        plots.draw("offline", {"cells": offline})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FIRST_TOKEN_ID = 10
-"""Below it there may be special tokens."""
+from benchmarks.made_up_tokenizer import FIRST_WORD_ID
+
+LENGTHS_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,15 +19,43 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Tokens of one request."""
+
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A named way to make jobs; fresh token ids each time, so that no run finds another's cache."""
+    """A named set of requests."""
 
     name: str
-    counts_prompt_tokens: bool
+    what: str
+    num_requests: int
+    lengths: Callable[[np.random.Generator], Lengths]
+    shared: int = 0
+    """Tokens with which all prompts begin alike, their own come on top."""
+    counts_prompt_tokens: bool = False
     """Whether its figure counts prompt tokens too, as one about prefill should."""
+    scales: bool = True
+    """Whether slow machines get fewer requests."""
 
-    make_jobs: Callable[[np.random.Generator, int], list[Job]]
-    """From a generator and the vocabulary's size."""
+    def make_jobs(self, draw: np.random.Generator, vocab_size: int, scale: float = 1) -> list[Job]:
+        """The lengths are always the same; token ids are drawn afresh, so that no run finds
+        another's cache."""
+        lengths = np.random.default_rng(LENGTHS_SEED)
+
+        def some(count: int) -> list[int]:
+            ids: list[int] = draw.integers(FIRST_WORD_ID, vocab_size, size=count).tolist()
+            return ids
+
+        beginning = some(self.shared)
+        number = max(1, round(self.num_requests * scale)) if self.scales else self.num_requests
+        each = [self.lengths(lengths) for _ in range(number)]
+        return [
+            Job(prompt=beginning + some(one.prompt), num_output_tokens=one.output) for one in each
+        ]
 
     def num_tokens(self, jobs: list[Job]) -> int:
         """The tokens that its figure counts."""
@@ -35,39 +64,64 @@ class Workload:
         return outputs + prompts * self.counts_prompt_tokens
 
 
-def _prompt(draw: np.random.Generator, vocab_size: int, length: int) -> list[int]:
-    return draw.integers(FIRST_TOKEN_ID, vocab_size, size=length).tolist()
+def _fixed(prompt: int, output: int) -> Callable[[np.random.Generator], Lengths]:
+    return lambda _: Lengths(prompt=prompt, output=output)
 
 
-def _mixed(draw: np.random.Generator, vocab_size: int) -> list[Job]:
+def _between(
+    prompt: tuple[int, int], output: tuple[int, int]
+) -> Callable[[np.random.Generator], Lengths]:
+    def draw_lengths(draw: np.random.Generator) -> Lengths:
+        ends = [int(draw.integers(low, high + 1)) for low, high in (prompt, output)]
+        return Lengths(prompt=ends[0], output=ends[1])
+
+    return draw_lengths
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="mixed",
+            what="prompts of 32 to 512 tokens, outputs of 32 to 128",
+            num_requests=64,
+            lengths=_between((32, 512), (32, 128)),
+        ),
+        Workload(
+            name="single",
+            what="one request at a time, 128 tokens in and 128 out",
+            num_requests=1,
+            lengths=_fixed(128, 128),
+        ),
+        Workload(
+            name="prefill",
+            what="prompts of 1,024 tokens, one out; prompt tokens count",
+            num_requests=8,
+            lengths=_fixed(1024, 1),
+            counts_prompt_tokens=True,
+        ),
+        Workload(
+            name="prefix",
+            what="prompts that share 512 tokens and have 32 of their own, 32 out",
+            num_requests=32,
+            lengths=_fixed(32, 32),
+            shared=512,
+        ),
+        Workload(
+            name="nano-vllm",
+            what="nano-vllm's own: 256 requests of 100 to 1,024 tokens in and out",
+            num_requests=256,
+            lengths=_between((100, 1024), (100, 1024)),
+            scales=False,
+        ),
+    )
+}
+FOUR = ("mixed", "single", "prefill", "prefix")
+"""Those that machines without a GPU run."""
+
+
+def warm_up(jobs: list[Job]) -> list[Job]:
+    """A little of a workload: what an engine does only once, it has done after."""
     return [
-        Job(
-            prompt=_prompt(draw, vocab_size, int(draw.integers(32, 513))),
-            num_output_tokens=int(draw.integers(32, 129)),
-        )
-        for _ in range(32)
+        Job(prompt=job.prompt, num_output_tokens=min(job.num_output_tokens, 4)) for job in jobs[:2]
     ]
-
-
-def _single(draw: np.random.Generator, vocab_size: int) -> list[Job]:
-    return [Job(prompt=_prompt(draw, vocab_size, 128), num_output_tokens=128)]
-
-
-def _prefill(draw: np.random.Generator, vocab_size: int) -> list[Job]:
-    return [Job(prompt=_prompt(draw, vocab_size, 1024), num_output_tokens=1) for _ in range(4)]
-
-
-def _prefix(draw: np.random.Generator, vocab_size: int) -> list[Job]:
-    shared = _prompt(draw, vocab_size, 512)
-    return [
-        Job(prompt=shared + _prompt(draw, vocab_size, 32), num_output_tokens=32) for _ in range(16)
-    ]
-
-
-WORKLOADS = (
-    Workload(name="mixed", counts_prompt_tokens=False, make_jobs=_mixed),
-    Workload(name="single", counts_prompt_tokens=False, make_jobs=_single),
-    Workload(name="prefill", counts_prompt_tokens=True, make_jobs=_prefill),
-    Workload(name="prefix", counts_prompt_tokens=False, make_jobs=_prefix),
-)
-"""32 requests of mixed lengths; one stream; four long prompts; a prefix that 16 requests share."""

@@ -1,0 +1,69 @@
+"""Whether engines sample the same greedy tokens as `transformers` does, one prompt at a time.
+
+To be asked in float32 only: in bfloat16, the most probable tokens of random weights are often
+equal to the last bit, and which one wins says nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.engines.engine import Engine
+from benchmarks.workloads import Job
+
+NUM_PROMPTS = 4
+NUM_TOKENS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """Of one engine with the reference."""
+
+    equal_requests: int
+    requests: int
+    equal_tokens: int
+    """Before the first that differs, in all requests."""
+    tokens: int
+
+
+def agreements(
+    engines: Sequence[Engine], reference: Engine, vocab_size: int
+) -> dict[str, Agreement]:
+    """Of all engines, each given the prompts together, with a reference given each alone."""
+    jobs = _jobs(vocab_size)
+    expected = [tokens for job in jobs for tokens in _run(reference, [job])]
+    return {engine.name: agreement(_run(engine, jobs), expected) for engine in engines}
+
+
+def agreement(got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Agreement:
+    """How far outputs are the same."""
+    equal = [_num_equal(*pair) for pair in zip(got, expected, strict=True)]
+    return Agreement(
+        equal_requests=sum(map(list.__eq__, map(list, got), map(list, expected))),
+        requests=len(expected),
+        equal_tokens=sum(equal),
+        tokens=sum(map(len, expected)),
+    )
+
+
+def _num_equal(got: Sequence[int], expected: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = enumerate(zip(got, expected, strict=True))
+    return next((index for index, (one, other) in pairs if one != other), len(expected))
+
+
+def _jobs(vocab_size: int) -> list[Job]:
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(32, 256, size=NUM_PROMPTS).tolist()
+    return [
+        Job(prompt=draw.integers(0, vocab_size, size=length).tolist(), num_output_tokens=NUM_TOKENS)
+        for length in lengths
+    ]
+
+
+def _run(engine: Engine, jobs: list[Job]) -> list[list[int]]:
+    engine.resume()
+    outputs = engine.run(jobs)
+    engine.pause()
+    return outputs.token_ids

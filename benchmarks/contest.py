@@ -1,0 +1,135 @@
+"""Engines that take turns at the same jobs, so that a drifting machine harms all alike."""
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.engines.engine import Engine, Outputs
+from benchmarks.machine import ForeignLoad
+from benchmarks.processes import processor_seconds
+from benchmarks.shapes import Shape
+from benchmarks.workloads import Job, Workload, warm_up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One engine's turn at one workload."""
+
+    tokens_per_s: float
+    seconds: float
+    foreign_cores: float
+    """Processor time per second that neither the engine nor this process took; idle rivals' time
+    is in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How often each engine runs."""
+
+    repeats: int = 3
+    slow_repeats: int = 1
+    """Of an engine that takes more than `slow_factor` times as long as the fastest."""
+    slow_factor: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slow_repeats <= self.repeats:
+            raise ValueError("expected at least one repeat, and no more of slow engines")
+
+    def wants(self, runs: Sequence[Run], fastest_s: float) -> bool:
+        """Whether an engine with these runs should run again."""
+        if len(runs) < self.slow_repeats or not runs:
+            return True
+        middle = statistics.median(run.seconds for run in runs)
+        return len(runs) < self.repeats and middle <= self.slow_factor * fastest_s
+
+
+@dataclass(slots=True)
+class Results:
+    """Runs by workload and engine."""
+
+    runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
+
+    def of(self, workload: str, engine: str) -> list[Run]:
+        """Those of one engine at one workload."""
+        return self.runs.setdefault(workload, {}).setdefault(engine, [])
+
+    def fastest_s(self, workload: str) -> float:
+        """The median seconds of whoever is fastest so far."""
+        medians = [
+            statistics.median(run.seconds for run in runs)
+            for runs in self.runs.get(workload, {}).values()
+            if runs
+        ]
+        return min(medians, default=float("inf"))
+
+
+class WrongOutput(Exception):
+    """An engine has not done what it was asked to."""
+
+
+def compete(
+    engines: Sequence[Engine],
+    workloads: Sequence[Workload],
+    shape: Shape,
+    scale: float,
+    patience: Patience,
+    on_run: Callable[[str, str, Run], None] = lambda workload, engine, run: None,
+) -> Results:
+    """All engines' runs, after a short one that is not counted. Raises WrongOutput."""
+    draw = np.random.default_rng(0)
+    results = Results()
+    for engine in engines:
+        for workload in workloads:
+            jobs = warm_up(workload.make_jobs(draw, shape.vocab_size, scale))
+            take_turn(engine, jobs, shape.vocab_size, num_tokens=1)
+    for turn in range(patience.repeats):
+        for workload in workloads:
+            jobs = workload.make_jobs(draw, shape.vocab_size, scale)
+            fastest_s = results.fastest_s(workload.name)
+            for engine in _rotated(engines, turn):
+                runs = results.of(workload.name, engine.name)
+                if patience.wants(runs, fastest_s):
+                    tokens = workload.num_tokens(jobs)
+                    runs.append(take_turn(engine, jobs, shape.vocab_size, tokens))
+                    on_run(workload.name, engine.name, runs[-1])
+    return results
+
+
+def take_turn(engine: Engine, jobs: list[Job], vocab_size: int, num_tokens: int) -> Run:
+    """One run, while the other engines are paused. `num_tokens`: those that count."""
+    engine.resume()
+    load = ForeignLoad(lambda: _own_seconds(engine.pids))
+    outputs = engine.run(jobs)
+    foreign = load.cores
+    engine.pause()
+    check(engine.name, jobs, outputs, vocab_size)
+    return Run(
+        tokens_per_s=num_tokens / outputs.seconds,
+        seconds=outputs.seconds,
+        foreign_cores=foreign,
+    )
+
+
+def check(name: str, jobs: Sequence[Job], outputs: Outputs, vocab_size: int) -> None:
+    """Raise WrongOutput unless there are as many tokens as were asked for, of the vocabulary."""
+    got = [len(tokens) for tokens in outputs.token_ids]
+    asked = [job.num_output_tokens for job in jobs]
+    if got != asked:
+        raise WrongOutput(f"{name}: asked for {asked} tokens, got {got}")
+    if not all(0 <= token < vocab_size for tokens in outputs.token_ids for token in tokens):
+        raise WrongOutput(f"{name}: a token is not in the vocabulary of {vocab_size}")
+
+
+def _own_seconds(pids: Sequence[int]) -> float:
+    """Processor time of this process alone, and of an engine's with all their descendants."""
+    times = os.times()
+    return times.user + times.system + sum(map(processor_seconds, pids))
+
+
+def _rotated(engines: Sequence[Engine], turn: int) -> list[Engine]:
+    """So that no engine always runs after the same other."""
+    start = turn % len(engines)
+    return [*engines[start:], *engines[:start]]

@@ -1,0 +1,79 @@
+"""The parent's end of an engine that runs in a child process."""
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.engines.engine import About, Outputs
+from benchmarks.line_process import LineProcess
+from benchmarks.processes import send_signal
+from benchmarks.workloads import Job
+
+ROOT = Path(__file__).parents[2]
+SOURCES = tuple(ROOT / folder for folder in ("", "kernels", "client", "protos"))
+"""What our own children import; those under a foreign Python need this package alone."""
+
+
+class ChildEngine:
+    """An engine that a module of this package makes under some Python.
+
+    While others run, its processes are stopped: some engines' idle threads spin.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        python: str | Path,
+        module: str,
+        settings: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.name = name
+        self._command = [python, "-m", f"benchmarks.engines.{module}", json.dumps(settings)]
+        sources = SOURCES if str(python) == sys.executable else SOURCES[:1]
+        paths = {"PYTHONPATH": ":".join(map(str, sources))}
+        self._environment = paths | dict(environment or {})
+        self._log = log
+
+    @property
+    def pids(self) -> list[int]:
+        """The child."""
+        return [self._process.pid]
+
+    def run(self, jobs: list[Job]) -> Outputs:
+        """Run all jobs together."""
+        answer = self._process.ask(
+            {
+                "prompts": [job.prompt for job in jobs],
+                "num_tokens": [job.num_output_tokens for job in jobs],
+            }
+        )
+        return Outputs(**answer)
+
+    def pause(self) -> None:
+        """Stop its processes."""
+        send_signal(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        send_signal(self._process.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        self._process = LineProcess(self._command, self._environment, log=self._log)
+        self.about = About(**self._process.ready)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.resume()
+        self._process.close()

@@ -1,0 +1,113 @@
+"""The engines of a run: those that are asked for and can be had; why not, of the others."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.engines import (
+    in_process,
+    llama_cpp,
+    nano_vllm,
+    pagewire,
+    transformers_continuous,
+    transformers_static,
+    vllm,
+)
+from benchmarks.engines.engine import Engine, Settings
+
+logger = logging.getLogger(__name__)
+
+OURS = (pagewire.NAME, in_process.NAME)
+NAMES = (
+    *OURS,
+    vllm.NAME,
+    llama_cpp.NAME,
+    nano_vllm.NAME,
+    transformers_static.NAME,
+    transformers_continuous.NAME,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Programs:
+    """Where the peers are that do not share our environment; None: not here."""
+
+    vllm_python: Path | None = None
+    nano_vllm_python: Path | None = None
+    llama_server: Path | None = None
+
+
+class Absent(Exception):
+    """An engine that cannot be had, and why."""
+
+
+def make(name: str, settings: Settings, programs: Programs) -> Engine:
+    """The engine of this name, not yet started. Raises Absent."""
+    return _MAKERS[name](settings, programs)
+
+
+def start_all(
+    names: Sequence[str], settings: Settings, programs: Programs, stack: ExitStack
+) -> tuple[list[Engine], dict[str, str]]:
+    """Start engines one after the other, each paused once it is ready; those that are left out
+    with their reasons."""
+    engines: list[Engine] = []
+    absent: dict[str, str] = {}
+    for name in names:
+        try:
+            engine = stack.enter_context(make(name, settings, programs))
+        except Absent as reason:
+            absent[name] = str(reason)
+            continue
+        except RuntimeError as error:
+            if name in OURS:
+                raise
+            # A peer that does not start is no reason not to compare with the others.
+            logger.warning("%s does not start: %s", name, error)
+            absent[name] = f"does not start: {str(error).splitlines()[0]}"
+            continue
+        engine.pause()
+        engines.append(engine)
+    return engines, absent
+
+
+def _vllm(settings: Settings, programs: Programs) -> Engine:
+    return vllm.engine(_given(programs.vllm_python, "--vllm-python"), settings)
+
+
+def _nano_vllm(settings: Settings, programs: Programs) -> Engine:
+    if settings.device == "cpu":
+        raise Absent("needs a GPU")
+    return nano_vllm.engine(_given(programs.nano_vllm_python, "--nano-vllm-python"), settings)
+
+
+def _llama_cpp(settings: Settings, programs: Programs) -> Engine:
+    server = _given(programs.llama_server, "--llama-server")
+    if settings.device != "cpu":
+        raise Absent("compared on CPUs only")
+    if find_spec("gguf") is None:
+        raise Absent("its files need the package gguf")
+    return llama_cpp.LlamaCpp(server, settings)
+
+
+def _given(program: Path | None, flag: str) -> Path:
+    if program is None:
+        raise Absent(f"not given by {flag}")
+    if not program.exists():
+        raise Absent(f"{flag}: no such file")
+    # Not resolved: what a virtual environment's Python is, its link tells.
+    return program.absolute()
+
+
+_MAKERS: dict[str, Callable[[Settings, Programs], Engine]] = {
+    pagewire.NAME: lambda settings, _: pagewire.Pagewire(settings),
+    in_process.NAME: lambda settings, _: in_process.engine(settings),
+    vllm.NAME: _vllm,
+    llama_cpp.NAME: _llama_cpp,
+    nano_vllm.NAME: _nano_vllm,
+    transformers_static.NAME: lambda settings, _: transformers_static.engine(settings),
+    transformers_continuous.NAME: lambda settings, _: transformers_continuous.engine(settings),
+}

@@ -1,0 +1,131 @@
+"""Pagewire's own scheduler core and worker in one process, joined by function calls.
+
+What the services do, less the services: no gRPC, no bytes, no other process, no frontend. Steps
+are planned and launched as far ahead as the services do it. What is left of the wire is plan and
+result as messages, since only these are turned into the other side's columns.
+"""
+
+import sys
+import time
+from collections import deque
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import checkpoint
+from benchmarks.engines import lines
+from benchmarks.engines.child import ChildEngine
+from benchmarks.engines.engine import Settings
+from pagewire.v1.sampling_pb2 import SamplerParams
+from scheduler_service import wire as scheduler_wire
+from scheduler_service.core import GroupCapacity, Request, SchedulerConfig, SchedulerCore
+from worker_service import wire as worker_wire
+from worker_service.config import CacheConfig
+from worker_service.executor import Step
+from worker_service.loader import ModelConfig, load_model
+from worker_service.model_executor import ModelExecutor
+from worker_service.plan import StepResult
+from worker_service.profiler import Profiler
+
+NAME = "pagewire in-process"
+GROUP, MODEL, FRONTEND, EPOCH = "group", "model", "frontend", 1
+
+
+def engine(settings: Settings) -> ChildEngine:
+    """The parent's end."""
+    described = {
+        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "threads": settings.threads if settings.device == "cpu" else None,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "kv_cache_gib": settings.kv_cache_gib,
+    }
+    log = settings.log("in_process")
+    return ChildEngine(NAME, sys.executable, "in_process", described, log=log)
+
+
+class InProcess:
+    """The child's end."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        limits = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+        self._core = SchedulerCore(SchedulerConfig(**limits))
+        self._num_requests = 0
+        cache = CacheConfig(kv_cache_memory=settings["kv_cache_gib"] * 2**30)
+        executor = ModelExecutor(
+            cache, Profiler(Path()), lambda: load_model(_model_config(settings))
+        )
+        facts = executor.load()
+        counts = executor.profile_blocks(**limits)
+        self._runner = executor.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, EPOCH)
+        capacity = GroupCapacity(
+            group_id=GROUP,
+            model=MODEL,
+            num_gpu_blocks=counts.num_gpu_blocks,
+            num_cpu_blocks=counts.num_cpu_blocks,
+            block_size=cache.block_size,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+        )
+        self._core.add_group(capacity, time.monotonic())
+
+    def about(self) -> dict[str, Any]:
+        """Version and settings."""
+        given = {name: value for name, value in self._settings.items() if name != "model"}
+        return {"version": metadata.version("pagewire"), "settings": given}
+
+    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
+        """Greedy tokens for each prompt."""
+        outputs: dict[int, list[int]] = {}
+        for prompt, count in zip(prompts, num_tokens, strict=True):
+            self._num_requests += 1
+            self._core.submit(_request(self._num_requests, prompt, count), time.monotonic())
+            outputs[self._num_requests] = []
+        self._run(outputs)
+        return list(outputs.values())
+
+    def _run(self, outputs: dict[int, list[int]]) -> None:
+        """Launch ahead, collect in order, until nothing is left."""
+        launched: deque[Step] = deque()
+        while True:
+            while (plan := self._core.schedule(GROUP, time.monotonic())) is not None:
+                message = scheduler_wire.encode_plan(plan, EPOCH)
+                launched.append(
+                    self._runner.launch(worker_wire.decode_plan(message, received_us=0))
+                )
+            if not launched:
+                return
+            self._update(launched.popleft().collect())
+            for outbox in self._core.take_outboxes().values():
+                for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
+                    outputs[handle].append(token)
+
+    def _update(self, result: StepResult) -> None:
+        message = worker_wire.encode_result(result)
+        self._core.update(GROUP, scheduler_wire.decode_result(message), time.monotonic())
+
+
+def _model_config(settings: dict[str, Any]) -> ModelConfig:
+    names = ("model", "dtype", "device", "threads", "max_model_len")
+    return ModelConfig(**{name: settings[name] for name in names}, show_progress=False)
+
+
+def _request(number: int, prompt: list[int], num_tokens: int) -> Request:
+    return Request(
+        frontend_id=FRONTEND,
+        handle=number,
+        request_id=str(number),
+        model=MODEL,
+        prompt_token_ids=prompt,
+        max_tokens=num_tokens,
+        sampling=SamplerParams(top_p=1.0, repetition_penalty=1.0),
+    )
+
+
+if __name__ == "__main__":
+    answers = lines.take_stdout()
+    lines.serve(InProcess(lines.settings()), answers)

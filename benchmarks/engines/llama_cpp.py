@@ -1,0 +1,159 @@
+"""llama.cpp's `llama-server`, asked over HTTP with as many requests open as it has slots."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.checkpoints import gguf
+from benchmarks.engines.engine import About, Outputs, Settings
+from benchmarks.processes import send_signal
+from benchmarks.workloads import Job
+
+NAME = "llama.cpp"
+NUM_SLOTS = 32
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 300.0
+KV_TYPES = {"float32": "f32", "bfloat16": "f16"}
+"""It has bfloat16 caches, too; half precision is its default and the faster one."""
+
+
+class LlamaCpp:
+    """A server of its own; all slots share one KV memory of the size that all engines have."""
+
+    name = NAME
+
+    def __init__(self, server: Path, settings: Settings) -> None:
+        self._server = server
+        self._settings = settings
+        self._flags = flags(settings)
+        self._model = gguf(settings.shape, settings.dtype, settings.checkpoints)
+        self.about = About(version=version(server), settings={"flags": " ".join(self._flags)})
+
+    @property
+    def pids(self) -> list[int]:
+        """The server."""
+        return [self._process.pid]
+
+    def run(self, jobs: list[Job]) -> Outputs:
+        """Run all jobs together; the slots take them in order."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(min(NUM_SLOTS, len(jobs))) as clients:
+            token_ids = list(clients.map(self._complete, jobs))
+        return Outputs(token_ids=token_ids, seconds=time.perf_counter() - began)
+
+    def _complete(self, job: Job) -> list[int]:
+        request = {
+            "prompt": job.prompt,
+            "n_predict": job.num_output_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "samplers": ["temperature"],
+            "cache_prompt": True,
+            "return_tokens": True,
+        }
+        tokens: list[int] = self._ask("POST", "/completion", request)["tokens"]
+        return tokens
+
+    def _ask(self, method: str, path: str, request: object = None) -> Any:
+        connection = http.client.HTTPConnection(HOST, self._port)
+        try:
+            body = None if request is None else json.dumps(request)
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise RuntimeError(f"llama-server: {response.status} {answer}")
+        return answer
+
+    def pause(self) -> None:
+        """Stop its process."""
+        send_signal(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        send_signal(self._process.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        self._port = _free_port()
+        command = [self._server, "-m", self._model, "--host", HOST, "--port", str(self._port)]
+        with open(self._settings.log("llama_cpp") or os.devnull, "w") as log:
+            self._process = subprocess.Popen(
+                [*command, *self._flags], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        with self._ended_on_error():
+            self._wait_ready()
+        return self
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if (code := self._process.poll()) is not None:
+                raise RuntimeError(f"llama-server ended with {code}")
+            try:
+                self._ask("GET", "/health")
+            except (OSError, RuntimeError):
+                time.sleep(0.1)
+            else:
+                return
+        raise RuntimeError("llama-server does not become ready")
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+
+def flags(settings: Settings) -> list[str]:
+    """The server's command line but for model and address."""
+    threads, kind = str(settings.threads), KV_TYPES[settings.dtype]
+    slots = min(NUM_SLOTS, settings.max_num_seqs)
+    return [
+        *("-t", threads, "-tb", threads, "-np", str(slots)),
+        *("-b", str(settings.max_num_batched_tokens), "-ub", "512"),
+        *("-c", str(settings.kv_tokens), "--kv-unified"),
+        *("-ctk", kind, "-ctv", kind, "-fa", "on"),
+        # Neither a cache of old prompts beside the slots, nor anything that is for chats.
+        *("--cache-ram", "0", "--no-webui", "--no-jinja"),
+    ]
+
+
+def version(server: Path) -> str:
+    """As it says itself."""
+    said = subprocess.run([server, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"version: (.+)", said.stderr + said.stdout)
+    return found[1] if found else "unknown"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,72 @@
+"""nano-vllm's `LLM`, in a child under the Python that has it. It needs a GPU."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.engines import lines
+
+if TYPE_CHECKING:  # not to be known where nano-vllm is
+    from benchmarks.engines.child import ChildEngine
+    from benchmarks.engines.engine import Settings
+
+NAME = "nano-vllm"
+_WEIGHTS_AND_ACTIVATIONS_GIB = 8
+
+
+def engine(python: Path, settings: "Settings") -> "ChildEngine":
+    """The parent's end."""
+    from benchmarks.checkpoints import checkpoint
+    from benchmarks.engines.child import ChildEngine
+
+    described = {
+        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "kv_cache_gib": settings.kv_cache_gib,
+    }
+    return ChildEngine(NAME, python, "nano_vllm", described, log=settings.log("nano_vllm"))
+
+
+class NanoVllm:
+    """The child's end."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from nanovllm import LLM
+
+        self._settings = dict(settings)
+        share = _utilization(self._settings.pop("kv_cache_gib"))
+        self._settings["gpu_memory_utilization"] = share
+        self._llm = LLM(self._settings.pop("model"), enforce_eager=False, **self._settings)
+
+    def about(self) -> dict[str, Any]:
+        """Version and settings."""
+        from importlib import metadata
+
+        return {"version": metadata.version("nano-vllm"), "settings": self._settings}
+
+    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
+        """Tokens for each prompt. It refuses temperature 0; next to it, it draws from what is all
+        but certain."""
+        from nanovllm import SamplingParams
+
+        params = [
+            SamplingParams(temperature=0.01, ignore_eos=True, max_tokens=n) for n in num_tokens
+        ]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [output["token_ids"] for output in outputs]
+
+
+def _utilization(kv_cache_gib: int) -> float:
+    """It takes a share of the device in which it counts what others hold: so that about this much
+    is left for its KV."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    own = (kv_cache_gib + _WEIGHTS_AND_ACTIVATIONS_GIB) * 2**30
+    return round(min(0.95, (total - free + own) / total), 3)
+
+
+if __name__ == "__main__":
+    answers = lines.take_stdout()
+    lines.serve(NanoVllm(lines.settings()), answers)

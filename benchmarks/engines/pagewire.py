@@ -1,0 +1,85 @@
+"""Pagewire as its users have it: frontend, core and worker as processes, driven over gRPC."""
+
+import time
+from importlib import metadata
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from benchmarks.checkpoints import checkpoint
+from benchmarks.engines.engine import About, Outputs, Settings
+from benchmarks.workloads import Job
+from pagewire_client import LLM, SamplingParams
+
+NAME = "pagewire"
+
+
+class Pagewire:
+    """The offline `LLM`. Its clock includes the client and the wire.
+
+    It is not stopped while others run: its services would take each other for lost. They wait for
+    messages then, which takes no time worth measuring; others' foreign load would show it.
+    """
+
+    name = NAME
+
+    def __init__(self, settings: Settings) -> None:
+        self._flags = flags(settings)
+        self._model = str(checkpoint(settings.shape, settings.dtype, settings.checkpoints))
+        self.about = About(version=metadata.version("pagewire"), settings=self._flags)
+
+    @property
+    def pids(self) -> list[int]:
+        """The services."""
+        return self._pids
+
+    def run(self, jobs: list[Job]) -> Outputs:
+        """Run all jobs together."""
+        params = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=job.num_output_tokens)
+            for job in jobs
+        ]
+        prompts = [job.prompt for job in jobs]
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+        return Outputs(token_ids=token_ids, seconds=seconds)
+
+    def pause(self) -> None:
+        """Nothing to do."""
+
+    def resume(self) -> None:
+        """Nothing to do."""
+
+    def __enter__(self) -> Self:
+        others = _children()
+        self._llm = LLM(self._model, **self._flags)
+        self._pids = sorted(_children() - others)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._llm.close()
+
+
+def _children() -> set[int]:
+    return {process.pid for process in psutil.Process().children()}
+
+
+def flags(settings: Settings) -> dict[str, Any]:
+    """The services' flags for what all engines have in common."""
+    chosen = {
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "kv_cache_memory": f"{settings.kv_cache_gib}GiB",
+    }
+    return chosen | ({"threads": settings.threads} if settings.device == "cpu" else {})

@@ -1,0 +1,80 @@
+"""`transformers`: `generate` on one left-padded batch, as long as its longest output."""
+
+import sys
+from typing import Any
+
+import torch
+
+from benchmarks.checkpoints import checkpoint
+from benchmarks.engines import lines
+from benchmarks.engines.child import ChildEngine
+from benchmarks.engines.engine import Settings
+
+NAME = "transformers"
+
+
+def engine(settings: Settings) -> ChildEngine:
+    """The parent's end."""
+    log = settings.log("transformers_static")
+    described = describe(settings)
+    return ChildEngine(NAME, sys.executable, "transformers_static", described, log=log)
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """What the child is told."""
+    return {
+        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "threads": settings.threads,
+    }
+
+
+def load(settings: dict[str, Any]) -> Any:
+    """The model, ready to run."""
+    from transformers import AutoModelForCausalLM
+
+    if settings["device"] == "cpu":
+        torch.set_num_threads(settings["threads"])
+    dtype = getattr(torch, settings["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+    # Nothing but its length is to end a sequence.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval().to(settings["device"])
+
+
+class Static:
+    """The child's end."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._model = load(settings)
+
+    def about(self) -> dict[str, Any]:
+        """Version and settings."""
+        import transformers
+
+        return {"version": transformers.__version__, "settings": {"batch": "static"}}
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
+        """Greedy tokens for each prompt; those beyond what was asked for are thrown away."""
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        rows = [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+        mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+        device = self._settings["device"]
+        output = self._model.generate(
+            torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            do_sample=False,
+            max_new_tokens=max(num_tokens),
+        )
+        new = output[:, longest:].tolist()
+        return [tokens[:count] for tokens, count in zip(new, num_tokens, strict=True)]
+
+
+if __name__ == "__main__":
+    answers = lines.take_stdout()
+    lines.serve(Static(lines.settings()), answers)

@@ -1,0 +1,93 @@
+"""vLLM's offline `LLM`, in a child under the Python that has it; and its best settings on a CPU."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.engines import lines
+
+if TYPE_CHECKING:  # not to be known where vLLM is
+    from benchmarks.engines.child import ChildEngine
+    from benchmarks.engines.engine import Settings
+
+NAME = "vllm"
+
+
+def engine(python: Path, settings: "Settings") -> "ChildEngine":
+    """The parent's end."""
+    from benchmarks.checkpoints import checkpoint
+    from benchmarks.engines.child import ChildEngine
+
+    described = {
+        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_prefix_caching": True,
+    }
+    if settings.device != "cpu":
+        # It looks whether this share is free when it starts, and then takes what it is told.
+        described |= {
+            "gpu_memory_utilization": 0.5,
+            "kv_cache_memory_bytes": settings.kv_cache_gib * 2**30,
+        }
+    variables = environment(python, settings)
+    log = settings.log(NAME)
+    return ChildEngine(NAME, python, "vllm", described, environment=variables, log=log)
+
+
+def environment(python: Path, settings: "Settings") -> dict[str, str]:
+    """What vLLM reads from its environment; on a CPU, the best of what was tried."""
+    common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if settings.device != "cpu":
+        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    preloads = [*_find(Path("/usr/lib"), "libtcmalloc_minimal.so.4")]
+    preloads += _find(python.parents[1] / "lib", "libiomp5.so")
+    return common | {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+        "LD_PRELOAD": ":".join(preloads),
+    }
+
+
+def _find(folder: Path, name: str) -> list[str]:
+    return [str(path) for path in sorted(folder.rglob(name))[:1]]
+
+
+class Vllm:
+    """The child's end."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._settings = settings
+        self._llm = LLM(**settings)
+
+    def about(self) -> dict[str, Any]:
+        """Version and settings."""
+        import vllm
+
+        names = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD")
+        environment = {name: os.environ[name] for name in names if os.environ.get(name)}
+        if "LD_PRELOAD" in environment:
+            preloads = environment["LD_PRELOAD"].split(":")
+            environment["LD_PRELOAD"] = ":".join(Path(path).name for path in preloads)
+        given = {name: value for name, value in self._settings.items() if name != "model"}
+        return {"version": vllm.__version__, "settings": given | environment}
+
+    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
+        """Greedy tokens for each prompt."""
+        from vllm import SamplingParams
+
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in num_tokens],
+            use_tqdm=False,
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    answers = lines.take_stdout()
+    lines.serve(Vllm(lines.settings()), answers)

@@ -1,0 +1,121 @@
+"""The least time in which a machine could do a workload, by its memory and its multipliers alone.
+
+A step reads all weights once, and the keys and values that its rows attend over; or it is bound by
+its matrix products, if these take longer. The floor of a workload is the sum over the steps of an
+ideal scheduler: everything is there from the beginning, all decodes go into every step, prompts
+fill up the rest of its token budget, what prompts share is computed once and read once a step, and
+nothing takes time between the steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.shapes import BYTES_PER_VALUE, Shape
+from benchmarks.workloads import Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A sequence's part in a step."""
+
+    num_tokens: int
+    """Computed now."""
+    context: int
+    """Attended over by the last of them, itself included."""
+    samples: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One forward pass."""
+
+    rows: list[Row]
+    shared: int
+    """Tokens that all contexts have in common."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed in all."""
+        return sum(row.num_tokens for row in self.rows)
+
+    def num_bytes(self, shape: Shape, dtype: str) -> int:
+        """Weights and KV read, and new KV written."""
+        weights = shape.layer_weights
+        if any(row.samples for row in self.rows):
+            weights += shape.output_weights
+        own = sum(row.context - self.shared for row in self.rows)
+        kv_tokens = own + self.shared + self.num_tokens
+        return weights * BYTES_PER_VALUE[dtype] + kv_tokens * shape.kv_bytes(dtype)
+
+    def num_flops(self, shape: Shape) -> int:
+        """Of the matrix products and of attention."""
+        num_sampled = sum(row.samples for row in self.rows)
+        linear = shape.layer_weights * self.num_tokens + shape.output_weights * num_sampled
+        # The n-th last token of a row attends over n - 1 fewer than the last.
+        pairs = sum(
+            row.num_tokens * row.context - row.num_tokens * (row.num_tokens - 1) // 2
+            for row in self.rows
+        )
+        attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+        return 2 * (linear + attention)
+
+
+class _Sequence:
+    def __init__(self, job: Job, computed: int) -> None:
+        self.prompt_tokens = len(job.prompt)
+        self.computed = computed
+        self.left = job.num_output_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.computed >= self.prompt_tokens
+
+    def advance(self, num_tokens: int) -> Row:
+        self.computed += num_tokens
+        samples = self.computed >= self.prompt_tokens
+        self.left -= samples
+        return Row(num_tokens=num_tokens, context=self.computed, samples=samples)
+
+
+def ideal_steps(jobs: Sequence[Job], max_num_batched_tokens: int) -> Iterator[Step]:
+    """The steps of the scheduler described above."""
+    shared = _shared(jobs)
+    # The last token of a prompt is always computed: its logits are needed.
+    live = [
+        _Sequence(job, min(shared, len(job.prompt) - 1) if index else 0)
+        for index, job in enumerate(jobs)
+    ]
+    while live:
+        rows = [sequence.advance(1) for sequence in live if sequence.is_decoding]
+        budget = max_num_batched_tokens - len(rows)
+        for sequence in live:
+            wanted = sequence.prompt_tokens - sequence.computed
+            if wanted > 0 and budget > 0:
+                taken = min(wanted, budget)
+                budget -= taken
+                rows.append(sequence.advance(taken))
+        yield Step(rows=rows, shared=min(shared, *(row.context for row in rows)))
+        live = [sequence for sequence in live if sequence.left > 0]
+
+
+def _shared(jobs: Sequence[Job]) -> int:
+    """Tokens with which all prompts begin alike, if there are several."""
+    if len(jobs) < 2:
+        return 0
+    columns = zip(*(job.prompt for job in jobs), strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def floor_seconds(
+    jobs: Sequence[Job], shape: Shape, dtype: str, ceilings: Ceilings, max_num_batched_tokens: int
+) -> float:
+    """The least time for all jobs."""
+    return sum(
+        max(
+            step.num_bytes(shape, dtype) / ceilings.read_bytes_per_s,
+            step.num_flops(shape) / ceilings.flops_per_s,
+        )
+        for step in ideal_steps(jobs, max_num_batched_tokens)
+    )

@@ -1,0 +1,163 @@
+"""How long a server takes from its launch to its first token, and what memory it takes at most.
+
+    python -m benchmarks.startup --shape llama-160m --vllm-python ENVIRONMENT/bin/python
+
+`pagewire serve` with its three services against vLLM's API server: the same checkpoint, the same
+memory for KV, the same limits of a batch. They take turns, nothing else runs meanwhile. A first
+turn of each does not count: it fills the caches of compiled code that both keep on disk, and the
+file system's. Memory is what all processes of a server hold together, pages that several map
+counted once (proportional set size), the most that was seen from the launch to the end of the
+*mixed* workload.
+"""
+
+import argparse
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engines.engine import Settings
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.offline import add_common, settings_of
+from benchmarks.processes import resident_bytes
+from benchmarks.servers import PagewireServer, Server, VllmServer
+from benchmarks.workloads import WORKLOADS
+
+SAMPLE_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One server's launch and load."""
+
+    first_token_s: float
+    peak_mib: float
+    foreign_cores: float
+
+
+class PeakMemory:
+    """The most that a process and its descendants hold while this is entered."""
+
+    def __init__(self, pid: int) -> None:
+        self.peak_bytes = 0
+        self._pid = pid
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, resident_bytes(self._pid))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def start(server: Server, settings: Settings) -> Start:
+    """Launch, ask for a token, run a workload, end."""
+    scale = settings.shape.scale if settings.device == "cpu" else 1.0
+    draw = np.random.default_rng(0)
+    jobs = WORKLOADS["mixed"].make_jobs(draw, settings.shape.vocab_size, scale)
+    load = ForeignLoad()
+    with server:
+        with PeakMemory(server.pid) as memory:
+            first_token_s = server.first_token()
+            foreign = load.cores
+            server.run(jobs)
+        return Start(
+            first_token_s=round(first_token_s, 2),
+            peak_mib=round(memory.peak_bytes / 2**20),
+            foreign_cores=foreign,
+        )
+
+
+def measure(servers: Sequence[Server], settings: Settings, repeats: int) -> dict[str, list[Start]]:
+    """All servers in turns, after a turn that does not count."""
+    starts: dict[str, list[Start]] = {server.name: [] for server in servers}
+    for turn in range(repeats + 1):
+        for server in servers:
+            seen = start(server, settings)
+            print(f"{server.name}: {seen}" + ("" if turn else " (does not count)"), flush=True)
+            if turn:
+                starts[server.name].append(seen)
+    return starts
+
+
+def compare(starts: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
+    """A line for each server: medians, and how many times ours they are."""
+
+    def median(name: str, field: str) -> float:
+        return statistics.median(getattr(one, field) for one in starts[name])
+
+    return [
+        {
+            "engine": name,
+            "first_token_s": median(name, "first_token_s"),
+            "first_token_s_worst": max(one.first_token_s for one in its),
+            "peak_mib": median(name, "peak_mib"),
+            "times_pagewire_first_token": round(
+                median(name, "first_token_s") / median(PagewireServer.name, "first_token_s"), 2
+            ),
+            "times_pagewire_peak": round(
+                median(name, "peak_mib") / median(PagewireServer.name, "peak_mib"), 2
+            ),
+            "repeats": len(its),
+        }
+        for name, its in starts.items()
+    ]
+
+
+def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print the table."""
+    table = Table("server", "first token, s", "worst", "peak, MiB", "÷ ours", "÷ ours", title=title)
+    names = ("engine", "first_token_s", "first_token_s_worst", "peak_mib")
+    ratios = ("times_pagewire_first_token", "times_pagewire_peak")
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in (*names, *ratios)))
+    Console(width=120).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure each shape in each dtype; print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_common(parser)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    load = ForeignLoad()
+    for shape in args.shape:
+        for dtype in args.dtype:
+            settings = settings_of(args, shape, dtype)
+            servers: list[Server] = [PagewireServer(settings)]
+            if args.vllm_python is not None:
+                servers.append(VllmServer(args.vllm_python.absolute(), settings))
+            starts = measure(servers, settings, args.repeats)
+            what = {"shape": shape, "dtype": dtype}
+            rows += [what | row for row in compare(starts)]
+            runs += [
+                what | {"engine": n, "starts": [asdict(s) for s in its]}
+                for n, its in starts.items()
+            ]
+    show(rows, "from launch to first token, and memory with the mixed workload")
+    content = {"kv_cache_gib": args.kv_cache_gib, "rows": rows, "runs": runs}
+    print(f"written to {save('startup', content, load, args.results)}")
+
+
+if __name__ == "__main__":
+    main()

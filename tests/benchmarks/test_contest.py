@@ -1,0 +1,176 @@
+"""Engines take turns at the same jobs, are checked, and compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from benchmarks import plots
+from benchmarks.agreement import agreement
+from benchmarks.comparison import compare
+from benchmarks.contest import Patience, Results, Run, WrongOutput, compete
+from benchmarks.engines.choice import NAMES, Absent, Programs, make
+from benchmarks.engines.engine import About, Engine, Outputs, Settings
+from benchmarks.report import render
+from benchmarks.shapes import SHAPES
+from benchmarks.workloads import WORKLOADS, Job, Workload
+
+SHAPE = SHAPES["llama-160m"]
+
+
+class Made:
+    """An engine that takes as long as it is told, and notes what it is given."""
+
+    pids: Sequence[int] = ()
+
+    def __init__(self, name: str, seconds: float, *, missing: int = 0) -> None:
+        self.name = name
+        self.about = About(version="1")
+        self.jobs: list[list[Job]] = []
+        self.running = False
+        self._seconds = seconds
+        self._missing = missing
+
+    def run(self, jobs: list[Job]) -> Outputs:
+        assert self.running
+        self.jobs.append(jobs)
+        tokens = [[7] * (job.num_output_tokens - self._missing) for job in jobs]
+        return Outputs(token_ids=tokens, seconds=self._seconds)
+
+    def pause(self) -> None:
+        self.running = False
+
+    def resume(self) -> None:
+        self.running = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def run_all(engines: Sequence[Engine], workloads: Sequence[Workload], **patience: float) -> Results:
+    return compete(engines, workloads, SHAPE, 1 / 16, Patience(**patience))  # type: ignore[arg-type]
+
+
+def test_all_get_the_same_jobs_and_none_twice() -> None:
+    engines = [Made("pagewire", 1.0), Made("vllm", 1.0)]
+    run_all(engines, [WORKLOADS["mixed"]], repeats=3)
+    warm_up, *counted = engines[0].jobs
+    assert counted == engines[1].jobs[1:]
+    assert len(counted) == 3
+    prompts = {tuple(job.prompt) for jobs in counted for job in jobs}
+    assert len(prompts) == 3 * len(counted[0])
+    lengths = [[(len(job.prompt), job.num_output_tokens) for job in jobs] for jobs in counted]
+    assert lengths[0] == lengths[1] == lengths[2]
+    assert len(warm_up) < len(counted[0])
+    assert not any(engine.running for engine in engines)
+
+
+def test_who_is_far_behind_runs_less_often() -> None:
+    engines = [Made("pagewire", 1.0), Made("vllm", 1.4), Made("transformers", 1.6)]
+    results = run_all(engines, [WORKLOADS["single"]], repeats=3, slow_repeats=1)
+    assert {name: len(runs) for name, runs in results.runs["single"].items()} == {
+        "pagewire": 3,
+        "vllm": 3,
+        "transformers": 1,
+    }
+
+
+def test_too_few_tokens_are_no_result() -> None:
+    with pytest.raises(WrongOutput, match="vllm: asked for"):
+        run_all([Made("vllm", 1.0, missing=1)], [WORKLOADS["single"]])
+
+
+@pytest.mark.parametrize("patience", [{"slow_repeats": 0}, {"repeats": 2, "slow_repeats": 3}])
+def test_everybody_runs(patience: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected at least one repeat"):
+        Patience(**patience)
+
+
+def results_of(**rates: Sequence[float]) -> Results:
+    results = Results()
+    for name, values in rates.items():
+        runs = results.of("mixed", name.replace("_", " ").replace("in process", "in-process"))
+        runs += [Run(tokens_per_s=rate, seconds=100 / rate, foreign_cores=0.1) for rate in values]
+    return results
+
+
+def test_ratios_are_of_medians_against_the_best_peer() -> None:
+    rates = {
+        "pagewire": [10, 30, 20],
+        "pagewire_in_process": [16],
+        "vllm": [8, 9],
+        "transformers": [2],
+    }
+    (row,) = compare(results_of(**rates), {"mixed": 4.0})
+    assert row["tokens_per_s"] == {
+        "pagewire": 20,
+        "pagewire in-process": 16,
+        "vllm": 8.5,
+        "transformers": 2,
+    }
+    assert row["best_peer"] == "vllm"
+    assert row["ratio"] == pytest.approx(20 / 8.5, abs=1e-3)
+    assert row["services_over_in_process"] == 1.25
+    assert row["share_of_floor"] == 0.8
+    assert row["spread"] == {
+        "pagewire": 2.0,
+        "pagewire in-process": 0.0,
+        "vllm": 0.125,
+        "transformers": 0.0,
+    }
+
+
+def test_without_peers_there_is_nothing_to_compare() -> None:
+    (row,) = compare(results_of(pagewire=[10]), {})
+    assert not {"ratio", "best_peer", "share_of_floor", "services_over_in_process"} & set(row)
+
+
+def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
+    rows = compare(results_of(pagewire=[10], vllm=[8]), {"mixed": 4.0})
+    results = {
+        "machine": {"processor": "P", "cores": 2, "python": "3", "protobuf": "6", "grpcio": "1"},
+        "foreign_cores": 0.0,
+        "shape": "llama-160m",
+        "dtype": "float32",
+        "device": "cpu",
+        "patience": {"repeats": 1, "slow_repeats": 1, "slow_factor": 1.5},
+        "ceilings": {"read_bytes_per_s": 4e10, "flops_per_s": 5e11},
+        "engines": {"pagewire": {"version": "1"}, "vllm": {"version": "2"}},
+        "absent": {"nano-vllm": "needs a GPU"},
+        "rows": rows,
+        "greedy_tokens_equal_transformers": {"vllm": {"equal_tokens": 3, "tokens": 4}},
+    }
+    text = render("offline_llama_160m_float32", results)
+    assert "pagewire 1, vllm 2" in text
+    assert "vllm 3 of 4" in text
+    assert "Without nano-vllm" in text
+    assert "| mixed | 10 | 8 | vllm | 1.25 |  | 0.4 |" in text
+    picture = plots.draw("offline", {"cells": [results]}, tmp_path)
+    assert "best peer: vllm" in picture.read_text()
+
+
+def test_agreement_counts_tokens_before_the_first_that_differs() -> None:
+    found = agreement([[1, 2, 3], [4, 9, 6], [7, 8, 9]], [[1, 2, 3], [4, 5, 6], [0, 8, 9]])
+    assert (found.equal_requests, found.requests) == (1, 3)
+    assert (found.equal_tokens, found.tokens) == (3 + 1 + 0, 9)
+
+
+def test_absent_peers_say_why(tmp_path: Path) -> None:
+    settings = Settings(shape=SHAPE, dtype="float32", checkpoints=tmp_path)
+    for name, reason in {
+        "vllm": "not given by --vllm-python",
+        "llama.cpp": "--llama-server: no such file",
+        "nano-vllm": "needs a GPU",
+    }.items():
+        assert name in NAMES
+        with pytest.raises(Absent, match=reason):
+            make(name, settings, Programs(llama_server=tmp_path / "none"))

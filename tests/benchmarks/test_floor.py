@@ -1,0 +1,101 @@
+"""The floor of a workload: its ideal steps, their bytes and operations."""
+
+import pytest
+
+from benchmarks.ceilings import Ceilings, measure_apart
+from benchmarks.floor import Row, Step, floor_seconds, ideal_steps
+from benchmarks.shapes import Shape
+from benchmarks.workloads import Job
+
+SHAPE = Shape(
+    name="s",
+    model_type="llama",
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    max_position_embeddings=64,
+    tied=False,
+)
+LAYERS = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 6)
+OUTPUT = 8 * 10
+
+
+def job(first: int, length: int, outputs: int) -> Job:
+    return Job(prompt=list(range(first, first + length)), num_output_tokens=outputs)
+
+
+def test_one_request_is_a_prefill_and_its_decodes() -> None:
+    steps = list(ideal_steps([job(0, 5, 3)], 100))
+    assert [step.rows for step in steps] == [
+        [Row(num_tokens=5, context=5, samples=True)],
+        [Row(num_tokens=1, context=6, samples=True)],
+        [Row(num_tokens=1, context=7, samples=True)],
+    ]
+
+
+def test_prompts_fill_what_decodes_leave_of_the_budget() -> None:
+    steps = list(ideal_steps([job(0, 3, 2), job(10, 6, 1)], 4))
+    assert [[(row.num_tokens, row.samples) for row in step.rows] for step in steps] == [
+        [(3, True), (1, False)],
+        [(1, True), (3, False)],
+        [(2, True)],
+    ]
+
+
+def test_a_shared_prefix_is_computed_and_read_once() -> None:
+    shared = list(range(6))
+    jobs = [Job(prompt=[*shared, 50 + i], num_output_tokens=1) for i in range(3)]
+    (step,) = ideal_steps(jobs, 100)
+    assert step.num_tokens == 7 + 1 + 1
+    assert step.shared == 6
+    # Six tokens in common, one of its own each; as many written as computed.
+    kv_tokens = 6 + 3 + 9
+    expected = (LAYERS + OUTPUT) * 2 + kv_tokens * SHAPE.kv_bytes("bfloat16")
+    assert step.num_bytes(SHAPE, "bfloat16") == expected
+
+
+def test_all_tokens_are_computed_once() -> None:
+    jobs = [job(100 * i, 20 + i, 1 + i) for i in range(7)]
+    steps = list(ideal_steps(jobs, 32))
+    assert sum(step.num_tokens for step in steps) == sum(20 + i + i for i in range(7))
+    assert sum(row.samples for step in steps for row in step.rows) == sum(range(1, 8))
+    assert all(step.num_tokens <= 32 for step in steps)
+
+
+def test_a_prompt_in_pieces_takes_as_many_operations_as_in_one() -> None:
+    def flops(budget: int) -> int:
+        return sum(step.num_flops(SHAPE) for step in ideal_steps([job(0, 9, 1)], budget))
+
+    assert flops(2) == flops(9)
+    linear = 2 * (LAYERS * 9 + OUTPUT)
+    attention = 4 * 2 * 2 * 4 * sum(range(1, 10))
+    assert flops(9) == linear + attention
+
+
+def test_a_step_that_samples_nothing_leaves_the_output_layer_alone() -> None:
+    step = Step(rows=[Row(num_tokens=1, context=1, samples=False)], shared=0)
+    assert step.num_bytes(SHAPE, "float32") == LAYERS * 4 + 2 * SHAPE.kv_bytes("float32")
+
+
+def test_the_slower_of_memory_and_multipliers_decides() -> None:
+    (step,) = ideal_steps([job(0, 4, 1)], 100)
+
+    def floor(read: float, flops: float) -> float:
+        ceilings = Ceilings(read_bytes_per_s=read, flops_per_s=flops)
+        return floor_seconds([job(0, 4, 1)], SHAPE, "float32", ceilings, 100)
+
+    assert floor(1.0, 1e30) == pytest.approx(step.num_bytes(SHAPE, "float32"))
+    assert floor(1e30, 1.0) == pytest.approx(step.num_flops(SHAPE))
+
+
+def test_ceilings_are_measured_in_another_process() -> None:
+    ceilings = measure_apart("float32", "cpu", 1)
+    assert ceilings.read_bytes_per_s > 1e8
+    assert ceilings.flops_per_s > 1e8
+    assert ceilings.best(Ceilings(read_bytes_per_s=1e20, flops_per_s=0.0)) == Ceilings(
+        read_bytes_per_s=1e20, flops_per_s=ceilings.flops_per_s
+    )

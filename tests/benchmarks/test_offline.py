@@ -1,0 +1,61 @@
+"""The offline benchmark runs whole engines on one checkpoint, and compares what they did."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contest import Patience
+from benchmarks.engines.choice import NAMES, Programs
+from benchmarks.engines.engine import Settings
+from benchmarks.offline import main, run, show
+from benchmarks.shapes import Shape
+from benchmarks.workloads import WORKLOADS
+
+TINY = Shape(
+    name="tiny",
+    model_type="llama",
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=1024,
+    tied=False,
+    scale=1 / 32,
+)
+
+
+@pytest.mark.timeout(900)  # four Pythons that import torch, however busy the machine is
+def test_engines_compete_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(
+        shape=TINY,
+        dtype="float32",
+        checkpoints=tmp_path,
+        max_model_len=1024,
+        kv_cache_gib=1,
+        threads=1,
+        logs=tmp_path,
+    )
+    workloads = [WORKLOADS["single"], WORKLOADS["prefix"]]
+    content = run(settings, Programs(), NAMES, workloads, Patience(repeats=1))
+    names = {"pagewire", "pagewire in-process", "transformers", "transformers cb"}
+    assert set(content["engines"]) == names
+    assert set(content["absent"]) == {"vllm", "llama.cpp", "nano-vllm"}
+    for row in content["rows"]:
+        assert set(row["tokens_per_s"]) == names
+        assert row["best_peer"] in {"transformers", "transformers cb"}
+        assert row["ratio"] > 0
+        assert 0 < row["share_of_floor"] < 1
+    for name, agreement in content["greedy_tokens_equal_transformers"].items():
+        assert agreement["equal_requests"] == agreement["requests"], name
+    assert json.loads(json.dumps(content)) == content
+    show(content)
+    assert "without vllm: not given by --vllm-python" in capsys.readouterr().out
+
+
+def test_a_shape_is_one_of_those_known() -> None:
+    with pytest.raises(SystemExit):
+        main(["--shape", "gpt-9"])
