@@ -9,6 +9,7 @@
 | `wire` | sizes of plans and results, what it takes to make and read them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |
+| `online` | latencies and goodput as requests arrive faster and faster, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |
 | `startup` | time from launch to first token, and peak memory, against vLLM's |
 

@@ -1,0 +1,249 @@
+"""Latencies and goodput of served models as requests arrive faster and faster.
+
+    python -m benchmarks.online --checkpoints FOLDER --vllm-python ENVIRONMENT/bin/python
+
+Pagewire and vLLM serve the same checkpoint with random weights on the same machine, and get the
+same prompts at the same instants (Poisson arrivals) from the same load generator, which is that of
+`pagewire bench`. At each rate they take turns, `--repeats` times with other prompts each, the one
+whose turn it is not idle. A figure is the median over the repeats.
+
+Pagewire is called over gRPC and vLLM over OpenAI's HTTP interface. Pagewire has no such interface
+yet; once it has, `benchmarks.openai_target` serves both.
+"""
+
+import argparse
+import asyncio
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engines.engine import Settings
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.served import ServedPagewire, ServedVllm, Server, all_of
+from benchmarks.shapes import SHAPES
+from pagewire_client.load import Lengths, Limits, LoadRun, Summary, Target, Workload
+
+WARMUP_REQUESTS = 8
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ladder:
+    """The same kind of request at rising rates."""
+
+    rates: Sequence[float]
+    """Mean arrivals per second."""
+    seconds: float
+    """For about so long requests arrive at each."""
+    input_tokens: Lengths
+    output_tokens: Lengths
+    vocab_size: int
+    limits: Limits
+
+    def workload(self, rate: float) -> Workload:
+        """One rung."""
+        return Workload(
+            num_requests=math.ceil(rate * self.seconds),
+            rate=rate,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            vocab_size=self.vocab_size,
+        )
+
+
+async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> list[Row]:
+    """A row for each rate and server."""
+    _end_in_order_when_told()
+    async with all_of(servers):
+        for server in servers:
+            await _in_turn(server, _warm_up(server.target, ladder))
+        rows: list[Row] = []
+        for rung, rate in enumerate(ladder.rates):
+            seen: dict[str, list[Summary]] = {server.name: [] for server in servers}
+            for repeat in range(repeats):
+                # Others than any before, so that no cache has them; the same for all servers.
+                arrivals = ladder.workload(rate).arrivals(seed=1 + rung * repeats + repeat)
+                for server in servers:
+                    run = LoadRun(server.target, arrivals)
+                    await _in_turn(server, run.run())
+                    seen[server.name].append(Summary.of(run, ladder.limits))
+                    _tell(server, rate, seen[server.name][-1])
+            rows += [row(server, rate, seen[server.name]) for server in servers]
+    return rows
+
+
+def _end_in_order_when_told() -> None:
+    """SIGTERM must not leave servers behind, least of all stopped ones."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _tell(server: Server, rate: float, seen: Summary) -> None:
+    text = f"{server.name} at {rate:g}/s: {seen.num_complete} complete, {seen.num_failed} failed"
+    print(f"{text}, {seen.duration_s:.0f} s", *seen.errors, sep="\n  ", file=sys.stderr)
+
+
+async def _in_turn(server: Server, work: Awaitable[None]) -> None:
+    server.resume()
+    try:
+        await work
+    finally:
+        server.pause()
+
+
+async def _warm_up(target: Target, ladder: Ladder) -> None:
+    """Have everything compiled and allocated; raises if requests fail."""
+    longest = Workload(
+        num_requests=WARMUP_REQUESTS,
+        rate=math.inf,
+        input_tokens=Lengths(ladder.input_tokens.high, ladder.input_tokens.high),
+        output_tokens=ladder.output_tokens,
+        vocab_size=ladder.vocab_size,
+    )
+    run = LoadRun(target, longest.arrivals(seed=0))
+    await run.run()
+    for record in run.records:
+        if record.error is not None:
+            raise RuntimeError(f"a request to warm up failed: {record.error}")
+
+
+def row(server: Server, rate: float, seen: Sequence[Summary]) -> Row:
+    """Medians over the repeats; counts are sums."""
+    figures: Row = {"engine": server.name, "interface": server.interface, "rate": rate}
+    for name in ("num_complete", "num_failed", "num_good"):
+        figures[name] = sum(getattr(summary, name) for summary in seen)
+    figures["good_share"] = round(
+        figures["num_good"] / max(1, figures["num_complete"] + figures["num_failed"]), 4
+    )
+    rates = ("requests_per_s", "output_tokens_per_s", "good_requests_per_s", "client_cores")
+    for name in (*rates, "max_in_flight"):
+        figures[name] = median(getattr(summary, name) for summary in seen)
+    for name in ("first_token_ms", "inter_token_ms", "total_ms"):
+        times = [asdict(part) for s in seen if (part := getattr(s, name)) is not None]
+        for part in ("p50", "p90", "p99"):
+            kept = [each[part] for each in times]
+            figures[f"{name}_{part}"] = round(median(kept), 2) if kept else None
+    return figures
+
+
+def best_goodput(rows: Sequence[Row], share: float = 0.9) -> dict[str, float]:
+    """Per engine, the highest rate at which at least this share of the requests was good, with all
+    rates below it; 0 if there is none."""
+    best: dict[str, float] = {}
+    failed: set[str] = set()
+    for line in sorted(rows, key=lambda line: float(line["rate"])):
+        engine = line["engine"]
+        best.setdefault(engine, 0.0)
+        if line["good_share"] < share:
+            failed.add(engine)
+        elif engine not in failed:
+            best[engine] = line["rate"]
+    return best
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print the table."""
+    names = {
+        "rate": "rate, 1/s",
+        "engine": "engine",
+        "output_tokens_per_s": "tokens/s",
+        "first_token_ms_p50": "first token p50, ms",
+        "first_token_ms_p99": "p99",
+        "inter_token_ms_p50": "between tokens p50, ms",
+        "inter_token_ms_p99": "p99",
+        "total_ms_p50": "answer p50, ms",
+        "total_ms_p99": "p99",
+        "good_requests_per_s": "good, 1/s",
+        "num_failed": "failed",
+        "client_cores": "client, cores",
+    }
+    table = Table(*names.values(), title=title)
+    for line in rows:
+        table.add_row(*(str(line[name]) for name in names))
+    Console(width=160).print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama-160m", choices=list(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1, 2, 3, 4, 6])
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals at each rate")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--input-tokens", type=Lengths.parse, default=Lengths(32, 512))
+    parser.add_argument("--output-tokens", type=Lengths.parse, default=Lengths(32, 128))
+    parser.add_argument("--ttft-limit-ms", type=float, default=1000.0)
+    parser.add_argument("--itl-limit-ms", type=float, default=100.0)
+    parser.add_argument("--vllm-python", type=Path, help="a Python that has vLLM")
+    parser.add_argument("--checkpoints", type=Path, help="folder to make checkpoints in, and keep")
+    parser.add_argument("--logs", type=Path, help="folder for what the servers say")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    return parser
+
+
+def measure(args: argparse.Namespace, checkpoints: Path) -> Row:
+    """All that a run finds."""
+    shape = SHAPES[args.shape]
+    settings = Settings(
+        shape=shape,
+        dtype=args.dtype,
+        device=args.device,
+        checkpoints=checkpoints,
+        logs=args.logs,
+    )
+    ladder = Ladder(
+        rates=sorted(args.rates),
+        seconds=args.seconds,
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        vocab_size=shape.vocab_size,
+        limits=Limits(
+            first_token_s=args.ttft_limit_ms / 1000, inter_token_s=args.itl_limit_ms / 1000
+        ),
+    )
+    servers: list[Server] = [ServedPagewire(settings)]
+    if args.vllm_python is not None:
+        servers.append(ServedVllm(args.vllm_python, settings))
+    rows = asyncio.run(climb(servers, ladder, args.repeats))
+    return {
+        "shape": shape.name,
+        "dtype": args.dtype,
+        "device": args.device,
+        "input_tokens": str(ladder.input_tokens),
+        "output_tokens": str(ladder.output_tokens),
+        "seconds": args.seconds,
+        "repeats": args.repeats,
+        "ttft_limit_ms": args.ttft_limit_ms,
+        "itl_limit_ms": args.itl_limit_ms,
+        "highest_good_rate": best_goodput(rows),
+        "rows": rows,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
+    args = _parser().parse_args(arguments)
+    load = ForeignLoad()
+    with ExitStack() as stack:
+        folder = args.checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        figures = measure(args, folder)
+    show(figures["rows"], f"{figures['shape']}, {figures['dtype']}: Poisson arrivals")
+    print(f"highest rate with 90 % good requests: {figures['highest_good_rate']}")
+    print(f"written to {save('online', figures, load, args.results)}")
+
+
+if __name__ == "__main__":
+    main()
