@@ -7,6 +7,10 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.prompts import Messages, Prompt, chat_proto, fill_prompt
 from pagewire_client.sampling_params import SamplingParams
 
+MAX_HOLD_MS = 100
+"""How long the tokens of requests that are answered as a whole may wait on their way, to come in
+fewer messages. It delays no answer: the end of one is told at once."""
+
 
 def generate_request(
     prompt: Prompt,
@@ -35,17 +39,21 @@ def generate_requests(
     model: str | None = None,
     priority: int = 0,
 ) -> list[pb.GenerateRequest]:
-    """One request per prompt; `sampling_params` for all, or one for each."""
+    """One request per prompt, to be answered as a whole; `sampling_params` for all, or one for
+    each."""
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: Sequence[SamplingParams | None] = [sampling_params] * len(prompts)
     else:
         params = sampling_params
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
-    return [
+    requests = [
         generate_request(prompt, prompt_params, model=model, priority=priority)
         for prompt, prompt_params in zip(prompts, params, strict=True)
     ]
+    for request in requests:
+        request.max_hold_ms = MAX_HOLD_MS
+    return requests
 
 
 def tokenize_request(

@@ -56,9 +56,13 @@ class Outbox:
 
     def __bool__(self) -> bool:
         """Whether there is any news."""
+        return bool(self.token_handles) or self.has_more_than_tokens
+
+    @property
+    def has_more_than_tokens(self) -> bool:
+        """Whether there is news besides tokens and their log probabilities."""
         return bool(
             self.accepted
-            or self.token_handles
             or self.prompt_logprobs
             or self.choices_finished
             or self.requests_finished

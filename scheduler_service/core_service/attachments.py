@@ -1,7 +1,8 @@
 """The frontends' streams: one `Attachment` each, which takes their messages in and sends them news.
 
-A step's news for a frontend is at most one message. If the frontend reads slowly, the news of
-several steps are merged into one, so what waits is bounded by what its requests may generate.
+A step's news for a frontend is at most one message. If the frontend reads slowly, or all of its
+requests let their tokens wait, the news of several steps are merged into one; so what waits is
+bounded by what its requests may generate.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from scheduler_service import wire
 from scheduler_service.columns import from_column
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.holding import Holding
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.tasks import run_until_first
 
@@ -34,12 +36,19 @@ class Attachment:
         self._pending = Outbox()
         self._models: list[model_pb2.ModelInfo] | None = None
         self._news = asyncio.Event()
+        self._holding = Holding()
+        self._hold: asyncio.TimerHandle | None = None
+        """Runs while tokens wait."""
         self._closed: Exception | None = None
 
     def deliver(self, outbox: Outbox) -> None:
-        """Add to what the next message says."""
+        """Add to what the next message says, and send it as soon as its requests want."""
         merge(self._pending, outbox)
-        self._news.set()
+        delay_s = self._holding.delay_s(outbox)
+        if delay_s == 0:
+            self._news.set()
+        elif self._hold is None:
+            self._hold = asyncio.get_running_loop().call_later(delay_s, self._news.set)
 
     def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
         """Say in the next message which models can be served."""
@@ -59,6 +68,7 @@ class Attachment:
         for submit in message.submits:
             self._submit(submit)
         for handle in from_column(message.cancels, "cancels"):
+            self._holding.end(handle)
             self._driver.cancel(self.frontend_id, handle)
         for stop in message.stops:
             self._driver.stop_choice(self.frontend_id, stop.handle, stop.num_tokens)
@@ -69,6 +79,7 @@ class Attachment:
                 raise Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
             request = wire.decode_submit(submit, self.frontend_id, self._driver.clock())
             self._driver.submit(request)
+            self._holding.begin(submit.handle, submit.max_hold_ms / 1000)
         except PagewireError as error:
             logger.info("request refused request_id=%s reason=%s", submit.request_id, error.reason)
             self.deliver(Outbox(requests_failed=[(submit.handle, error)]))
@@ -97,6 +108,9 @@ class Attachment:
                 raise self._closed
 
     def _next_message(self) -> pb.SchedulerMessage | None:
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
         if not self._pending and self._models is None:
             return None
         message = wire.encode_outbox(self._pending)

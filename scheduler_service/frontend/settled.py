@@ -131,6 +131,8 @@ def settle(
             stop_token_ids=to_column(sorted(stop_token_ids)),
             beam_search=_beam_search(params),
             sampling=_sampler_params(params, model, seed, stop_token_ids),
+            # A stop string is found here: held back, its tokens would be followed by useless ones.
+            max_hold_ms=0 if params.stop else request.max_hold_ms,
         ),
         model=model,
         prompt_token_ids=prompt,

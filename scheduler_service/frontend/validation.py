@@ -29,6 +29,8 @@ MAX_LENGTH_PENALTY = 5
 """Either way; length to this power stays within float32."""
 MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS = 100, 60_000
 
+MAX_HOLD_MS = 60_000
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -46,6 +48,11 @@ def check_request(request: inference_pb.GenerateRequest) -> None:
     """Raise InvalidArgument for whatever no model could make right."""
     check_request_id(request)
     _check_prompt(request)
+    _expect(
+        request.max_hold_ms <= MAX_HOLD_MS,
+        "max_hold_ms",
+        f"expected at most {MAX_HOLD_MS}, got {request.max_hold_ms}",
+    )
     _check_sampling(request.sampling_params)
     _check_contradictions(request.sampling_params)
     _check_resume(request)

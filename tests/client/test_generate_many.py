@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from pagewire_client import NO_RETRIES, BatchProgress, PagewireError, SamplingParams, errors
+from pagewire_client.requests import MAX_HOLD_MS
 from tests.support.fake_frontend import Break, Failure, FakeFrontend
 
 KILLED = Failure(code=grpc.StatusCode.UNAVAILABLE, reason="", message="Socket closed")
@@ -22,6 +23,15 @@ def test_answers_come_in_the_order_of_the_prompts(client: Any, frontend: FakeFro
     ]
     assert outputs[3].text == client.generate(PROMPTS[3], params[3]).text
     assert frontend.num_streams == 1
+
+
+def test_the_tokens_of_whole_answers_may_come_in_few_messages(
+    client: Any, frontend: FakeFrontend
+) -> None:
+    client.generate_many(PROMPTS[:2], TEN)
+    client.generate(PROMPTS[2], TEN)
+    holds = [request.max_hold_ms for request in frontend.requests]
+    assert holds == [MAX_HOLD_MS, MAX_HOLD_MS, 0]
 
 
 def test_no_prompts_need_no_server(make_client: Any) -> None:

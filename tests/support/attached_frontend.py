@@ -26,6 +26,7 @@ def submission(
     num_choices: int = 1,
     timeout_s: float | None = None,
     generated: Mapping[int, Sequence[int]] | None = None,
+    max_hold_ms: int = 0,
 ) -> pb.Submit:
     """A request for greedy tokens; its id is made of frontend and handle."""
     return pb.Submit(
@@ -41,6 +42,7 @@ def submission(
             pb.GeneratedTokens(choice_index=index, token_ids=array("i", tokens).tobytes())
             for index, tokens in (generated or {}).items()
         ],
+        max_hold_ms=max_hold_ms,
     )
 
 

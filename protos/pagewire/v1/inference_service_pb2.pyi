@@ -65,6 +65,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. A
     second one that is live is refused with ALREADY_EXISTS. Absent: the frontend
@@ -77,6 +78,13 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Lower is served earlier where the scheduler's policy is `priority`; ignored
     otherwise. Default 0.
+    """
+    max_hold_ms: _builtins.int
+    """How long new tokens may wait for others to be told with them, in milliseconds,
+    at most 60000. For clients that only want the whole: fewer messages cost less on
+    the way. The end is told at once, with all that waited. Without effect where stop
+    strings are given or other requests on the frontend wait for their tokens.
+    Default 0.
     """
     @_builtins.property
     def token_ids(self) -> Global___PromptTokens:
@@ -107,11 +115,14 @@ class GenerateRequest(_message.Message):
         sampling_params: _sampling_pb2.SamplingParams | None = ...,
         priority: _builtins.int | None = ...,
         resume: _abc.Iterable[Global___ResumedChoice] | None = ...,
+        max_hold_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_hold_ms: _TypeAlias = _typing.Literal["max_hold_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_hold_ms: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -120,6 +131,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hold_ms) -> _WhichOneofReturnType__max_hold_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload

@@ -129,6 +129,7 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_US_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's number for the request's first choice; choice i is handle + i.
     Unique on the stream while the request lives; positive, below 2^31.
@@ -153,6 +154,11 @@ class Submit(_message.Message):
     """
     timeout_us: _builtins.int
     """Time left for the request, in microseconds. Absent: no deadline."""
+    max_hold_ms: _builtins.int
+    """How long tokens may wait for others to be told with them, in milliseconds. Used
+    while no request of the frontend says 0. All other news are told at once, and
+    take the tokens with them.
+    """
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with no default left open; `sampling` then has num_candidates, at
@@ -185,10 +191,11 @@ class Submit(_message.Message):
         sampling: _sampling_pb2.SamplerParams | None = ...,
         timeout_us: _builtins.int | None = ...,
         generated: _abc.Iterable[Global___GeneratedTokens] | None = ...,
+        max_hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "generated", b"generated", "handle", b"handle", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
     _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015

@@ -49,6 +49,12 @@ def test_the_models_author_fills_in_what_the_request_leaves_open() -> None:
     assert settled(model, temperature=0.0).submit.sampling.temperature == 0
 
 
+def test_tokens_may_wait_at_the_core_unless_stop_strings_are_looked_for_here() -> None:
+    assert settled(max_hold_ms=50).submit.max_hold_ms == 50
+    assert settled(max_hold_ms=50, stop=["x"]).submit.max_hold_ms == 0
+    assert settled().submit.max_hold_ms == 0
+
+
 def test_a_seed_is_drawn_once_and_fits_a_double() -> None:
     seeds = {settled().seed for _ in range(50)}
     assert len(seeds) == 50

@@ -70,6 +70,7 @@ BAD = [
     ({"text": "a", "request_id": "x" * 129}, "request_id"),
     ({"text": "a", "request_id": "é"}, "request_id"),
     ({"text": "a", "request_id": "a\n"}, "request_id"),
+    ({"text": "a", "max_hold_ms": 60_001}, "max_hold_ms"),
 ]
 BAD_SAMPLING = [
     ({"n": 0}, "n"),
