@@ -66,6 +66,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pipelining
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
+	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.offline --shape llama-160m qwen3-0.6b --dtype bfloat16 float32 $(PEERS)
 	$(BIN)/python -m benchmarks.startup $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.online $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
@@ -79,6 +80,7 @@ bench-gpu:
 	  --kv-cache-gib 40 $(PEERS)
 	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape llama-8b \
 	  --workloads single mixed --max-num-seqs 256 --kv-cache-gib 40 $(PEERS)
+	$(SOURCES) $(PYTHON) -m benchmarks.kernels --device cuda
 
 ## protos: regenerate the code after a change to a .proto, and store what it added to the contract
 protos: $(VENV)/.ready

@@ -141,6 +141,22 @@ def _pipelining(figure: Figure, results: Results) -> None:
     axes.legend()
 
 
+def _kernels(figure: Figure, results: Results) -> None:
+    """Each kernel's share of its ceiling, a panel for each type of number."""
+    groups = list(_by(results["rows"], "dtype"))
+    most = max(len(rows) for _, rows in groups)
+    figure.set_size_inches(7 * len(groups), 1 + 0.28 * most)
+    for axes, (dtype, rows) in zip(
+        figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True
+    ):
+        names = [f"{row['kernel']}, {row['size']} ({row['implementation']})" for row in rows]
+        axes.barh(range(len(rows)), [row["share"] for row in rows], color=COLOURS["pagewire"])
+        axes.set_yticks(range(len(rows)), names, fontsize=7)
+        axes.invert_yaxis()
+        axes.axvline(1.0, color="grey", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(f"share of the ceiling, {dtype}")
+
+
 def _by(rows: Sequence[Row], name: str) -> Iterable[tuple[Any, list[Row]]]:
     """Rows grouped by a column, in the order in which its values first appear."""
     groups: dict[Any, list[Row]] = {}
@@ -154,5 +170,7 @@ PLOTS: Mapping[str, Callable[[Figure, Results], None]] = {
     "wire": _wire,
     "pipelining": _pipelining,
     "offline": _offline,
+    "kernels": _kernels,
+    "kernels_gpu": _kernels,
 }
 """By the names of result files; `offline` has several, and is given all of them."""

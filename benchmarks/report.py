@@ -83,6 +83,18 @@ ONLINE: Columns = {
     "client_cores": "client, cores",
 }
 
+KERNELS: Columns = {
+    "kernel": "kernel",
+    "size": "size",
+    "dtype": "type",
+    "implementation": "by",
+    "us": "µs",
+    "achieved": "achieved",
+    "ceiling": "ceiling",
+    "bound": "in",
+    "share": "share",
+}
+
 Section = Callable[[Mapping[str, Any]], tuple[str, str]]
 """From results, what to say of them and what to show."""
 
@@ -137,6 +149,15 @@ def _startup(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(STARTUP, results["rows"])
 
 
+def _kernels(results: Mapping[str, Any]) -> tuple[str, str]:
+    threads = f", {results['threads']} threads" if results["threads"] else ""
+    facts = (
+        f"{results['device']}{threads}: reads {results['read_gb_per_s']:g} GB/s, copies "
+        f"{results['copy_gb_per_s']:g} GB/s (read and written). Medians."
+    )
+    return facts, _table(KERNELS, results["rows"])
+
+
 SECTIONS: Mapping[str, Section] = {
     "scheduler_overhead": _overhead,
     "pipelining": _pipelining,
@@ -144,6 +165,8 @@ SECTIONS: Mapping[str, Section] = {
     "wire": _wire,
     "online": _online,
     "startup": _startup,
+    "kernels": _kernels,
+    "kernels_gpu": _kernels,
 }
 """By the names of result files, but for the many of `offline`."""
 

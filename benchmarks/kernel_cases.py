@@ -1,0 +1,275 @@
+"""Kernels and the sizes at which they are timed.
+
+Bytes and operations are the least that the result needs: every input read once, every output
+written once, no product computed for what a mask hides.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.backends import AttentionBackend, AttentionNeeds, Kernels, select_kernels
+from pagewire_kernels.metadata import AttentionMetadata, SamplingMetadata
+from worker_service.block_moves import CopyMover, mover_for
+
+BLOCK_TOKENS = 16
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One kernel at one size."""
+
+    kernel: str
+    size: str
+    implementation: str
+    dtype: str
+    run: Callable[[], object]
+    num_bytes: int = 0
+    """The least to be moved; 0 where products are what bounds it."""
+    num_flops: int = 0
+    crosses_bus: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where the cases of one type of number run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+
+    @property
+    def dtype_name(self) -> str:
+        """Without `torch.`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Of this type; small random numbers would be as fast."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+def setting(device: torch.device, dtype: torch.dtype, attention: str | None) -> Setting:
+    """With the kernels that a worker would choose, or those of the backend named."""
+    needs = AttentionNeeds(dtype=dtype, head_dim=HEAD_DIM)
+    return Setting(device, dtype, select_kernels(device, needs, attention))
+
+
+def all_cases(where: Setting) -> Iterator[Case]:
+    """Every kernel, at sizes that fit the device."""
+    yield from attention_cases(where)
+    yield from cache_cases(where)
+    yield from layer_cases(where)
+    yield from linear_cases(where)
+    if where.device.type == "cuda":
+        yield sampling_case(where)
+
+
+def attention_cases(where: Setting) -> Iterator[Case]:
+    """Decodes of (sequences, context), then prefills of (sequences, tokens)."""
+    is_gpu = where.device.type == "cuda"
+    decodes = [(1, 4096), (64, 2048), (256, 1024)] if is_gpu else [(1, 512), (32, 512)]
+    for num_seqs, context in decodes:
+        yield attention_case(where, num_seqs, 1, context)
+    for num_seqs, context in [(8, 2048)] if is_gpu else [(2, 512)]:
+        yield attention_case(where, num_seqs, context, context)
+
+
+def attention_case(
+    where: Setting, num_seqs: int, query_len: int, context: int, heads: int = 16, kv_heads: int = 8
+) -> Case:
+    """Attention of each sequence's last `query_len` tokens over `context`, blocks in no order."""
+    backend: AttentionBackend = where.kernels.attention
+    block_size = max(BLOCK_TOKENS, backend.abilities.block_multiple)
+    per_seq = -(-context // block_size)
+    cache = where.zeros(num_seqs * per_seq, 1, 2, block_size, kv_heads, HEAD_DIM)
+    order = torch.randperm(num_seqs * per_seq, generator=torch.Generator().manual_seed(0))
+    metadata = AttentionMetadata(
+        query_start=(torch.arange(num_seqs + 1).int() * query_len).to(where.device),
+        context_lens=torch.full((num_seqs,), context, dtype=torch.int32, device=where.device),
+        block_tables=order.int().view(num_seqs, per_seq).to(where.device),
+        slot_mapping=torch.full((num_seqs * query_len,), -1, device=where.device),
+        max_query_len=query_len,
+        max_context_len=context,
+    )
+    query = where.zeros(num_seqs * query_len, heads, HEAD_DIM)
+    pairs = num_seqs * query_len * (2 * context - query_len + 1) // 2
+    is_decode = query_len == 1
+    return Case(
+        kernel="paged decode" if is_decode else "paged prefill",
+        size=f"{num_seqs} x {context}, {heads}/{kv_heads} heads of {HEAD_DIM}",
+        implementation=type(backend).__name__,
+        dtype=where.dtype_name,
+        run=lambda: backend.paged_attention(
+            query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=HEAD_DIM**-0.5
+        ),
+        num_bytes=num_seqs * context * 2 * kv_heads * HEAD_DIM * where.dtype.itemsize
+        if is_decode
+        else 0,
+        num_flops=0 if is_decode else 4 * HEAD_DIM * heads * pairs,
+    )
+
+
+def cache_cases(where: Setting) -> Iterator[Case]:
+    """Storing keys and values; moving blocks of 64 KiB that lie scattered."""
+    backend, kv_heads = where.kernels.attention, 8
+    num_rows = 8192 if where.device.type == "cuda" else 1024
+    cache = where.zeros(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
+    rows = where.zeros(num_rows, kv_heads, HEAD_DIM)
+    slots = torch.randperm(num_rows, device=where.device)
+    yield Case(
+        kernel="write keys and values",
+        size=f"{num_rows} rows",
+        implementation=type(backend).__name__,
+        dtype=where.dtype_name,
+        run=lambda: backend.write_kv(rows, rows, cache[:, 0, 0], cache[:, 0, 1], slots),
+        num_bytes=4 * rows.nbytes,
+    )
+    yield from move_cases(where)
+
+
+def move_cases(where: Setting) -> Iterator[Case]:
+    """Within the device, and on a GPU out to pinned memory and back, by kernel and by copies."""
+    is_gpu = where.device.type == "cuda"
+    num_blocks, block_bytes = (8192, 2**16) if is_gpu else (1024, 2**16)
+    shape = (num_blocks, block_bytes // where.dtype.itemsize)
+    draw = torch.Generator().manual_seed(0)
+    halves = torch.randperm(num_blocks, generator=draw).view(-1, 2).int().numpy()
+    cache = where.zeros(*shape)
+    movers = [mover_for(where.device)] + ([CopyMover()] if is_gpu else [])
+    ways = [("copy blocks", cache, cache)]
+    if is_gpu:
+        host = torch.zeros(shape, dtype=where.dtype, pin_memory=True)
+        ways += [("swap blocks out", cache, host), ("swap blocks in", host, cache)]
+    for kernel, source, target in ways:
+        crosses_bus = source is not target
+        for mover in movers:
+            yield Case(
+                kernel=kernel,
+                size=f"{len(halves)} x 64 KiB, scattered",
+                implementation=type(mover).__name__,
+                dtype=where.dtype_name,
+                run=lambda mover=mover, source=source, target=target: (
+                    mover.swap(  # type: ignore[misc]
+                        source, target, halves
+                    )
+                    if source is not target
+                    else mover.copy(source, halves)
+                ),
+                num_bytes=(1 if crosses_bus else 2) * len(halves) * block_bytes,
+                crosses_bus=crosses_bus,
+            )
+
+
+def layer_cases(where: Setting) -> Iterator[Case]:
+    """Norm with residual, rotation with cache write, gated activation."""
+    kernels, size, inner = where.kernels.layers, 4096, 12288
+    num_rows = 4096 if where.device.type == "cuda" else 512
+    element, name = where.dtype.itemsize, where.kernels.layers.name
+    x, residual, weight = (
+        where.zeros(num_rows, size),
+        where.zeros(num_rows, size),
+        where.zeros(size),
+    )
+    gate_up = where.zeros(num_rows, 2 * inner)
+    heads, kv_heads = 32, 8
+    qkv = where.zeros(num_rows, heads + 2 * kv_heads, HEAD_DIM)
+    query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    cache = where.zeros(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
+    place = torch.arange(num_rows, device=where.device)
+    table, norm = where.zeros(num_rows, HEAD_DIM // 2), where.zeros(HEAD_DIM)
+
+    def rotate() -> None:
+        kernels.rotate_and_write_kv(
+            query,
+            key,
+            value,
+            cache[:, 0, 0],
+            cache[:, 0, 1],
+            place,
+            place,
+            table,
+            table,
+            query_norm=norm,
+            key_norm=norm,
+        )
+
+    for kernel, run, elements in (
+        ("norm with residual", lambda: kernels.rms_norm(x, weight, 1e-6, residual), 4 * size),
+        ("gated activation", lambda: kernels.act_and_mul(gate_up, "silu"), 3 * inner),
+        ("rotate and write", rotate, (2 * heads + 4 * kv_heads) * HEAD_DIM),
+    ):
+        yield Case(
+            kernel=kernel,
+            size=f"{num_rows} rows",
+            implementation=name,
+            dtype=where.dtype_name,
+            run=run,  # type: ignore[arg-type]
+            num_bytes=num_rows * elements * element,
+        )
+
+
+def linear_cases(where: Setting) -> Iterator[Case]:
+    """A weight of 4096 x 4096 (1024 x 3072 on a CPU) and few rows, some, or many."""
+    is_gpu = where.device.type == "cuda"
+    num_inputs, num_outputs = (4096, 4096) if is_gpu else (1024, 3072)
+    weight = where.zeros(num_outputs, num_inputs)
+    for name, product in _products(where, weight):
+        for num_rows in (1, 64, 4096 if is_gpu else 512):
+            rows = where.zeros(num_rows, num_inputs)
+            is_few = num_rows < 256
+            yield Case(
+                kernel="linear",
+                size=f"{num_rows} rows, {num_inputs} to {num_outputs}",
+                implementation=name,
+                dtype=where.dtype_name,
+                run=lambda product=product, rows=rows: product(rows),  # type: ignore[misc]
+                num_bytes=weight.nbytes if is_few else 0,
+                num_flops=0 if is_few else 2 * num_rows * num_inputs * num_outputs,
+            )
+
+
+def _products(where: Setting, weight: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    yield "torch", lambda rows: torch.nn.functional.linear(rows, weight)
+    if where.device.type == "cuda":
+        from pagewire_kernels.gpu import linear
+
+        yield "batch-invariant", lambda rows: linear(rows, weight)
+    else:
+        from worker_service.models.packed_weight import can_pack, pack
+
+        if can_pack(where.dtype, where.device):
+            packed = pack(weight)
+            yield type(packed).__name__, packed.apply
+
+
+def sampling_case(where: Setting) -> Case:
+    """Temperature, top-k and top-p over a large vocabulary; each logit is to be read once."""
+    from pagewire_kernels.gpu import sample
+
+    num_rows, vocab_size = 256, 151936
+    draw = torch.Generator(where.device).manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=draw, device=where.device)
+
+    def column(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device=where.device)
+
+    metadata = SamplingMetadata(
+        temperature=column(0.8, torch.float32),
+        top_k=column(50, torch.int32),
+        top_p=column(0.95, torch.float64),
+        min_p=column(0.0, torch.float64),
+        seeds=torch.arange(num_rows, device=where.device),
+        choice_indices=column(0, torch.int32),
+        positions=column(3, torch.int32),
+    )
+    return Case(
+        kernel="sample",
+        size=f"{num_rows} x {vocab_size}",
+        implementation="triton",
+        dtype="float32",
+        run=lambda: sample(logits, metadata),
+        num_bytes=logits.nbytes,
+    )

@@ -1,0 +1,100 @@
+"""Kernels against what the device can do at best, both measured in one run.
+
+    python -m benchmarks.kernels [--device cuda]
+
+What is bound by memory is held to the bandwidth of reading it (or, where as much is written, of
+copying), what is bound by products to the best matrix product, and swaps to the bus. A share of 1
+is the floor; kernels whose data fits a cache may exceed it.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kernel_cases import Case, all_cases, setting
+from benchmarks.kernel_ceilings import Ceilings, measure_ceilings
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.stopwatch import median_seconds
+
+Row = dict[str, object]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_READERS = ("paged decode", "linear", "sample")
+"""What writes next to nothing."""
+
+
+def measure(case: Case, ceilings: Ceilings, device: torch.device, repeats: int) -> Row:
+    """A row of the table."""
+    capture = not case.crosses_bus and "blocks" not in case.kernel
+    seconds = median_seconds(case.run, device, repeats=repeats, capture=capture)
+    bound, ceiling = _bound(case, ceilings)
+    achieved = (case.num_flops or case.num_bytes) / seconds
+    return {
+        "kernel": case.kernel,
+        "size": case.size,
+        "dtype": case.dtype,
+        "implementation": case.implementation,
+        "us": round(seconds * 1e6, 1),
+        "bound": bound,
+        "achieved": round(achieved / 1e9, 1),
+        "ceiling": round(ceiling / 1e9, 1),
+        "share": round(achieved / ceiling, 3),
+    }
+
+
+def _bound(case: Case, ceilings: Ceilings) -> tuple[str, float]:
+    """What bounds a case, and the ceiling of that."""
+    if case.num_flops:
+        return "GFLOP/s", ceilings.products[DTYPES[case.dtype]]
+    if case.crosses_bus:
+        assert ceilings.bus is not None, "only a GPU has one"
+        return "GB/s of the bus", ceilings.bus
+    if case.kernel in _READERS:
+        return "GB/s read", ceilings.read
+    return "GB/s copied", ceilings.copy
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
+    table = Table(*rows[0], title="kernels against the device's ceilings")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row.values()))
+    Console(width=180).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
+    parser.add_argument("--attention-backend", default=None)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args(arguments)
+    load, device = ForeignLoad(), torch.device(args.device)
+    dtypes = [DTYPES[name] for name in args.dtype]
+    with torch.inference_mode():
+        ceilings = measure_ceilings(device, dtypes)
+        rows = [
+            measure(case, ceilings, device, args.repeats)
+            for dtype in dtypes
+            for case in all_cases(setting(device, dtype, args.attention_backend))
+        ]
+    show(rows)
+    is_gpu = device.type == "cuda"
+    figures = {
+        "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",
+        "threads": None if is_gpu else torch.get_num_threads(),
+        "read_gb_per_s": round(ceilings.read / 1e9, 1),
+        "copy_gb_per_s": round(ceilings.copy / 1e9, 1),
+        "rows": rows,
+    }
+    save("kernels_gpu" if is_gpu else "kernels", figures, load, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The kernel benchmark counts what it should, and its rows can be shown and drawn."""
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks import plots
+from benchmarks.kernel_cases import Case, Setting, attention_case, layer_cases, setting
+from benchmarks.kernel_ceilings import Ceilings
+from benchmarks.kernels import measure
+from benchmarks.report import SECTIONS
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(read=1e9, copy=2e9, products={torch.float32: 4e9}, bus=None)
+
+
+def _setting() -> Setting:
+    return setting(CPU, torch.float32, "reference")
+
+
+def test_a_decode_reads_every_key_and_value_once() -> None:
+    case = attention_case(_setting(), 3, 1, 20, heads=4, kv_heads=2)
+    assert case.num_bytes == 3 * 20 * 2 * 2 * 128 * 4
+    assert case.num_flops == 0
+    assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s read"
+
+
+def test_a_prefill_computes_no_product_that_is_hidden() -> None:
+    case = attention_case(_setting(), 2, 3, 5, heads=4, kv_heads=2)
+    assert case.num_flops == 4 * 128 * 4 * 2 * (3 + 4 + 5)
+    row = measure(case, CEILINGS, CPU, repeats=1)
+    assert row["bound"] == "GFLOP/s"
+    assert row["ceiling"] == 4.0
+
+
+def test_a_norm_reads_and_writes_its_rows_and_the_residual() -> None:
+    case = next(layer_cases(_setting()))
+    assert case.num_bytes == 4 * 512 * 4096 * 4
+    assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s copied"
+
+
+def test_rows_become_a_table_and_a_picture() -> None:
+    case = Case(
+        kernel="linear",
+        size="1 row",
+        implementation="ours",
+        dtype="float32",
+        run=lambda: None,
+        num_bytes=1000,
+    )
+    rows = [measure(case, CEILINGS, CPU, repeats=1)]
+    results = {
+        "device": "cpu",
+        "threads": 2,
+        "read_gb_per_s": 1.0,
+        "copy_gb_per_s": 2.0,
+        "rows": rows,
+    }
+    facts, table = SECTIONS["kernels"](results)
+    assert "cpu, 2 threads: reads 1 GB/s" in facts
+    assert "| linear | 1 row | float32 | ours |" in table
+    plots.PLOTS["kernels_gpu"](Figure(), results)
