@@ -194,8 +194,8 @@ def _finish(maximum, total, output, sinks, head, is_row, value_scale, HAS_SINKS:
 
 @triton.jit
 def _split_tokens(context_len, num_splits, SPLIT_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Tokens in a split: the fixed number, or an even share in whole tiles."""
-    even = tl.cdiv(tl.cdiv(context_len, num_splits), TILE_KEYS) * TILE_KEYS
+    """Tokens in a split: the fixed number, or an even share in whole tiles, of at least one."""
+    even = tl.maximum(tl.cdiv(tl.cdiv(context_len, num_splits), TILE_KEYS), 1) * TILE_KEYS
     return SPLIT_TOKENS if SPLIT_TOKENS > 0 else even
 
 
@@ -421,7 +421,9 @@ def reduce_splits(
     total = tl.zeros([1], tl.float32)
     output = tl.zeros([1, PADDED_DIM], tl.float32)
     split_stride = num_heads.to(tl.int64) * num_tokens
-    for split in range(first_split, row_at // split_tokens + 1):
+    # A row of no sequence stands at -1 and sees no split; a quotient would be rounded up to 0.
+    num_splits_seen = tl.cdiv(row_at + 1, split_tokens)
+    for split in range(first_split, num_splits_seen):
         partial = split * split_stride + token * num_heads + head + one
         part_maximum = tl.load(partial_sums + partial * 2)
         part_total = tl.load(partial_sums + partial * 2 + 1)

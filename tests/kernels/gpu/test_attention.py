@@ -1,5 +1,6 @@
 """Paged attention on the GPU against the reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,6 +156,30 @@ def test_with_fixed_splits_a_row_is_the_same_in_any_batch(dtype: torch.dtype) ->
         output = _attend(sequences, parts, scale=0.3, launch=launch, **options)
         num_rows = rows.stop - rows.start
         assert torch.equal(output[:num_rows], prefill[rows])
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_rows_of_a_padded_batch_attend_over_nothing(launch: Launch) -> None:
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    metadata = sequences.metadata(DECODES)
+    padded = replace(
+        metadata,
+        query_start=torch.arange(len(DECODES) + 4, dtype=torch.int32),
+        context_lens=torch.nn.functional.pad(metadata.context_lens, (0, 3)),
+        block_tables=torch.nn.functional.pad(metadata.block_tables, (0, 0, 0, 3), value=-1),
+    )
+    query = sequences.rows(sequences.queries, DECODES)
+    cache = sequences.cache.to(DEVICE)
+    output = paged_attention(
+        torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 3)).to(DEVICE),
+        cache[:, 1, 0],
+        cache[:, 1, 1],
+        on_device(padded),
+        scale=0.3,
+        launch=launch,
+    )
+    assert_agrees(output[: len(DECODES)], _expected(sequences, DECODES, scale=0.3))
 
 
 def test_batch_invariance_takes_its_tiles_from_the_model_alone() -> None:
