@@ -10,6 +10,7 @@ from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.device.graphs import CudaRecorder, graph_sizes
 from worker_service.device.runner import DeviceRunner
 from worker_service.device.state import DeviceState
+from worker_service.errors import InvalidOption
 from worker_service.executor import BlockCounts, ModelFacts
 from worker_service.loader import LoadedModel
 from worker_service.loader.assets import iter_assets
@@ -53,6 +54,8 @@ class ModelExecutor:
             self._rendezvous.open()
         self._loaded = self._load()
         if self._runner.compile:
+            if self._loaded.config.batch_invariant:
+                raise InvalidOption("batch_invariant: expected no --compile beside it")
             compile_layers(self._loaded.model, self._device)
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._device.type == "cuda":

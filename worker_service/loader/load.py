@@ -39,6 +39,11 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     """
     started = time.monotonic()
     device = resolve_device(config.device, config.local_rank)
+    if config.batch_invariant and device.type == "cuda" and config.layout.world_size > 1:
+        raise InvalidOption(
+            "batch_invariant: on GPUs only with one rank, since several add up their parts in an"
+            " order that depends on how many rows there are"
+        )
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)

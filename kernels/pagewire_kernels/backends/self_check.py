@@ -14,7 +14,8 @@ from pagewire_kernels.metadata import AttentionMetadata
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _NUM_KV_HEADS, _GROUP = 2, 2
-_NUM_BLOCKS = 7
+_LONG_CONTEXT = 512
+"""Tokens from which on a backend may cut a decode's context into splits."""
 _FP8_SCALE = 0.02
 _WINDOW = 7
 _SOFT_CAP = 2.0
@@ -40,14 +41,20 @@ def self_check(backend: AttentionBackend, device: torch.device, needs: Attention
 
 
 class _Case:
-    """Three sequences of one to three blocks, with the features that a model needs."""
+    """Three sequences, one of them long, in blocks that lie in no order, with the features that a
+    model needs."""
 
     def __init__(self, needs: AttentionNeeds, block_size: int) -> None:
         self._needs = needs
         self.block_size = block_size
-        self._lengths = [2 * block_size + 5, 3, block_size]
-        self._tables = torch.tensor([[4, 0, 6], [2, -1, -1], [5, -1, -1]], dtype=torch.int32)
+        self._lengths = [max(2 * block_size, _LONG_CONTEXT) + 5, 3, block_size]
         draw = torch.Generator().manual_seed(0)
+        counts = [-(-length // block_size) for length in self._lengths]
+        self._num_blocks = sum(counts) + 1
+        order = torch.randperm(self._num_blocks, generator=draw).int()
+        self._tables = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+        for table, blocks in zip(self._tables, order[:-1].split(counts), strict=True):
+            table[: len(blocks)] = blocks
         self._query, self._key, self._value = (
             torch.randn(sum(self._lengths), num_heads, needs.head_dim, generator=draw).to(
                 needs.dtype
@@ -59,7 +66,7 @@ class _Case:
     def written(self, backend: AttentionBackend, device: torch.device) -> Tensor:
         """A cache that holds all keys and values."""
         size, needs = self.block_size, self._needs
-        shape = (_NUM_BLOCKS, 2, size, _NUM_KV_HEADS, needs.head_dim)
+        shape = (self._num_blocks, 2, size, _NUM_KV_HEADS, needs.head_dim)
         cache = torch.zeros(shape, device=device).to(needs.cache_dtype or needs.dtype)
         slots = [
             table[torch.arange(length) // size].long() * size + torch.arange(length) % size
