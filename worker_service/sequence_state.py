@@ -190,14 +190,6 @@ class SequenceTable:
         """Slots that sequences have."""
         return list(self._slot_of.values())
 
-    def slots_to_read(self, slots: Int64Array) -> Int64Array:
-        """Those of the sequences whose next token's logits depend on which tokens they have."""
-        edits = self.sampling.edits
-        if not edits:
-            return np.empty(0, np.int64)
-        reading = [slot for slot in slots.tolist() if slot in edits and edits[slot].reads_tokens]
-        return np.array(reading, np.int64)
-
     def output(self, slot: int) -> Int32Array:
         """A sequence's output tokens so far, unknown ones among them."""
         return self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]

@@ -6,6 +6,7 @@
 | `launch.py` | the work of one step: eager or replayed, then sampled |
 | `flight.py` | a launched step until host and core have its tokens |
 | `slots.py`, `state.py` | what the device knows of the sequences, by slot |
+| `penalties.py` | counts of tokens for those that have penalties |
 | `staging.py` | one copy of numbers to the device |
 | `sampler.py` | the sampler whose tokens stay on the device |
 | `graphs.py` | decode steps recorded once and replayed, by padded batch size |

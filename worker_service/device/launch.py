@@ -11,7 +11,7 @@ from worker_service.batch import HostInputs
 from worker_service.device.flight import Buffers, FetchedLogprobs
 from worker_service.device.sampler import SamplingRows
 from worker_service.device.staging import Column
-from worker_service.device.state import DeviceState
+from worker_service.device.state import Changes, DeviceState
 from worker_service.models.interface import Model
 from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.upload import upload
@@ -29,6 +29,7 @@ class StepLaunch:
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._state = state
         self._slots = state.slots
         self._sampler = state.sampler
         self._graphs = state.graphs
@@ -37,9 +38,9 @@ class StepLaunch:
         self._rows: SamplingRows | None = None
         self._logits: Callable[[], Tensor] | None = None
 
-    def recorded_size(self, num_rows: int, changes: list[Column]) -> int | None:
+    def recorded_size(self, num_rows: int, changes: Changes) -> int | None:
         """The padded size that a decode step of so many rows can be replayed at, if any."""
-        if self._graphs is None or not self._graphs.have_room_for(changes):
+        if self._graphs is None or not self._graphs.have_room_for(changes.columns):
             return None
         return self._graphs.size_for(num_rows)
 
@@ -48,7 +49,7 @@ class StepLaunch:
         inputs: HostInputs,
         last_states: Int64Array,
         batch: SamplingBatch,
-        changes: list[Column],
+        changes: Changes,
     ) -> None:
         """Compute any batch. last_states: which hidden states the batch's rows sample from."""
         unknown = np.flatnonzero(inputs.token_ids == UNKNOWN_TOKEN)
@@ -66,8 +67,8 @@ class StepLaunch:
             batch.slots,
             batch.positions.astype(np.int32),
         ]
-        sent = self._buffers.staging.send([*columns, *changes])
-        self._slots.apply(sent[len(columns) :])
+        sent = self._buffers.staging.send([*columns, *changes.columns])
+        self._state.apply(changes, sent[len(columns) :])
         token_ids, positions, slot_mapping, query_start, context_lens, slots = sent[:6]
         unknown_at, unknown_slots, last, row_slots, row_positions = sent[6 : len(columns)]
         self._slots.fill_in(token_ids, unknown_at, unknown_slots)
@@ -83,15 +84,13 @@ class StepLaunch:
         self._rows = SamplingRows(slots=row_slots, positions=row_positions)
         self._logits = lambda: self._model.compute_logits(hidden.index_select(0, last))
 
-    def replay(
-        self, inputs: HostInputs, batch: SamplingBatch, changes: list[Column], size: int
-    ) -> None:
+    def replay(self, inputs: HostInputs, batch: SamplingBatch, changes: Changes, size: int) -> None:
         """Compute a batch of decodes that all sample, by the recording of a padded size."""
         graphs, num_rows = self._graphs, len(batch.slots)
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, batch.positions, size)
-        sent = self._buffers.staging.send([columns, *changes], graphs.landing)
-        self._slots.apply(sent[1:])
+        sent = self._buffers.staging.send([columns, *changes.columns], graphs.landing)
+        self._state.apply(changes, sent[1:])
         graphs.replay_forward(size)
         self._replayed_size = size
         self._rows = graphs.rows(size, num_rows)
@@ -116,7 +115,7 @@ class StepLaunch:
         index = upload(wanted, logits.device)
         raw = logits.index_select(0, index) if len(wanted) and batch.edited else None
         if batch.edited:
-            outcome = self._sampler.sample_edited(logits, self._rows, batch.edited)
+            outcome = self._sampler.sample_edited(logits, self._rows, batch)
         else:
             outcome = self._sampler.sample(logits, self._rows)
         logprobs = None

@@ -10,7 +10,8 @@ What the host has to know before a launch is said here, in one place:
 | a plan with | waits for |
 | --- | --- |
 | a fork | the tokens of its parent, which it takes over |
-| penalties, bad words of several tokens | the tokens of the sequences that have them |
+| bad words of several tokens | the tokens of the sequences that have them |
+| more penalties than the device counts for (`penalties.py`) | the same |
 | candidates, chosen tokens, prompt log probabilities | every step launched before; and is itself
   computed by `ModelRunner`, which waits for the device |
 """
@@ -59,13 +60,13 @@ class DeviceRunner(ModelRunner):
         self._flights = Flights(self._device)
         self._last_finish = LastFinish()
         self._mark = mark or marks(self._device)
-        state.slots.forget()
+        state.forget()
 
     def reset(self) -> None:
         """Forget all sequences; steps under way may still be collected."""
         super().reset()
         self._flights.forget_all()
-        self._state.slots.forget()
+        self._state.forget()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch and collect in one."""
@@ -81,13 +82,19 @@ class DeviceRunner(ModelRunner):
             waiting_since_us = monotonic_us()
             self._flights.learn_all(self._sequences)
             begun = begun.later(monotonic_us() - waiting_since_us)
-            return FinishedStep(self._finish(plan, begun))
+            result = self._finish(plan, begun)
+            for slot in rows.slots.tolist():
+                self._state.penalties.note(slot, self._sequences.sampling)
+            return FinishedStep(result)
         flight = self._fly(plan, rows, begun)
         self._flights.add(flight)
         return flight
 
     def _forget(self, plan: StepPlan) -> None:
-        self._flights.forget(self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids"))
+        slots = self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids")
+        self._flights.forget(slots)
+        for slot in slots.tolist():
+            self._state.penalties.release(slot)
         super()._forget(plan)
 
     def _take_in(self, plan: StepPlan) -> None:
@@ -99,11 +106,11 @@ class DeviceRunner(ModelRunner):
         super()._take_in(plan)
         if table.num_slots > self._state.slots.padding_slot:
             self._flights.learn_all(table)
-            self._state.grow(table.num_slots, table.used_slots())
+            self._state.grow(table)
             return
         slots = self._state.slots
         for new in plan.new_sequences:
-            slots.note_new(table.slot(new.seq_id))
+            self._state.note_new(table.slot(new.seq_id), table)
         if len(plan.block_updates):
             changed = table.slots(plan.block_updates[:, 0], "block_updates")
             slots.note_blocks(changed, plan.block_updates[:, 1])
@@ -126,7 +133,7 @@ class DeviceRunner(ModelRunner):
         errors = self._start(rows).errors
         sampling = self._sampling_rows(rows)
         slots = rows.slots[sampling]
-        self._flights.learn(table.slots_to_read(slots), table)
+        self._flights.learn(self._slots_to_read(slots), table)
         batch = SamplingBatch(
             slots=slots,
             positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
@@ -136,7 +143,7 @@ class DeviceRunner(ModelRunner):
         begin = self._mark()
         launch = StepLaunch(self._model, self._cache.device_cache, self._state, buffers)
         inputs = lay_out(rows.slots[rows.computes], rows.num_tokens[rows.computes], table)
-        changes = self._state.slots.changes(table)
+        changes = self._state.changes(table)
         size = None
         if inputs.max_query_len == 1 and len(slots) == len(inputs.slots) and not len(rows.forks):
             size = launch.recorded_size(len(slots), changes)
@@ -166,6 +173,17 @@ class DeviceRunner(ModelRunner):
             cache_device_us=self._cache.timer(),
             last_finish=self._last_finish,
         )
+
+    def _slots_to_read(self, slots: Int64Array) -> Int64Array:
+        """Those of the sequences whose tokens the host has to know before it edits their logits."""
+        edits, counted = self._sequences.sampling.edits, self._state.penalties
+        reading = [
+            slot
+            for slot in (slots.tolist() if edits else ())
+            if (found := edits.get(slot)) is not None
+            and (found.reads_last_tokens or (found.occurrences is not None and slot not in counted))
+        ]
+        return np.array(reading, np.int64)
 
     def _last_states(self, sampling: Int64Array, rows: StepRows) -> Int64Array:
         """Where the sampling rows' last hidden states lie; a fork's is its parent's."""

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.metadata import SamplingMetadata
+from worker_service.device.penalties import DevicePenalties
 from worker_service.device.slots import NO_CANDIDATES, DeviceSlots
 from worker_service.sampler.draw import largest
-from worker_service.sampler.edits import EditedRow, apply_edits
+from worker_service.sampler.edits import apply_constraints, apply_penalties
 from worker_service.sampler.logprobs import window
+from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.upload import upload
 
 Int64Array = npt.NDArray[np.int64]
@@ -73,8 +75,11 @@ class LogprobTensors:
 class DeviceSampler:
     """Samples for the sequences of some slots."""
 
-    def __init__(self, slots: DeviceSlots, kernels: SamplingKernels) -> None:
+    def __init__(
+        self, slots: DeviceSlots, penalties: DevicePenalties, kernels: SamplingKernels
+    ) -> None:
         self._slots = slots
+        self._penalties = penalties
         self._kernels = kernels
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -84,15 +89,22 @@ class DeviceSampler:
         """
         return self._slots.settle(rows.slots, self._draw(logits, rows))
 
-    def sample_edited(self, logits: Tensor, rows: SamplingRows, edited: list[EditedRow]) -> Tensor:
-        """The same after edits, which are made in place."""
-        index = upload(np.array([each.row for each in edited], np.int64), logits.device)
+    def sample_edited(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch) -> Tensor:
+        """The same after a batch's edits, which are made in place."""
+        index = upload(np.array([each.row for each in batch.edited], np.int64), logits.device)
         was_sound = logits.index_select(0, index).amax(dim=-1).isfinite()
-        apply_edits(logits, edited)
+        apply_constraints(logits, batch.edited)
+        others, penalised = self._penalties.select(batch.edited, batch.slots)
+        apply_penalties(logits, others)
+        if penalised is not None:
+            self._penalties.penalise(logits, penalised)
         drawn = self._draw(logits, rows)
         failed = drawn.index_select(0, index)
         reasons = torch.where((failed < 0) & was_sound, NO_CANDIDATES, failed)
-        return self._slots.settle(rows.slots, drawn.index_copy(0, index, reasons))
+        outcome = self._slots.settle(rows.slots, drawn.index_copy(0, index, reasons))
+        if penalised is not None:
+            self._penalties.count(outcome, penalised)
+        return outcome
 
     def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
         """logits: float32 [n, vocab_size], unedited; tokens: int64 [n], failures among them."""

@@ -1,17 +1,33 @@
 """What a device keeps of sequences and recordings, over one cache."""
 
 import logging
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from worker_service.cache_engine import CacheEngine
 from worker_service.device.graphs import DecodeGraphs, Recorder
+from worker_service.device.penalties import MAX_BYTES, DevicePenalties
 from worker_service.device.sampler import DeviceSampler, sampling_kernels
 from worker_service.device.slots import DeviceSlots, initial_slots
+from worker_service.device.staging import Column
 from worker_service.models.interface import Model
+from worker_service.sequence_state import SequenceTable
 
 logger = logging.getLogger(__name__)
+
+
+class Changes(NamedTuple):
+    """Columns of what has changed."""
+
+    slots: list[Column]
+    penalties: list[Column]
+
+    @property
+    def columns(self) -> list[Column]:
+        """All of them."""
+        return self.slots + self.penalties
 
 
 class DeviceState:
@@ -26,29 +42,54 @@ class DeviceState:
         recorder: Recorder | None = None,
         sizes: list[int] | None = None,
         num_slots: int | None = None,
+        max_penalty_bytes: int = MAX_BYTES,
     ) -> None:
         """recorder: makes recordings of decode steps of these padded sizes; None makes none.
-        num_slots: sequences to make room for at first; None takes enough for most."""
+        num_slots: sequences to make room for at first; None takes enough for most.
+        max_penalty_bytes: memory for counts of tokens."""
         self._model = model
         self._kv_cache = cache.device_cache
         self._max_blocks = -(-model.max_model_len // block_size)
         self._recorder = recorder
         self._sizes = sizes or []
+        self._max_penalty_bytes = max_penalty_bytes
         self._make(num_slots or initial_slots(self._max_blocks))
 
-    def grow(self, num_slots: int, used: Iterable[int]) -> None:
-        """Make room for more sequences. Those in the used slots come to the device once more; the
-        host must know all of their tokens."""
-        logger.warning("making room for more sequences num_slots=%d", num_slots)
-        self._make(num_slots)
-        for slot in used:
-            self.slots.note_new(slot)
+    def note_new(self, slot: int, table: SequenceTable) -> None:
+        """A sequence has come into a slot."""
+        self.slots.note_new(slot)
+        self.penalties.note(slot, table.sampling)
+
+    def forget(self) -> None:
+        """There are no sequences."""
+        self.slots.forget()
+        self.penalties.forget()
+
+    def changes(self, table: SequenceTable) -> Changes:
+        """What has changed since the last time, to be sent and applied."""
+        return Changes(self.slots.changes(table), self.penalties.changes(table.sampling))
+
+    def apply(self, changes: Changes, sent: list[Tensor]) -> None:
+        """Take in changes, whose columns have arrived as these tensors."""
+        count = len(changes.slots)
+        self.slots.apply(sent[:count])
+        self.penalties.apply(sent[count:])
+
+    def grow(self, table: SequenceTable) -> None:
+        """Make room for as many sequences as the table has. They come to the device once more, so
+        the host must know all of their tokens."""
+        logger.warning("making room for more sequences num_slots=%d", table.num_slots)
+        self._make(table.num_slots)
+        for slot in table.used_slots():
+            self.note_new(slot, table)
 
     def _make(self, num_slots: int) -> None:
         device = self._kv_cache.device
         self.graphs: DecodeGraphs | None = None
         self.slots = DeviceSlots(num_slots, self._max_blocks, device)
-        self.sampler = DeviceSampler(self.slots, sampling_kernels(device))
+        vocab_size, max_bytes = self._model.vocab_size, self._max_penalty_bytes
+        self.penalties = DevicePenalties(vocab_size, device, max_bytes)
+        self.sampler = DeviceSampler(self.slots, self.penalties, sampling_kernels(device))
         if self._recorder is not None and self._sizes:
             self.graphs = self._record(self._recorder)
 

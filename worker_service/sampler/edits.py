@@ -39,10 +39,9 @@ class LogitEdits:
         return cls(params, bad_words, occurrences)
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether they depend on which tokens there are, and not on their number alone."""
-        has_long_words = self.bad_words is not None and self.bad_words.has_prefixes
-        return self.occurrences is not None or has_long_words
+    def reads_last_tokens(self) -> bool:
+        """Whether what is excluded depends on the last tokens, and not on their number alone."""
+        return self.bad_words is not None and self.bad_words.has_prefixes
 
     def has_bans(self, output: Int32Array) -> bool:
         """Whether tokens may be excluded after this output."""
@@ -67,9 +66,14 @@ class EditedRow(NamedTuple):
 
 def apply_edits(logits: Tensor, rows: list[EditedRow]) -> None:
     """Edits the rows' logits in place. logits: float32 [n, vocab_size]."""
+    apply_constraints(logits, rows)
+    apply_penalties(logits, [row for row in rows if row.edits.occurrences is not None])
+
+
+def apply_constraints(logits: Tensor, rows: list[EditedRow]) -> None:
+    """Excludes tokens and adds biases, which come before penalties."""
     _ban(logits, rows)
     _add_biases(logits, [row for row in rows if len(row.edits.params.bias_token_ids)])
-    _penalise(logits, [row for row in rows if row.edits.occurrences is not None])
 
 
 def _ban(logits: Tensor, rows: list[EditedRow]) -> None:
@@ -88,8 +92,9 @@ def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
     logits[index] += upload(values, logits.device)
 
 
-def _penalise(logits: Tensor, rows: list[EditedRow]) -> None:
-    """Repetition (Keskar et al. 2019), then frequency, then presence penalties."""
+def apply_penalties(logits: Tensor, rows: list[EditedRow]) -> None:
+    """Repetition (Keskar et al. 2019), then frequency, then presence penalties, from counts of
+    tokens that these rows have."""
     occurrences = [row.edits.occurrences for row in rows if row.edits.occurrences is not None]
     if not occurrences:
         return

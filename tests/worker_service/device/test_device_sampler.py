@@ -7,6 +7,7 @@ import torch
 
 from tests.support.gpu_kernels import DEVICE, MARKS
 from worker_service.device.flight import FetchedLogprobs
+from worker_service.device.penalties import DevicePenalties
 from worker_service.device.sampler import DeviceSampler, SamplingRows
 from worker_service.device.slots import FAILURES, DeviceSlots
 from worker_service.device.staging import Staging
@@ -37,7 +38,8 @@ class Sequences:
             vocab_size=VOCAB_SIZE, max_model_len=64, block_size=4, num_gpu_blocks=64
         )
         self.on_device = DeviceSlots(64, 16, DEVICE)
-        self.sampler = DeviceSampler(self.on_device, _kernels())
+        self.penalties = DevicePenalties(VOCAB_SIZE, DEVICE)
+        self.sampler = DeviceSampler(self.on_device, self.penalties, _kernels())
         for index, params in enumerate(PARAMS):
             self.add(index + 1, SamplerParams(**params))
         draw = torch.Generator().manual_seed(2)
@@ -57,9 +59,11 @@ class Sequences:
         )
         self.table.add(new, "new")
         self.on_device.note_new(self.table.slot(seq_id))
+        self.penalties.note(self.table.slot(seq_id), self.table.sampling)
 
     def flush(self) -> None:
         self.on_device.apply(Staging(DEVICE).send(self.on_device.changes(self.table)))
+        self.penalties.apply(Staging(DEVICE).send(self.penalties.changes(self.table.sampling)))
 
     @property
     def batch(self) -> SamplingBatch:
@@ -90,7 +94,7 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
     expected = sample(sequences.logits.clone(), batch, sequences.table.sampling)
     logits = sequences.logits.to(DEVICE)
     rows = sequences.rows(batch)
-    outcome = sequences.sampler.sample_edited(logits.clone(), rows, batch.edited)
+    outcome = sequences.sampler.sample_edited(logits.clone(), rows, batch)
     assert outcome.tolist() == expected.tokens.tolist()
     num_top = sequences.table.sampling.num_logprobs[batch.slots]
     wanted = np.flatnonzero(num_top >= 0)
@@ -120,7 +124,7 @@ def test_failures_keep_their_first_reason_until_the_slot_is_taken_again() -> Non
     reasons = [
         [FAILURES.get(int(number)) for number in outcome]
         for outcome in (
-            sequences.sampler.sample_edited(logits.clone(), rows, batch.edited),
+            sequences.sampler.sample_edited(logits.clone(), rows, batch),
             sequences.sampler.sample(logits.nan_to_num(0.0), rows),
         )
     ]

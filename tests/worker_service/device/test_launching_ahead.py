@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from pagewire.v1 import sampling_pb2
-from tests.support.counting_model import VOCAB_SIZE, next_token
+from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import LateMark, eager, recorded
 from tests.support.worker_driver import GREEDY, Row, column, sampler_params
 from tests.worker_service.test_model_runner import Bench, continuation
 from worker_service import wire
+from worker_service.cache_engine import CacheEngine
 from worker_service.device.runner import DeviceRunner
+from worker_service.device.state import DeviceState
 from worker_service.executor import FinishedStep, Step
 from worker_service.model_runner import ModelRunner
 from worker_service.plan import RowErrorReason, StepResult
@@ -153,7 +155,10 @@ class TestWaiting:
 
     @pytest.mark.parametrize(
         "sampling",
-        [PARAMS[name] for name in ("greedy", "random", "filtered", "a bias", "log probabilities")],
+        [
+            PARAMS[name]
+            for name in ("greedy", "random", "penalties", "filtered", "a bias", "log probabilities")
+        ],
         ids=str,
     )
     def test_decodes_and_new_sequences_wait_for_nothing(self, sampling: Any) -> None:
@@ -164,9 +169,8 @@ class TestWaiting:
         steps.append(pipeline.launch([Row(1), Row(3, 9)], forget_seq_ids=column([2])))
         assert not any(self.is_done(step) for step in steps)
 
-    @pytest.mark.parametrize("name", ["penalties", "bad words"])
-    def test_edits_that_read_tokens_wait_for_those_alone(self, name: str) -> None:
-        pipeline = self.pipeline(PARAMS[name])
+    def test_edits_that_read_tokens_wait_for_those_alone(self) -> None:
+        pipeline = self.pipeline(PARAMS["bad words"])
         both = pipeline.launch([Row(1, 3), Row(2, 2)])
         other = pipeline.launch([Row(2)])
         again = pipeline.launch([Row(1)])
@@ -189,6 +193,36 @@ class TestWaiting:
         assert all(self.is_done(step) for step in steps)
         best = next_token([6])
         assert result.candidates[1].token_ids.tolist() == [best, (best + 1) % VOCAB_SIZE]
+
+
+@pytest.mark.parametrize("counted", [0, 3, 100], ids="at most {} counted on the device".format)
+def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> None:
+    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> DeviceRunner:
+        state = DeviceState(
+            model, cache, block_size, max_penalty_bytes=counted * 4 * model.vocab_size
+        )
+        return DeviceRunner(model, cache, block_size, state, mark=LateMark)
+
+    params = [PARAMS["penalties"], PARAMS["all at once"]] * 5
+    expected = run(params, 0, make_runner=ModelRunner).results
+    results = run(params, 3, make_runner=make_runner).results
+    assert [outcome(result) for result in results] == [outcome(result) for result in expected]
+
+
+def test_tokens_that_the_host_sampled_in_between_are_counted_too() -> None:
+    pipelines = [Pipeline(3, make_runner=recorded), Pipeline(0, make_runner=ModelRunner)]
+    for pipeline in pipelines:
+        pipeline.bench.plans.add(1, [1, 2, 3], sampling=PARAMS["penalties"])
+        pipeline.launch([Row(1, 3)])
+        pipeline.launch([Row(1)])
+        asks = sampler_params(temperature=0.0, prompt_logprobs=1)
+        pipeline.bench.plans.add(2, [4, 5, 6], sampling=asks)
+        pipeline.launch([Row(1), Row(2, 2, sample=False)])
+        pipeline.launch([Row(1)], forget_seq_ids=column([2]))
+        for _ in range(8):
+            pipeline.launch([Row(1)])
+    ahead, one_by_one = ([outcome(each) for each in p.finish()] for p in pipelines)
+    assert ahead == one_by_one
 
 
 def test_a_failure_that_nobody_knows_of_yet_is_told_in_every_later_step() -> None:

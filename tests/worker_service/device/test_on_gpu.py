@@ -74,6 +74,12 @@ PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "filtered": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3},
     "log probabilities": {"temperature": 0.9, "seed": 3, "logprobs": 4},
+    "penalised": {
+        "temperature": 0.9,
+        "seed": 3,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.1,
+    },
     "edited": {"temperature": 0.0, "logit_bias": [{"token_id": 3, "bias": 2.0}]},
 }
 
