@@ -13,7 +13,9 @@ from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
 from worker_service.config import CacheConfig
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.config import LoadedModel, ModelConfig
+from worker_service.loader.eager_packing import EagerPacking
 from worker_service.loader.fingerprint import fingerprint
+from worker_service.loader.host_memory import freed_memory_returns
 from worker_service.loader.kv_scales import load_kv_scales
 from worker_service.loader.needs import FP8, attention_needs
 from worker_service.loader.placement import resolve_device, resolve_dtype, set_threads
@@ -66,7 +68,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         batch_invariant=config.batch_invariant,
         ranks=Ranks(config.layout),
     )
-    model = _build(config, hf_config, model_dir, place, kernels)
+    with freed_memory_returns():
+        model = _build(config, hf_config, model_dir, place, kernels)
     if device.type == "cpu":
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
     kernels.attention.warm_up(dtype)
@@ -139,21 +142,23 @@ def _build(
     whole = model
     if config.layout.world_size > 1:
         whole = _outline(config, hf_config, place, kernels)
+    names = {slot.name for slot in whole.weight_slots()}
+    model.num_parameters = sum(slot.target.numel() for slot in whole.weight_slots())
+    packing = EagerPacking(model)
     if config.load_format == "dummy":
-        fill_dummy_weights(model.weight_slots())
+        fill_dummy_weights(model.weight_slots(), on_filled=packing)
     else:
         checkpoint = open_checkpoint(model_dir)
         load_weights(
             model,
             checkpoint,
-            others={slot.name for slot in whole.weight_slots()},
+            others=names,
+            on_filled=packing,
             show_progress=config.show_progress,
         )
         if place.cache_dtype == FP8:
             load_kv_scales(model, checkpoint)
-    num_parameters = sum(slot.target.numel() for slot in whole.weight_slots())
     model.finish_loading()
-    model.num_parameters = num_parameters
     return model
 
 

@@ -2,7 +2,8 @@
 
 import sys
 import zlib
-from collections.abc import Container, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,18 @@ _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_NAMES = 8
 """Tensors named in an error message at most."""
+
+_MAX_MAPPED_BYTES = 64 << 20
+"""Read of a file before it is closed and opened again."""
+
+Wanted = tuple[str, WeightSlot]
+"""A tensor's name in the checkpoint, and where it goes."""
+
+OnFilled = Callable[[WeightSlot], None]
+
+
+def _nothing(slot: WeightSlot) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +103,51 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     others: Container[str] = (),
+    on_filled: OnFilled = _nothing,
     show_progress: bool | None,
 ) -> int:
     """Fill the model's slots from the checkpoint; returns the bytes read.
 
     Of a tensor that several ranks share, only this rank's part is read. Missing, unexpected and
     misshapen tensors are all named in one error before anything is read. others: canonical names
-    of tensors that are other ranks'.
+    of tensors that are other ranks'. on_filled: called with each slot, which is let go then.
     """
     slots: dict[str, list[WeightSlot]] = {}
     for slot in model.weight_slots():
         slots.setdefault(slot.name, []).append(slot)
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
     _check_names(model, slots, sources, others)
-    by_file: dict[Path, list[tuple[str, WeightSlot]]] = {file: [] for file in checkpoint.files}
+    by_file: dict[Path, deque[Wanted]] = {file: deque() for file in checkpoint.files}
     for name, same_named in slots.items():
         wanted = by_file[checkpoint.file_of[sources[name]]]
         wanted.extend((sources[name], slot) for slot in same_named)
     _check_shapes(by_file)
 
     num_bytes = sum(slot.target.nbytes for same_named in slots.values() for slot in same_named)
+    slots.clear()  # or their memory would be held until the end
     num_read = 0
     with _progress_bar(num_bytes, show_progress) as advance:
         for file, wanted in by_file.items():
-            with _open(file) as tensors:
-                for name, slot in wanted:
-                    part = tensors.get_slice(name)[slot.source_index or ...]
-                    slot.target.copy_(part)
-                    num_read += part.nbytes
-                    advance(slot.target.nbytes)
+            while wanted:
+                num_read += _fill_some(file, wanted, on_filled, advance)
+    return num_read
+
+
+def _fill_some(file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: "_Advance") -> int:
+    """Fill the next slots that a file has tensors for; returns the bytes read.
+
+    What was read of a mapped file counts as this process's memory until it is closed, which it is
+    after a while.
+    """
+    num_read = 0
+    with _open(file) as tensors:
+        while wanted and num_read < _MAX_MAPPED_BYTES:
+            name, slot = wanted.popleft()
+            part = tensors.get_slice(name)[slot.source_index or ...]
+            slot.target.copy_(part)
+            num_read += part.nbytes
+            advance(slot.target.nbytes)
+            on_filled(slot)
     return num_read
 
 
@@ -140,7 +169,7 @@ def _check_names(
         raise BadCheckpoint(f"weights do not fit {model.architecture}: {'; '.join(faults)}")
 
 
-def _check_shapes(by_file: Mapping[Path, list[tuple[str, WeightSlot]]]) -> None:
+def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
     wrong = []
     for file, wanted in by_file.items():
         with _open(file) as tensors:
@@ -152,11 +181,14 @@ def _check_shapes(by_file: Mapping[Path, list[tuple[str, WeightSlot]]]) -> None:
         raise BadCheckpoint(f"weights do not fit config.json: {_listed(wrong)}")
 
 
-def fill_dummy_weights(slots: Iterator[WeightSlot], seed: int = 0) -> None:
+def fill_dummy_weights(
+    slots: Iterator[WeightSlot], seed: int = 0, on_filled: OnFilled = _nothing
+) -> None:
     """Small random numbers, the same for the same seed: weights for benchmarks.
 
     A tensor's numbers depend on its name, so that ranks fill in parts of the same. Vectors, such as
-    norms and biases, are 1 where a norm needs them to be and 0 elsewhere.
+    norms and biases, are 1 where a norm needs them to be and 0 elsewhere. on_filled: called with
+    each slot.
     """
     generator = torch.Generator()
     for slot in slots:
@@ -166,6 +198,7 @@ def fill_dummy_weights(slots: Iterator[WeightSlot], seed: int = 0) -> None:
             generator.manual_seed(seed + zlib.crc32(slot.name.encode()))
             values = torch.empty(slot.source_shape).uniform_(-0.05, 0.05, generator=generator)
             slot.target.copy_(values[slot.source_index])
+        on_filled(slot)
 
 
 class _Advance:

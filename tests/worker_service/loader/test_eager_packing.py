@@ -1,0 +1,84 @@
+"""A weight's original is gone before the next layer's is filled."""
+
+import weakref
+
+import pytest
+import torch
+
+from pagewire_kernels.backends import AttentionNeeds, select_kernels
+from tests.support.checkpoints import checkpoint
+from worker_service.loader.eager_packing import EagerPacking
+from worker_service.loader.resolve import read_config
+from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
+from worker_service.models.linear import Linear
+from worker_service.models.native import NativeModel, WeightSlot
+from worker_service.models.placement import Placement
+from worker_service.models.registry import build_native_model
+from worker_service.parallel.layout import Layout
+from worker_service.parallel.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def empty_model(family: str) -> NativeModel:
+    kernels = select_kernels(CPU, AttentionNeeds(dtype=torch.float32, head_dim=16))
+    place = Placement(dtype=torch.float32, device=CPU, ranks=Ranks(Layout()))
+    model = build_native_model(read_config(checkpoint(family)), None, place, kernels)
+    assert model is not None
+    return model
+
+
+def linears(model: NativeModel) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+class Watch:
+    """Called between two slots; the most originals that were filled and still there."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self._packing = EagerPacking(model)
+        self._originals = [
+            weakref.ref(linear.weight) for linear in linears(model) if linear.weight is not None
+        ]
+        self._filled: set[int] = set()
+        self.most = 0
+
+    def __call__(self, slot: WeightSlot) -> None:
+        self._filled.add(slot.target.untyped_storage().data_ptr())
+        there = [weight for ref in self._originals if (weight := ref()) is not None]
+        self.most = max(self.most, sum(w.data_ptr() in self._filled for w in there))
+        self._packing(slot)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_at_most_one_layer_is_there_twice(family: str) -> None:
+    model = empty_model(family)
+    watch = Watch(model)
+    load_weights(model, open_checkpoint(checkpoint(family)), on_filled=watch, show_progress=False)
+    assert watch.most == 1
+    assert all(linear.weight is None for linear in linears(model))
+
+
+def test_made_up_weights_are_packed_as_they_come_too() -> None:
+    model = empty_model("llama")
+    watch = Watch(model)
+    fill_dummy_weights(model.weight_slots(), on_filled=watch)
+    assert watch.most == 1
+    assert all(linear.weight is None for linear in linears(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packing_early_changes_no_weight(family: str) -> None:
+    early, late = empty_model(family), empty_model(family)
+    files = open_checkpoint(checkpoint(family))
+    load_weights(early, files, on_filled=EagerPacking(early), show_progress=False)
+    load_weights(late, files, show_progress=False)
+    late.finish_loading()
+    for ours, theirs in zip(linears(early), linears(late), strict=True):
+        rows = torch.eye(_in_features(theirs))
+        assert torch.equal(ours(rows), theirs(rows))
+
+
+def _in_features(linear: Linear) -> int:
+    assert linear.packed is not None
+    return linear.packed.in_features
