@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight, library
+from pagewire_kernels import reference
+from pagewire_kernels.cpu.native import (
+    HugeMemory,
+    Library,
+    NativeGatedWeight,
+    NativeWeight,
+    library,
+)
 from pagewire_kernels.cpu.native.build import LIBRARIES, compiler
 from pagewire_kernels.cpu.native.library import instruction_set
 
@@ -131,6 +138,37 @@ def test_one_number_that_is_none_spoils_its_own_row_only(
     assert result[11].isnan().all()
     others = torch.arange(30) != 11
     assert torch.equal(result[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize(("size", "in_features"), [(1, 1), (15, 37), (16, 64), (100, 129)])
+def test_a_gated_product_agrees_with_the_reference(
+    kernels: Library, size: int, in_features: int, activation: str, dtype: torch.dtype
+) -> None:
+    """But for the rounding of the two products, which it does without."""
+    weight = _random(2 * size, in_features, dtype=dtype) * in_features**-0.5
+    bias, rows = _random(2 * size, dtype=dtype, seed=1), _random(31, in_features, dtype=dtype)
+    packed = NativeGatedWeight(weight, activation, kernels, HugeMemory())
+    for each_bias in (None, bias):
+        products = rows.double() @ weight.double().t()
+        if each_bias is not None:
+            products += each_bias.double()
+        exact = reference.act_and_mul(products.float(), activation)
+        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {}
+        torch.testing.assert_close(packed.apply(rows, each_bias), exact.to(dtype), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_row_has_the_same_bits_in_any_batch(kernels: Library, dtype: torch.dtype) -> None:
+    weight, bias = _random(140, 333, dtype=dtype), _random(140, dtype=dtype, seed=1)
+    packed = NativeGatedWeight(weight, "silu", kernels, HugeMemory())
+    rows = _random(400, 333, dtype=dtype, seed=2)
+    expected = packed.apply(rows, bias)
+    for num_rows in [*range(1, 40), 130, 193, 300]:
+        start = 7 * num_rows % (401 - num_rows)
+        few = packed.apply(rows[start : start + num_rows], bias)
+        assert torch.equal(few, expected[start : start + num_rows]), num_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from worker_service.models.packed_weight import PackedWeight, can_pack, pack
+from pagewire_kernels.cpu.native import NativeGatedWeight
+from pagewire_kernels.layer_kernels import LayerKernels
+from worker_service.models.packed_weight import PackedWeight, can_pack, pack, pack_gated
 
 
 class Linear(nn.Module):
@@ -53,6 +55,41 @@ class Linear(nn.Module):
         assert self.weight is not None
         product = nn.functional.linear(rows, self.weight, bias)
         return product if output_dtype is None else product.to(output_dtype)
+
+
+class GatedLinear(Linear):
+    """activation(x G^T + b) * (x U^T + c), where the weight is G, then U."""
+
+    def __init__(
+        self,
+        in_features: int,
+        size: int,
+        activation: str,
+        kernels: LayerKernels,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """size: outputs of G, of U, and of the layer."""
+        super().__init__(in_features, 2 * size, bias=bias, dtype=dtype, device=device)
+        self._activation = activation
+        self._kernels = kernels
+        self._gated: NativeGatedWeight | None = None
+
+    def pack(self) -> None:
+        if self.weight is not None:
+            self._gated = pack_gated(self.weight, self._activation)
+        if self._gated is not None:
+            self.weight = None
+        else:
+            super().pack()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [num_rows, in_features]; returns [num_rows, size]."""
+        if self._gated is not None:
+            return self._gated.apply(rows, self.bias)
+        return self._kernels.act_and_mul(super().forward(rows), self._activation)
 
 
 class TiedLinear(Linear):

@@ -12,7 +12,7 @@ from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
-from worker_service.models.linear import Linear
+from worker_service.models.linear import GatedLinear, Linear
 from worker_service.models.native import (
     KV_SCALE_NAMES,
     NativeModel,
@@ -133,14 +133,19 @@ class GatedMLP(nn.Module):
         super().__init__()
         s = settings
         inner = place.ranks.layout.even_share(s.intermediate_size, "columns of the MLP")
-        self.gate_up = Linear(s.hidden_size, 2 * inner.size, bias=s.mlp_bias, **place.as_kwargs())
+        self.gate_up = GatedLinear(
+            s.hidden_size,
+            inner.size,
+            ACTIVATIONS[s.activation],
+            kernels,
+            bias=s.mlp_bias,
+            **place.as_kwargs(),
+        )
         self.down = RowParallelLinear(inner, s.hidden_size, bias=s.mlp_bias, place=place)
-        self._activation = ACTIVATIONS[s.activation]
-        self._kernels = kernels
         self._inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._kernels.act_and_mul(self.gate_up(x), self._activation))
+        return self.down(self.gate_up(x))
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]

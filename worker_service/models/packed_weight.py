@@ -11,7 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight, library
+from pagewire_kernels.cpu.native import (
+    HugeMemory,
+    Library,
+    NativeGatedWeight,
+    NativeWeight,
+    library,
+)
 from pagewire_kernels.cpu.native import linear as native
 from worker_service.models.onednn_weight import OneDNNWeight
 
@@ -45,6 +51,15 @@ def pack(weight: Tensor) -> PackedWeight:
     if native_library is None:
         return OneDNNWeight(weight)
     return NativeWeight(weight, native_library, _memory())
+
+
+def pack_gated(weight: Tensor, activation: str) -> NativeGatedWeight | None:
+    """A packed copy of a gate's weight and, after it, that of what it gates, if this machine has
+    a product that computes both and applies the gate."""
+    native_library = _native_library(weight.dtype) if weight.device.type == "cpu" else None
+    if native_library is None:
+        return None
+    return NativeGatedWeight(weight, activation, native_library, _memory())
 
 
 def _native_library(dtype: torch.dtype) -> Library | None:

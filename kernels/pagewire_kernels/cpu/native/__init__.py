@@ -19,7 +19,7 @@ the numba kernels do the work.
                     the C structures, for ctypes
     attention.py    tasks of attention, described by tensors
     backend.py      `NativeBackend`
-    linear.py       `NativeWeight`: packs a weight and multiplies by it
+    linear.py       `NativeWeight`, `NativeGatedWeight`: pack a weight and multiply by it
     huge_memory.py  where packed weights are
     layers.py       `NativeLayerKernels`: norms, activations, rotation
     program.py      recording kernels instead of running them, and running what was recorded
@@ -29,6 +29,13 @@ the numba kernels do the work.
 from pagewire_kernels.cpu.native.backend import NativeBackend
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.library import Library, library
-from pagewire_kernels.cpu.native.linear import NativeWeight
+from pagewire_kernels.cpu.native.linear import NativeGatedWeight, NativeWeight
 
-__all__ = ["HugeMemory", "Library", "NativeBackend", "NativeWeight", "library"]
+__all__ = [
+    "HugeMemory",
+    "Library",
+    "NativeBackend",
+    "NativeGatedWeight",
+    "NativeWeight",
+    "library",
+]

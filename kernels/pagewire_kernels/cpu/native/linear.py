@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.library import Kernel, Library
@@ -34,6 +35,7 @@ class PackTask(ctypes.Structure):
         ("packed", ctypes.c_void_p),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
+        ("num_parts", ctypes.c_int64),
     )
 
 
@@ -51,6 +53,7 @@ class LinearTask(ctypes.Structure):
         ("y_stride", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
     )
 
 
@@ -69,33 +72,79 @@ class GatherTask(ctypes.Structure):
     )
 
 
-class NativeWeight:
-    """A weight in the native kernels' layout, float32 or bfloat16.
+class _Packed:
+    """A weight in panels."""
 
-    A row's result is bitwise the same whatever rows are computed with it, by any number of threads.
-    """
-
-    def __init__(self, weight: Tensor, library: Library, memory: HugeMemory) -> None:
-        """weight: [out_features, in_features], copied into `memory`."""
+    def __init__(
+        self, weight: Tensor, library: Library, memory: HugeMemory, num_parts: int
+    ) -> None:
+        """weight: copied into `memory`; num_parts: 2 if it is a gate's, then what it gates."""
         assert weight.dtype in DTYPES
         assert weight.device.type == "cpu"
         self.dtype = weight.dtype
         self.out_features, self.in_features = weight.shape
+        self._name = DTYPES[weight.dtype]
         row_bytes = -(-self.in_features * weight.element_size() // _STEP_BYTES) * _STEP_BYTES
-        num_padded = -(-self.out_features // _PANEL_OUTPUTS) * _PANEL_OUTPUTS
+        panel = _PANEL_OUTPUTS // num_parts
+        num_padded = -(-self.out_features // num_parts // panel) * _PANEL_OUTPUTS
         self._packed = memory.take(num_padded * row_bytes)
-        name = DTYPES[weight.dtype]
-        self._pack(weight, library.kernel(f"pack_{name}"))
-        self._kernels = {
-            weight.dtype: library.kernel(f"linear_{name}"),
-            torch.float32: library.kernel(_to_float32(name)),
-        }
-        self._gather = library.kernel(f"gather_{name}")
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        task = PackTask(
+            weight=weight.data_ptr(),
+            weight_stride=weight.stride(0),
+            packed=self.address,
+            in_features=self.in_features,
+            out_features=self.out_features,
+            num_parts=num_parts,
+        )
+        kernel = library.kernel(f"pack_{self._name}")
+        threads.run(kernel, ctypes.addressof(task), torch.get_num_threads())
 
     @property
     def address(self) -> int:
         """Of the packed weight; it never moves."""
         return self._packed.data_ptr()
+
+    def _multiply(
+        self, kernel: Kernel, rows: Tensor, bias: Tensor | None, y: Tensor, activation: int = 0
+    ) -> None:
+        if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
+            raise TypeError(f"rows are {rows.dtype} {tuple(rows.shape)}, not what the weight takes")
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        num_rows = rows.shape[0]
+        task = LinearTask(
+            num_rows=ctypes.addressof(batch_of(num_rows)),
+            x=rows.data_ptr(),
+            x_stride=rows.stride(0),
+            weight=self.address,
+            bias=None if bias is None else bias.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            activation=activation,
+        )
+        num_products = num_rows * self.in_features * self.out_features
+        num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
+        launch(kernel, task, num_threads)
+
+
+class NativeWeight(_Packed):
+    """The weight of a linear layer in the native kernels' layout.
+
+    A row's result is bitwise the same whatever rows are computed with it, by any number of threads.
+    """
+
+    def __init__(self, weight: Tensor, library: Library, memory: HugeMemory) -> None:
+        """weight: [out_features, in_features], float32 or bfloat16, copied into `memory`."""
+        super().__init__(weight, library, memory, num_parts=1)
+        self._kernels = {
+            weight.dtype: library.kernel(f"linear_{self._name}"),
+            torch.float32: library.kernel(_to_float32(self._name)),
+        }
+        self._gather = library.kernel(f"gather_{self._name}")
 
     def apply(
         self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
@@ -104,26 +153,8 @@ class NativeWeight:
 
         output_dtype: the weight's, or float32: then the sums as they are.
         """
-        if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
-            raise TypeError(f"rows are {rows.dtype} {tuple(rows.shape)}, not what the weight takes")
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        num_rows = rows.shape[0]
-        y = new_rows(num_rows, self.out_features, output_dtype or self.dtype)
-        task = LinearTask(
-            num_rows=ctypes.addressof(batch_of(num_rows)),
-            x=rows.data_ptr(),
-            x_stride=rows.stride(0),
-            weight=self.address,
-            bias=None if bias is None else bias.data_ptr(),
-            y=y.data_ptr(),
-            y_stride=self.out_features,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
-        num_products = num_rows * self.in_features * self.out_features
-        num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
-        launch(self._kernels[y.dtype], task, num_threads)
+        y = new_rows(rows.shape[0], self.out_features, output_dtype or self.dtype)
+        self._multiply(self._kernels[y.dtype], rows, bias, y)
         return y
 
     def gather(self, ids: Tensor) -> Tensor:
@@ -147,17 +178,26 @@ class NativeWeight:
         threads.run(self._gather, ctypes.addressof(task), num_threads)
         return y
 
-    def _pack(self, weight: Tensor, kernel: Kernel) -> None:
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        task = PackTask(
-            weight=weight.data_ptr(),
-            weight_stride=weight.stride(0),
-            packed=self.address,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
-        threads.run(kernel, ctypes.addressof(task), torch.get_num_threads())
+
+class NativeGatedWeight(_Packed):
+    """The weights of activation(x G^T) * (x U^T), computed without storing both products.
+
+    Of its rows is true what is of `NativeWeight`'s.
+    """
+
+    def __init__(
+        self, weight: Tensor, activation: str, library: Library, memory: HugeMemory
+    ) -> None:
+        """weight: G, then U, [2 * size, in_features]; activation: see `reference.ACTIVATIONS`."""
+        super().__init__(weight, library, memory, num_parts=2)
+        self._kernel = library.kernel(f"gated_linear_{self._name}")
+        self._activation = reference.ACTIVATIONS.index(activation)
+
+    def apply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """rows: [num_rows, in_features]; bias: [2 * size]; returns [num_rows, size]."""
+        y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
+        self._multiply(self._kernel, rows, bias, y, self._activation)
+        return y
 
 
 def _to_float32(name: str) -> str:

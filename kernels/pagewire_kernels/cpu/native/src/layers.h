@@ -3,6 +3,7 @@
 // and last axes are dense.
 #pragma once
 
+#include "activation.h"
 #include "batch.h"
 #include "team.h"
 
@@ -21,8 +22,6 @@ struct NormTask : Task {
   int64_t size;
   float eps;
 };
-
-enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu };
 
 struct ActivationTask : Task {
   const int64_t* num_rows;

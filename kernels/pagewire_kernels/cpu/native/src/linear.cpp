@@ -4,6 +4,7 @@
 // the registers. Few rows are one tile, which reads the panel as fast as memory gives it. With more
 // rows the panel is in the second-level cache: while one item is computed, the panel of the thread's
 // next one is fetched.
+#include "linear_finish.h"
 #include "linear_tile.h"
 
 namespace pagewire {
@@ -13,27 +14,6 @@ constexpr int64_t kBlockRows = 192;  // the most rows of an item
 constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
 constexpr int64_t kStretchSteps = 2048;  // of a panel, for the same reason
 constexpr int64_t kLinesPerStep = kStepBytes / 64;
-
-// y = sums + bias for one row of a panel.
-template <class Input, class Output>
-void finish_row(const float* sums, const Input* bias, int64_t num_outputs, Output* y) {
-  for (int64_t i = 0; i < num_outputs; i += kLanes) {
-    const int64_t num_lanes = num_outputs - i < kLanes ? num_outputs - i : kLanes;
-    Floats sum = load_floats(sums + i);
-    if (bias != nullptr) {
-      alignas(64) Input padded[kLanes] = {};
-      memcpy(padded, bias + i, num_lanes * sizeof(Input));
-      sum = add(sum, widen(padded));
-    }
-    if (num_lanes == kLanes) {
-      store_rounded(y + i, sum);
-    } else {
-      alignas(64) Output rounded[kLanes];
-      store_rounded(rounded, sum);
-      memcpy(y + i, rounded, num_lanes * sizeof(Output));
-    }
-  }
-}
 
 // A part of a panel, and what will be read after it.
 struct Stretch {
@@ -96,26 +76,17 @@ void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_
   }
 }
 
-template <class Dot, class Output>
+template <class Dot, class Finish>
 void multiply_block(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t panel,
-                    int64_t next_panel) {
-  using Input = typename Dot::Input;
+                    int64_t next_panel, Finish finish) {
   alignas(64) float sums[kBlockRows * kPanel];
   memset(sums, 0, num_rows * kPanel * sizeof(float));
   const int64_t panel_bytes = divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes;
-  const auto* x = static_cast<const Input*>(task.x) + first_row * task.x_stride;
+  const auto* x = static_cast<const typename Dot::Input*>(task.x) + first_row * task.x_stride;
   const auto* weights = static_cast<const char*>(task.weight);
   multiply_panel<Dot>(x, task.x_stride, num_rows, weights + panel * panel_bytes,
                       weights + next_panel * panel_bytes, task.in_features, sums);
-
-  const int64_t column = panel * kPanel;
-  const int64_t left = task.out_features - column;
-  const auto* bias = static_cast<const Input*>(task.bias);
-  if (bias != nullptr) bias += column;
-  auto* y = static_cast<Output*>(task.y) + first_row * task.y_stride + column;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    finish_row(sums + r * kPanel, bias, left < kPanel ? left : kPanel, y + r * task.y_stride);
-  }
+  for (int64_t r = 0; r < num_rows; ++r) finish(task, first_row + r, panel, sums + r * kPanel);
 }
 
 // Blocks are of about the same size.
@@ -127,12 +98,12 @@ int64_t rows_per_block(int64_t num_rows, int64_t in_features) {
   return divide_up(num_rows, divide_up(num_rows, most));
 }
 
-template <class Dot, class Output>
-void multiply(LinearTask& task) {
+template <class Dot, class Finish>
+void multiply(LinearTask& task, Finish finish) {
   const int64_t num_rows = *task.num_rows;
   if (num_rows == 0) return;
   const int64_t block = rows_per_block<Dot>(num_rows, task.in_features);
-  const int64_t num_panels = divide_up(task.out_features, kPanel);
+  const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
   int64_t next = take_item(task);
   while (next < num_items) {
@@ -141,25 +112,35 @@ void multiply(LinearTask& task) {
     const int64_t row = item / num_panels * block;
     const int64_t left = num_rows - row;
     const int64_t after = next < num_items ? next : item;
-    multiply_block<Dot, Output>(task, row, left < block ? left : block, item % num_panels,
-                                after % num_panels);
+    multiply_block<Dot>(task, row, left < block ? left : block, item % num_panels,
+                        after % num_panels, finish);
   }
+}
+
+template <class Dot>
+void multiply_gated(LinearTask& task) {
+  with_activation(task.activation, [&](auto function) {
+    multiply<Dot>(task, FinishGated<typename Dot::Input, decltype(function)>());
+  });
 }
 
 }  // namespace
 }  // namespace pagewire
 
-using pagewire::LinearTask;
+using namespace pagewire;
 
 PAGEWIRE_KERNEL pw_linear_float32(LinearTask* task) {
-  pagewire::multiply<pagewire::Float32Dot, float>(*task);
+  multiply<Float32Dot>(*task, Finish<float, float>());
 }
 
 PAGEWIRE_KERNEL pw_linear_bfloat16(LinearTask* task) {
-  pagewire::multiply<pagewire::BFloat16Dot, pagewire::BFloat16>(*task);
+  multiply<BFloat16Dot>(*task, Finish<BFloat16, BFloat16>());
 }
 
 // What the head gives: sums of bfloat16 products as they are.
 PAGEWIRE_KERNEL pw_linear_bfloat16_float32(LinearTask* task) {
-  pagewire::multiply<pagewire::BFloat16Dot, float>(*task);
+  multiply<BFloat16Dot>(*task, Finish<BFloat16, float>());
 }
+
+PAGEWIRE_KERNEL pw_gated_linear_float32(LinearTask* task) { multiply_gated<Float32Dot>(*task); }
+PAGEWIRE_KERNEL pw_gated_linear_bfloat16(LinearTask* task) { multiply_gated<BFloat16Dot>(*task); }

@@ -7,8 +7,12 @@
 //
 // both rounded up, with zeros where the weight has nothing. A panel is read from its beginning to
 // its end, and a step of it is two vector registers.
+//
+// Of a gated layer, y = activation(x G^T + b) * (x U^T + c) with G and U one after the other in the
+// weight, a panel's first register has outputs of G and its second the same ones of U.
 #pragma once
 
+#include "activation.h"
 #include "dot.h"
 #include "team.h"
 
@@ -29,7 +33,8 @@ struct LinearTask : Task {
   void* y;  // [*num_rows, out_features]
   int64_t y_stride;
   int64_t in_features;
-  int64_t out_features;
+  int64_t out_features;  // of a gated layer those of G and U, twice as many as y has
+  Activation activation;  // of a gated layer
 };
 
 struct PackTask : Task {
@@ -38,6 +43,7 @@ struct PackTask : Task {
   void* packed;
   int64_t in_features;
   int64_t out_features;
+  int64_t num_parts;  // 1, or 2 of a gated layer
 };
 
 // Rows of a packed weight by number: an embedding whose table is also the head's weight.

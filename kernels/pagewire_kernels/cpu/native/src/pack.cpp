@@ -6,36 +6,43 @@ namespace {
 
 constexpr int64_t kStepsAtOnce = 16;  // a cache line of each row
 
-// One panel. Outputs and inputs that the weight does not have are zeros.
+// Which row of the weight is a panel's output `n`; negative where it has none.
+inline int64_t row_of(const PackTask& task, int64_t panel, int64_t n) {
+  const int64_t width = kPanel / task.num_parts, size = task.out_features / task.num_parts;
+  const int64_t in_part = panel * width + n % width;
+  return in_part < size ? n / width * size + in_part : -1;
+}
+
+// Outputs and inputs that the weight does not have are zeros.
 template <class Dot>
 void pack_panel(const PackTask& task, int64_t panel) {
   using Input = typename Dot::Input;
   const int64_t num_steps = divide_up(task.in_features, Dot::kInputsPerStep);
   const int64_t num_whole = task.in_features / Dot::kInputsPerStep;
-  const int64_t left = task.out_features - panel * kPanel;
-  const int64_t num_outputs = left < kPanel ? left : kPanel;
-  const auto* rows = static_cast<const Input*>(task.weight) + panel * kPanel * task.weight_stride;
   auto* packed = static_cast<int32_t*>(task.packed) + panel * num_steps * kPanel;
-  if (num_outputs < kPanel || num_whole < num_steps) memset(packed, 0, num_steps * kStepBytes);
-  for (int64_t first = 0; first < num_whole; first += kStepsAtOnce) {
+  if (num_whole < num_steps) memset(packed + num_whole * kPanel, 0, kStepBytes);
+  for (int64_t first = 0; first < num_steps; first += kStepsAtOnce) {
     const int64_t end = first + kStepsAtOnce < num_whole ? first + kStepsAtOnce : num_whole;
-    for (int64_t n = 0; n < num_outputs; ++n) {
-      const Input* row = rows + n * task.weight_stride;
+    for (int64_t n = 0; n < kPanel; ++n) {
+      const int64_t row = row_of(task, panel, n);
+      if (row < 0) {
+        for (int64_t i = first; i < end; ++i) packed[i * kPanel + n] = 0;
+        continue;
+      }
+      const Input* from = static_cast<const Input*>(task.weight) + row * task.weight_stride;
       for (int64_t i = first; i < end; ++i) {
-        memcpy(packed + i * kPanel + n, row + i * Dot::kInputsPerStep, 4);
+        memcpy(packed + i * kPanel + n, from + i * Dot::kInputsPerStep, 4);
+      }
+      if (end < first + kStepsAtOnce && num_whole < num_steps) {
+        memcpy(packed + num_whole * kPanel + n, from + task.in_features - 1, sizeof(Input));
       }
     }
-  }
-  if (num_whole == num_steps) return;
-  for (int64_t n = 0; n < num_outputs; ++n) {
-    const Input* last = rows + n * task.weight_stride + task.in_features - 1;
-    memcpy(packed + num_whole * kPanel + n, last, sizeof(Input));
   }
 }
 
 template <class Dot>
 void pack(PackTask& task) {
-  const int64_t num_panels = divide_up(task.out_features, kPanel);
+  const int64_t num_panels = divide_up(task.out_features / task.num_parts, kPanel / task.num_parts);
   for (int64_t i = take_item(task); i < num_panels; i = take_item(task)) pack_panel<Dot>(task, i);
 }
 
