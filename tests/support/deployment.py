@@ -1,10 +1,11 @@
 """A scheduler core, workers and frontend in one process, run through all that a configuration says.
 
-Each tick, whoever is due arrives, leaves or dies; then each worker executes its oldest open plan,
+Each tick, whoever is due arrives, leaves or dies; then each worker is asked for its oldest result,
 after the core has planned ahead as far as it may. What crosses between them is bytes.
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,6 +17,7 @@ from scheduler_service.core import (
     RowLogprobs,
     SchedulerCore,
     StepPlan,
+    StepResult,
 )
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
@@ -54,10 +56,10 @@ class Received:
 
 @dataclass
 class Link:
-    """A worker that is there, and its plans that are not executed yet."""
+    """A worker that is there, and its plans whose results nobody has asked for yet."""
 
     worker: InProcessWorker
-    plans: deque[bytes] = field(default_factory=deque)
+    plans: deque[Callable[[], StepResult]] = field(default_factory=deque)
 
 
 class Deployment:
@@ -208,9 +210,10 @@ class Deployment:
         link = self._links[index]
         while (plan := self._core.schedule(str(index), now=0.0)) is not None:
             self._note_plan(plan, link)
-            link.plans.append(wire.encode_plan(plan, epoch=1).SerializeToString())
+            message = wire.encode_plan(plan, epoch=1)
+            link.plans.append(link.worker.send(message.SerializeToString()))
         if link.plans:
-            result = link.worker.execute(link.plans.popleft())
+            result = link.plans.popleft()()
             self._core.update(str(index), result, now=0.0)
             self.disturbance["tokens in vain"] += len(result.token_ids)
             self._collect()
@@ -239,7 +242,7 @@ class Deployment:
         self._note_end_of_core()
         for index, link in self._links.items():
             while link.plans:
-                self._core.update(str(index), link.worker.execute(link.plans.popleft()), now=0.0)
+                self._core.update(str(index), link.plans.popleft()(), now=0.0)
         self._core.check()
         for group in self._core.snapshot().groups:
             assert group.num_free_gpu_blocks == group.num_gpu_blocks

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
+from tests.support.runners import MakeRunner, recorded, recorded_on_gpu
 from worker_service import wire as worker_wire
 from worker_service.cache_engine import CacheEngine
 from worker_service.loader import ModelConfig, load_model
@@ -52,7 +54,9 @@ class InProcessWorker:
         block_size: int,
         num_cpu_blocks: int = 0,
         device: torch.device = CPU,
+        make_runner: MakeRunner | None = None,
     ) -> None:
+        """make_runner: None makes the one that a worker on this device has."""
         self._model = model
         self._cache = CacheEngine(
             model.kv_cache_spec,
@@ -61,7 +65,8 @@ class InProcessWorker:
             num_cpu_blocks=num_cpu_blocks,
             device=device,
         )
-        self._runner = ModelRunner(model, self._cache, block_size)
+        make_runner = make_runner or (ModelRunner if device.type == "cpu" else recorded_on_gpu)
+        self._runner = make_runner(model, self._cache, block_size)
         self._block_size = block_size
 
     def capacity(self, group_id: str) -> GroupCapacity:
@@ -78,19 +83,35 @@ class InProcessWorker:
 
     def execute(self, plan: bytes) -> StepResult:
         """The result of a serialized plan, carried over the wire's bytes."""
-        return execute(self._runner, plan)
+        return self.send(plan)()
 
     def send(self, plan: bytes) -> Callable[[], StepResult]:
-        """Hand a plan over; to be called, in order, for its result."""
-        return lambda: self.execute(plan)
+        """Launch a serialized plan; to be called, in order, for its result."""
+        return launch(self._runner, plan)
+
+
+class AheadWorker(InProcessWorker):
+    """A worker that launches ahead as one with a GPU does, on a CPU."""
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        super().__init__(model, make_runner=recorded, **options)
+
+
+def launch(runner: ModelRunner, plan: bytes) -> Callable[[], StepResult]:
+    """Launch a serialized plan; to be called for its result, carried over the wire's bytes."""
+    message = plan_pb2.StepPlan.FromString(plan)
+    step = runner.launch(worker_wire.decode_plan(message, received_us=0))
+
+    def result() -> StepResult:
+        answer = worker_wire.encode_result(step.collect()).SerializeToString()
+        return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
+
+    return result
 
 
 def execute(runner: ModelRunner, plan: bytes) -> StepResult:
-    """The result of a serialized plan, carried over the wire's bytes."""
-    message = plan_pb2.StepPlan.FromString(plan)
-    result = runner.execute(worker_wire.decode_plan(message, received_us=0))
-    answer = worker_wire.encode_result(result).SerializeToString()
-    return scheduler_wire.decode_result(plan_pb2.StepResult.FromString(answer))
+    """The result of a serialized plan."""
+    return launch(runner, plan)()
 
 
 class InProcessEngine:

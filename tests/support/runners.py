@@ -5,7 +5,7 @@ from typing import Any
 
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
-from worker_service.device.graphs import EagerTwin
+from worker_service.device.graphs import CudaRecorder, EagerTwin
 from worker_service.device.marks import Mark
 from worker_service.device.runner import DeviceRunner
 from worker_service.device.state import DeviceState
@@ -45,7 +45,16 @@ def recorded(model: Model, cache: CacheEngine, block_size: int, num_slots: int =
     return DeviceRunner(model, cache, block_size, state, mark=LateMark)
 
 
-RUNNERS: dict[str, Callable[[Any, CacheEngine, int], ModelRunner]] = {
+def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    """What a worker with a GPU has: replays decodes, if the model can be recorded."""
+    recorder = CudaRecorder(cache.device_cache.device)
+    state = DeviceState(model, cache, block_size, recorder, SIZES)
+    return DeviceRunner(model, cache, block_size, state)
+
+
+MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]
+
+RUNNERS: dict[str, MakeRunner] = {
     "host": ModelRunner,
     "eager": eager,
     "recorded": recorded,
