@@ -213,7 +213,16 @@ def serve(
         Option(
             envvar=_env("THREADS"),
             help="CPU threads for the model.",
-            show_default="by model and cores",
+            show_default="as many as it keeps busy of the physical cores there are",
+        ),
+    ] = None,
+    cpu_affinity: Annotated[
+        str | None,
+        Option(
+            envvar=_env("CPU_AFFINITY"),
+            metavar="CPUS",
+            help="Pin the model's threads, one each, to CPUs such as 0,2-5.",
+            show_default="the system places them",
         ),
     ] = None,
     trust_remote_code: Annotated[
@@ -277,6 +286,9 @@ def serve(
     from worker_service.errors import InvalidOption, WorkerError
     from worker_service.parallel.launcher import address_of, end_with
     from worker_service.parallel.place import Place, RankFlags, find_place
+    from worker_service.processor import limit_spinning, parse_cpus
+
+    limit_spinning(os.environ)
 
     def model_config(place: Place) -> "ModelConfig":
         # Imports torch, which takes seconds: not for `--help`, nor for a simulation.
@@ -292,6 +304,7 @@ def serve(
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
             threads=threads,
+            cpus=None if cpu_affinity is None else parse_cpus(cpu_affinity),
             trust_remote_code=trust_remote_code,
             layout=place.group.layout,
             local_rank=place.local_rank,
@@ -328,6 +341,8 @@ def serve(
             flags.require_one_rank("simulate")
         place = find_place(flags, os.environ)
         if not isinstance(place, Place):
+            if cpu_affinity is not None:
+                raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
             raise typer.Exit(asyncio.run(_launch(place.world_size, group_id, listen, advertise)))
         if launcher_pid is not None:
             end_with(launcher_pid)

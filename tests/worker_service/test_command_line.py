@@ -158,6 +158,10 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         (["--block-size", "12"], 2, "block_size: expected a power of two, got 12"),
         (["--dtype", "float8"], 2, "dtype: expected one of"),
         (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
+        (["--cpu-affinity", "0-x"], 2, "cpu_affinity: expected a list such as 0,2-5, got '0-x'"),
+        (["--cpu-affinity", "0,0"], 2, "cpu_affinity: expected each once of"),
+        (["--cpu-affinity", "0", "--threads", "2"], 2, "threads: expected at most the 1 of"),
+        (["--cpu-affinity", "0", "--tensor-parallel-size", "2"], 2, "cpu_affinity: expected --ra"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_an_exit_code(

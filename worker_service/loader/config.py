@@ -47,6 +47,10 @@ class ModelConfig:
     """Threads of torch and of our kernels on a CPU; None takes as many as the model can keep busy,
     at most as many as torch finds cores."""
 
+    cpus: tuple[int, ...] | None = None
+    """The CPUs that the model's threads are pinned to, one each; None lets the system place
+    them."""
+
     trust_remote_code: bool = False
     """Whether Python code in the checkpoint may be run."""
 
@@ -73,6 +77,11 @@ class ModelConfig:
             raise InvalidOption(f"max_model_len: expected at least 1, got {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
             raise InvalidOption(f"threads: expected at least 1, got {self.threads}")
+        if self.cpus is not None and (self.threads or 0) > len(self.cpus):
+            raise InvalidOption(
+                f"threads: expected at most the {len(self.cpus)} of cpu_affinity,"
+                f" got {self.threads}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

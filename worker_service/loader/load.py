@@ -18,7 +18,12 @@ from worker_service.loader.fingerprint import fingerprint
 from worker_service.loader.host_memory import freed_memory_returns
 from worker_service.loader.kv_scales import load_kv_scales
 from worker_service.loader.needs import FP8, attention_needs
-from worker_service.loader.placement import resolve_device, resolve_dtype, set_threads
+from worker_service.loader.placement import (
+    pin_threads,
+    resolve_device,
+    resolve_dtype,
+    set_threads,
+)
 from worker_service.loader.resolve import read_config, resolve_model, special_tokens
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
@@ -50,6 +55,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
     dtype = resolve_dtype(config.dtype, hf_config, device)
+    if device.type == "cpu" and config.cpus is not None:
+        pin_threads(config.cpus)
     cache = cache or CacheConfig()
     cache_dtype = FP8 if cache.kv_cache_dtype == "fp8" else None
     needs = attention_needs(

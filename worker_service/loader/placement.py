@@ -7,11 +7,13 @@ what they would save in memory is given up for speed and for tokens that do not 
 """
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from worker_service import processor
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -86,12 +88,27 @@ _PARAMETERS_PER_THREAD = 4_000_000
 
 
 def set_threads(threads: int | None, num_parameters: int) -> None:
-    """Take so many of torch's threads; None takes no more than a model can keep busy.
+    """Take so many of torch's threads; None takes no more than there are cores for, and a model can
+    keep busy.
 
     Threads wait for each other after every operation. In a small model that takes longer than the
     work, and where other processes want the same cores it takes many times longer.
     """
-    found = torch.get_num_threads()
+    found = min(torch.get_num_threads(), processor.num_usable_cores())
     chosen = threads or max(1, min(found, num_parameters // _PARAMETERS_PER_THREAD))
     torch.set_num_threads(chosen)
     logger.info("threads chosen num_threads=%d found=%d", chosen, found)
+
+
+def pin_threads(cpus: Sequence[int]) -> None:
+    """Let the calling thread and each of its compute threads run on one of these CPUs.
+
+    They are as many as there are CPUs then. To be called before the thread has computed anything:
+    which threads are its own is seen from their being new.
+    """
+    torch.set_num_threads(len(cpus))
+    before = processor.thread_ids()
+    torch.zeros(len(cpus) << 16).add_(1)
+    team = [threading.get_native_id(), *sorted(processor.thread_ids() - before)]
+    processor.pin(dict(zip(team, cpus, strict=False)))
+    logger.info("threads pinned cpus=%s", list(cpus[: len(team)]))

@@ -53,6 +53,7 @@ FLAGS = (
     Flag("kv_cache_dtype", str, ("worker",), "auto, or fp8 for a byte per key and value."),
     Flag("batch_invariant", bool, ("worker",), "Tokens that depend on no batch, on GPUs too."),
     Flag("threads", int, ("worker",), "CPU threads of one worker."),
+    Flag("cpu_affinity", str, ("worker",), "CPUs to pin one worker's threads to, as 0,2-5."),
     Flag("trust_remote_code", bool, ("worker",), "Run code that comes with the model."),
     Flag("simulate", bool, ("worker",), "Serve no model: check plans and make tokens up."),
     Flag("simulate_gpu_blocks", int, ("worker",), "Simulated KV blocks on the device."),
