@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include "attention_items.h"
 #include "attention_multiply.h"
 #include "attention_pack.h"
 #include "attention_scratch.h"
@@ -8,56 +9,6 @@
 namespace {
 
 using namespace pagewire;
-
-// How a batch is cut, from its last tile to its first: a sequence's last tiles have the most keys.
-class Tiles {
- public:
-  explicit Tiles(const AttentionTask& task) : task_(task), seq_(task.batch->num_seqs) {
-    for (int64_t seq = 0; seq < task.batch->num_seqs; ++seq) count_ += tiles_of(seq);
-    before_ = count_;
-  }
-
-  int64_t count() const { return count_; }
-
-  // The tile's sequence and its number in that. Tiles are asked for in falling order.
-  int64_t find(int64_t tile, int64_t& seq) {
-    while (before_ > tile) before_ -= tiles_of(--seq_);
-    seq = seq_;
-    return tile - before_;
-  }
-
- private:
-  int64_t tiles_of(int64_t seq) const {
-    const int64_t tokens = task_.batch->query_start[seq + 1] - task_.batch->query_start[seq];
-    return tokens == 1 ? 1 : (tokens + task_.tile_tokens - 1) / task_.tile_tokens;
-  }
-
-  const AttentionTask& task_;
-  int64_t count_ = 0;
-  int64_t before_;  // tiles of the sequences before `seq_`
-  int64_t seq_;
-};
-
-constexpr int64_t kItemsPerThread = 4;
-
-// KV heads of an item: all of them, unless that makes too few items for the threads to share.
-int64_t heads_of_item(const AttentionTask& task, int64_t num_tiles) {
-  int64_t heads = task.num_kv_heads;
-  while (heads % 2 == 0 && num_tiles * task.num_kv_heads / heads < kItemsPerThread * task.num_slots) {
-    heads /= 2;
-  }
-  return heads;
-}
-
-// A tile's rows with some of the KV heads.
-struct Item {
-  int64_t seq;
-  int64_t first_row;  // of the batch
-  int64_t num_tokens;
-  int64_t position;  // of the first token
-  int64_t first_head;
-  int64_t num_heads;
-};
 
 template <class Number>
 class Attention {
@@ -69,9 +20,10 @@ class Attention {
         width_(rounded_up(task.head_dim, kLanes)),
         head_units_(dim_ / kPerUnit<Number>) {}
 
-  void run(const Item& item) {
+  // Computes an item, and fetches the first keys and values of the one after it.
+  void run(const Item& item, Items& items) {
     load_rows(item);
-    walk_keys(item);
+    walk_keys(item, items);
     store_rows(item);
   }
 
@@ -116,32 +68,53 @@ class Attention {
   }
 
   // Takes all rows over all keys that any of them sees.
-  void walk_keys(const Item& item) {
-    const int64_t end = item.position + item.num_tokens;
-    const int64_t first = task_.window > 0 ? larger(0, item.position - task_.window + 1) : 0;
-    const int64_t rows_per_head = item.num_tokens * task_.group;
-    for (int64_t key = first / kStep * kStep; key < end; key += kStep) {
-      const int64_t num_keys = smaller(kStep, end - key);
-      find_keys(item.seq, key, num_keys);
-      for (int64_t head = 0; head < item.num_heads; ++head) {
-        const int64_t at = (item.first_head + head) * task_.head_bytes;
-        pack_keys(gather(task_.key_cache + at, num_keys), num_keys, dim_, scratch_.keys);
-        pack_values(gather(task_.value_cache + at, num_keys), num_keys, dim_, scratch_.values);
-        const int64_t first_row = head * rows_per_head;
-        for (int64_t row = 0; row < rows_per_head; row += kRows) {
-          take_step(item, key, first_row + row, smaller(kRows, rows_per_head - row));
-        }
+  void walk_keys(const Item& item, Items& items) {
+    const int64_t end = item.end_key();
+    find_keys(item, item.first_key(task_.window), offsets_);
+    for (int64_t key = item.first_key(task_.window); key < end; key += kStep) {
+      const Item* const after = key + kStep < end ? &item : items.upcoming();
+      if (after == &item) {
+        find_keys(item, key + kStep, offsets_after_);
+      } else if (after != nullptr) {
+        find_keys(*after, after->first_key(task_.window), offsets_after_);
       }
+      for (int64_t head = 0; head < item.num_heads; ++head) {
+        Ahead ahead = ahead_of(after, head, item.num_heads);
+        take_head(item, key, smaller(kStep, end - key), head, ahead);
+      }
+      memcpy(offsets_, offsets_after_, sizeof(offsets_));
     }
   }
 
-  // Where the step's keys lie in the cache.
-  void find_keys(int64_t seq, int64_t key, int64_t num_keys) {
-    const int32_t* const table = task_.batch->block_tables + seq * task_.batch->table_width;
+  // What is fetched while a head is computed: that head's share of the tokens of the step after,
+  // with all heads of those.
+  Ahead ahead_of(const Item* after, int64_t head, int64_t num_heads) const {
+    if (after == nullptr) return Ahead(nullptr, nullptr, nullptr, 0, 0);
+    const int64_t first = head * kStep / num_heads, end = (head + 1) * kStep / num_heads;
+    const int64_t at = after->first_head * task_.head_bytes;
+    return Ahead(task_.key_cache + at, task_.value_cache + at, offsets_after_ + first, end - first,
+                 after->num_heads * task_.head_bytes);
+  }
+
+  // Takes a head's rows over one step.
+  void take_head(const Item& item, int64_t key, int64_t num_keys, int64_t head,
+                 Ahead& ahead) {
+    const int64_t at = (item.first_head + head) * task_.head_bytes;
+    pack_keys(gather(task_.key_cache + at, num_keys), num_keys, dim_, scratch_.keys, ahead);
+    pack_values(gather(task_.value_cache + at, num_keys), num_keys, dim_, scratch_.values, ahead);
+    const int64_t rows_per_head = item.num_tokens * task_.group;
+    for (int64_t row = 0; row < rows_per_head; row += kRows) {
+      take_step(item, key, head * rows_per_head + row, smaller(kRows, rows_per_head - row), ahead);
+    }
+  }
+
+  // Where the keys of an item's step at `key` lie in the cache; past the item's end nowhere new.
+  void find_keys(const Item& item, int64_t key, int64_t* offsets) const {
+    const int32_t* const table = task_.batch->block_tables + item.seq * task_.batch->table_width;
     int64_t block = key / task_.block_size, offset = key % task_.block_size;
-    for (int64_t i = 0; i < num_keys; ++i) {
-      offsets_[i] = table[block] * task_.block_bytes + offset * task_.token_bytes;
-      if (++offset == task_.block_size) {
+    for (int64_t i = 0; i < kStep; ++i) {
+      offsets[i] = table[block] * task_.block_bytes + offset * task_.token_bytes;
+      if (key + i + 1 < item.end_key() && ++offset == task_.block_size) {
         offset = 0;
         ++block;
       }
@@ -168,21 +141,22 @@ class Attention {
     return rows_;
   }
 
-  void take_step(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) {
+  void take_step(const Item& item, int64_t key, int64_t first_row, int64_t num_rows,
+                 Ahead& ahead) {
     static_assert(kRows <= 6, "a case for each number of rows");
     switch (num_rows) {
-      case 1: return take_step<1>(item, key, first_row);
-      case 2: return take_step<2>(item, key, first_row);
-      case 3: return take_step<3>(item, key, first_row);
-      case 4: return take_step<4>(item, key, first_row);
-      case 5: return take_step<kRows < 5 ? kRows : 5>(item, key, first_row);
-      default: return take_step<kRows>(item, key, first_row);
+      case 1: return take_step<1>(item, key, first_row, ahead);
+      case 2: return take_step<2>(item, key, first_row, ahead);
+      case 3: return take_step<3>(item, key, first_row, ahead);
+      case 4: return take_step<4>(item, key, first_row, ahead);
+      case 5: return take_step<kRows < 5 ? kRows : 5>(item, key, first_row, ahead);
+      default: return take_step<kRows>(item, key, first_row, ahead);
     }
   }
 
   // Takes a few rows over the keys and values that are packed.
   template <int num_rows>
-  void take_step(const Item& item, int64_t key, int64_t first_row) {
+  void take_step(const Item& item, int64_t key, int64_t first_row, Ahead& ahead) {
     const int64_t first_token = token_of(item, first_row) - item.first_row;
     const int64_t last_token = token_of(item, first_row + num_rows - 1) - item.first_row;
     const int64_t end = smaller(kStep, item.position + last_token + 1 - key);
@@ -196,7 +170,7 @@ class Attention {
     multiply_rows<Dot, num_rows, false>(scratch_.queries + first_row * head_units_, head_units_,
                                         rounded_up(task_.head_dim, kPerUnit<Number>) / kPerUnit<Number>,
                                         scratch_.keys, kStep, rounded_up(end, kLanes), scores[0],
-                                        kStep, nullptr);
+                                        kStep, nullptr, ahead);
     for (int row = 0; row < num_rows; ++row) {
       const ScoreRule rule = rule_of(item, key, first_row + row);
       factors[row] = weigh(scores[row], rule, scratch_.maxima[first_row + row], weights[row]);
@@ -209,7 +183,7 @@ class Attention {
     }
     multiply_rows<Dot, num_rows, true>(
         units, kUnits, (end + kPerUnit<Number> - 1) / kPerUnit<Number>, scratch_.values, dim_,
-        width_, scratch_.outputs + first_row * dim_, dim_, factors);
+        width_, scratch_.outputs + first_row * dim_, dim_, factors, ahead);
   }
 
   ScoreRule rule_of(const Item& item, int64_t key, int64_t row) const {
@@ -259,32 +233,19 @@ class Attention {
   const int64_t dim_;    // of a head, padded
   const int64_t width_;  // of an output
   const int64_t head_units_;
-  int64_t offsets_[kStep];
+  int64_t offsets_[kStep];  // of the step's keys in either cache
+  int64_t offsets_after_[kStep];
   const Number* rows_[kStep];
 };
 
 template <class Number>
 void attend(AttentionTask& task) {
-  Tiles tiles(task);
+  Items items(task);
   Attention<Number> attention(task);
-  const int64_t item_heads = heads_of_item(task, tiles.count());
-  const int64_t parts = task.num_kv_heads / item_heads;
-  for (;;) {
-    const int64_t taken = take_item(task);
-    if (taken >= tiles.count() * parts) return;
-    int64_t seq;
-    const int64_t tile = tiles.find(tiles.count() - 1 - taken / parts, seq);
-    const int64_t first_row = task.batch->query_start[seq] + tile * task.tile_tokens;
-    const int64_t rows_left = task.batch->query_start[seq + 1] - first_row;
-    const int64_t num_tokens = smaller(task.tile_tokens, rows_left);
-    const int64_t position = task.batch->context_lens[seq] - rows_left;
-    const int64_t first_head = taken % parts * item_heads;
-    // A decode's heads together, so that a block is read in one go; a prefill's one after the
-    // other, so that its rows stay in the cache.
-    const int64_t at_once = num_tokens == 1 ? item_heads : 1;
-    for (int64_t head = first_head; head < first_head + item_heads; head += at_once) {
-      attention.run({seq, first_row, num_tokens, position, head, at_once});
-    }
+  while (const Item* const upcoming = items.upcoming()) {
+    const Item item = *upcoming;
+    items.pass();
+    attention.run(item, items);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_ahead.h"
 
 namespace pagewire {
 
@@ -22,7 +23,7 @@ constexpr int kVectors = 2;
 template <class Dot, int num_rows, int num_vectors, bool has_factors>
 void multiply_panel(const float* units, int64_t unit_stride, int64_t num_units,
                     const float* packed, int64_t packed_stride, float* sums, int64_t sum_stride,
-                    const float* factors) {
+                    const float* factors, Ahead& ahead) {
   Floats sum[num_rows][num_vectors];
 #pragma GCC unroll 8
   for (int row = 0; row < num_rows; ++row) {
@@ -33,7 +34,7 @@ void multiply_panel(const float* units, int64_t unit_stride, int64_t num_units,
                                 : zeros();
     }
   }
-  for (int64_t i = 0; i < num_units; ++i) {
+  const auto add_unit = [&](int64_t i) __attribute__((always_inline)) {
     typename Dot::Operand column[num_vectors];
 #pragma GCC unroll 4
     for (int j = 0; j < num_vectors; ++j) {
@@ -49,7 +50,14 @@ void multiply_panel(const float* units, int64_t unit_stride, int64_t num_units,
         sum[row][j] = Dot::add(both, column[j], sum[row][j]);
       }
     }
+  };
+  int64_t i = 0;
+  for (; i + 4 <= num_units; i += 4) {
+    ahead.fetch();
+#pragma GCC unroll 4
+    for (int64_t unit = 0; unit < 4; ++unit) add_unit(i + unit);
   }
+  for (; i < num_units; ++i) add_unit(i);
 #pragma GCC unroll 8
   for (int row = 0; row < num_rows; ++row) {
 #pragma GCC unroll 4
@@ -63,15 +71,17 @@ void multiply_panel(const float* units, int64_t unit_stride, int64_t num_units,
 template <class Dot, int num_rows, bool has_factors>
 void multiply_rows(const float* units, int64_t unit_stride, int64_t num_units, const float* packed,
                    int64_t packed_stride, int64_t width, float* sums, int64_t sum_stride,
-                   const float* factors) {
+                   const float* factors, Ahead& ahead) {
   int64_t at = 0;
   for (; at + kVectors * kLanes <= width; at += kVectors * kLanes) {
     multiply_panel<Dot, num_rows, kVectors, has_factors>(
-        units, unit_stride, num_units, packed + at, packed_stride, sums + at, sum_stride, factors);
+        units, unit_stride, num_units, packed + at, packed_stride, sums + at, sum_stride, factors,
+        ahead);
   }
   for (; at < width; at += kLanes) {
     multiply_panel<Dot, num_rows, 1, has_factors>(units, unit_stride, num_units, packed + at,
-                                                  packed_stride, sums + at, sum_stride, factors);
+                                                  packed_stride, sums + at, sum_stride, factors,
+        ahead);
   }
 }
 

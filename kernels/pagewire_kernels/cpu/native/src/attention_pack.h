@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_ahead.h"
 #include "transpose.h"
 
 namespace pagewire {
@@ -9,9 +10,12 @@ namespace pagewire {
 // Keys: [units of the head][kStep] words, so that lanes are keys. Only `num_keys` of them, rounded
 // up to whole registers, are written. `rows` are readable for the padded head.
 template <class Number>
-void pack_keys(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed) {
+void pack_keys(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed,
+               Ahead& ahead) {
   for (int64_t key = 0; key < num_keys; key += kLanes) {
     for (int64_t at = 0; at < padded_dim; at += kChunk<Number>) {
+      ahead.fetch();
+      ahead.fetch();
       Floats square[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) square[i] = load_units(rows[key + i] + at);
@@ -26,8 +30,10 @@ void pack_keys(const Number* const* rows, int64_t num_keys, int64_t padded_dim, 
 // Values: [units of keys][padded head] words, so that lanes are elements of the head. Only the
 // units that hold `num_keys` keys are written.
 template <class Number>
-void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed) {
+void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed,
+                 Ahead& ahead) {
   for (int64_t key = 0; key < num_keys; ++key) {
+    if (key % 2 == 0) ahead.fetch();
     for (int64_t at = 0; at < padded_dim; at += kLanes) {
       store_floats(packed + key * padded_dim + at, load_units(rows[key] + at));
     }
@@ -53,8 +59,9 @@ inline void store_pairs(float* to, const BFloat16* first, const BFloat16* second
 
 template <>
 inline void pack_values(const BFloat16* const* rows, int64_t num_keys, int64_t padded_dim,
-                        float* packed) {
+                        float* packed, Ahead& ahead) {
   for (int64_t key = 0; key < num_keys; key += 2) {
+    if (key % 4 == 0) ahead.fetch();
     for (int64_t at = 0; at < padded_dim; at += kChunk<BFloat16>) {
       store_pairs(packed + key / 2 * padded_dim + at, rows[key] + at, rows[key + 1] + at);
     }

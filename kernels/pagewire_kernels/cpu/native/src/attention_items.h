@@ -1,0 +1,109 @@
+// How a batch is cut into work items.
+#pragma once
+
+#include "attention.h"
+
+namespace pagewire {
+
+// The tiles of a batch, from the last to the first: a sequence's last tiles have the most keys.
+class Tiles {
+ public:
+  explicit Tiles(const AttentionTask& task) : task_(task), seq_(task.batch->num_seqs) {
+    for (int64_t seq = 0; seq < task.batch->num_seqs; ++seq) count_ += tiles_of(seq);
+    before_ = count_;
+  }
+
+  int64_t count() const { return count_; }
+
+  // The tile's sequence and its number in that. Tiles are asked for in falling order.
+  int64_t find(int64_t tile, int64_t& seq) {
+    while (before_ > tile) before_ -= tiles_of(--seq_);
+    seq = seq_;
+    return tile - before_;
+  }
+
+ private:
+  int64_t tiles_of(int64_t seq) const {
+    const int64_t tokens = task_.batch->query_start[seq + 1] - task_.batch->query_start[seq];
+    return tokens == 1 ? 1 : (tokens + task_.tile_tokens - 1) / task_.tile_tokens;
+  }
+
+  const AttentionTask& task_;
+  int64_t count_ = 0;
+  int64_t before_;  // tiles of the sequences before `seq_`
+  int64_t seq_;
+};
+
+// A tile's rows with some of the KV heads.
+struct Item {
+  int64_t seq;
+  int64_t first_row;  // of the batch
+  int64_t num_tokens;
+  int64_t position;  // of the first token
+  int64_t first_head;
+  int64_t num_heads;
+
+  int64_t end_key() const { return position + num_tokens; }
+  // Of the first step that any row sees.
+  int64_t first_key(int64_t window) const {
+    return window > 0 ? larger(0, position - window + 1) / kStep * kStep : 0;
+  }
+};
+
+// The items that a thread takes, one after the other.
+class Items {
+ public:
+  explicit Items(AttentionTask& task)
+      : task_(task), tiles_(task), taken_heads_(heads_taken(task, tiles_.count())) {}
+
+  // The next item, without taking it from the thread; null when there is none.
+  const Item* upcoming() {
+    if (!has_upcoming_) has_upcoming_ = heads_left_ > 0 || take_tile();
+    return has_upcoming_ ? &item_ : nullptr;
+  }
+
+  // Leaves the upcoming item behind.
+  void pass() {
+    has_upcoming_ = false;
+    heads_left_ -= item_.num_heads;
+    item_.first_head += item_.num_heads;
+  }
+
+ private:
+  static constexpr int64_t kTakesPerThread = 4;
+
+  // KV heads that a thread takes at once: all of a tile, unless that makes too little to share.
+  static int64_t heads_taken(const AttentionTask& task, int64_t num_tiles) {
+    const int64_t wanted = kTakesPerThread * task.num_slots;
+    int64_t heads = task.num_kv_heads;
+    while (heads % 2 == 0 && num_tiles * task.num_kv_heads / heads < wanted) heads /= 2;
+    return heads;
+  }
+
+  bool take_tile() {
+    const int64_t parts = task_.num_kv_heads / taken_heads_;
+    const int64_t taken = take_item(task_);
+    if (taken >= tiles_.count() * parts) return false;
+    const int64_t tile = tiles_.find(tiles_.count() - 1 - taken / parts, item_.seq);
+    const int32_t* const query_start = task_.batch->query_start + item_.seq;
+    item_.first_row = query_start[0] + tile * task_.tile_tokens;
+    const int64_t rows_left = query_start[1] - item_.first_row;
+    item_.num_tokens = smaller(task_.tile_tokens, rows_left);
+    item_.position = task_.batch->context_lens[item_.seq] - rows_left;
+    item_.first_head = taken % parts * taken_heads_;
+    // A decode's heads together, so that a block is read in one go; a prefill's one after the
+    // other, so that its rows stay in the cache.
+    item_.num_heads = item_.num_tokens == 1 ? taken_heads_ : 1;
+    heads_left_ = taken_heads_;
+    return true;
+  }
+
+  AttentionTask& task_;
+  Tiles tiles_;
+  const int64_t taken_heads_;
+  Item item_;
+  int64_t heads_left_ = 0;
+  bool has_upcoming_ = false;
+};
+
+}  // namespace pagewire
