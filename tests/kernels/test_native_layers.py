@@ -1,0 +1,127 @@
+"""Row-wise operations in C++ agree with plain torch, whatever the sizes and strides."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire_kernels import reference
+from pagewire_kernels.cpu.native.layers import NativeLayerKernels
+from pagewire_kernels.layer_kernels import ACTIVATIONS
+from tests.support.native import native_libraries
+
+LIBRARIES = native_libraries()
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+"""Relative, and absolute for numbers below 1: some float32 roundings, or one to bfloat16 that falls
+on the other side."""
+
+pytestmark = [
+    pytest.mark.skipif(not LIBRARIES, reason="no compiled kernels for this processor"),
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+]
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda library: library.instruction_set)
+def kernels(request: pytest.FixtureRequest) -> NativeLayerKernels:
+    return NativeLayerKernels(request.param)
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _assert_agrees(output: Tensor, expected: Tensor) -> None:
+    assert output.dtype == expected.dtype
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(output, expected, rtol=tolerance * 2, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 16, 100, 768, 5001])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_norms_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, size: int, with_residual: bool, affine: bool
+) -> None:
+    x = _random(7, 2 * size, dtype=dtype)[:, :size]
+    weight, bias = (_random(size, dtype=dtype, seed=seed) for seed in (1, 2))
+    streams = [_random(7, size, dtype=dtype, seed=3) if with_residual else None for _ in range(2)]
+    shift = (weight, bias) if affine else (None, None)
+    _assert_agrees(
+        kernels.layer_norm(x, *shift, 1e-5, streams[0]),
+        reference.layer_norm(x, *shift, 1e-5, streams[1]),
+    )
+    _assert_agrees(
+        kernels.rms_norm(x, weight, 1e-5, streams[0]),
+        reference.rms_norm(x, weight, 1e-5, streams[1]),
+    )
+    if with_residual:
+        assert torch.equal(*(stream for stream in streams if stream is not None))
+
+
+def test_a_layer_norm_of_numbers_far_from_zero_agrees(
+    kernels: NativeLayerKernels, dtype: torch.dtype
+) -> None:
+    x = 100 + _random(3, 200, dtype=torch.float32).to(dtype)
+    output = kernels.layer_norm(x, None, None, 1e-5)
+    expected = reference.layer_norm(x.double(), None, None, 1e-5).to(dtype)
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 16, 100, 1100])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, size: int, name: str
+) -> None:
+    x = _random(5, 2 * size, dtype=dtype) * 4
+    _assert_agrees(kernels.act_and_mul(x, name), reference.act_and_mul(x, name))
+    _assert_agrees(kernels.activate(x.clone(), name), reference.activate(x, name))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+def test_far_from_zero_an_activation_stays_finite(
+    kernels: NativeLayerKernels, dtype: torch.dtype, name: str
+) -> None:
+    x = torch.tensor([[-1e4, -200, -90, 90, 200, 1e4]]).to(dtype)
+    _assert_agrees(kernels.activate(x.clone(), name), torch.relu(x))
+
+
+def test_a_broken_number_stays_one(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
+    x = torch.tensor([[float("nan"), 1.0]]).to(dtype)
+    for name in ("silu", "gelu", "gelu_tanh"):
+        assert kernels.activate(x.clone(), name).isnan().tolist() == [[True, False]]
+    assert kernels.rms_norm(x, torch.ones(2, dtype=dtype), 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (40, 40), (80, 32)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rotation_and_cache_write_agree(
+    kernels: NativeLayerKernels,
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    with_norms: bool,
+) -> None:
+    heads = _random(5, 6 + 2 * 2, head_dim, dtype=dtype)
+    angles = _random(50, rotary_dim // 2, dtype=torch.float32, seed=1)
+    norms = [_random(head_dim, dtype=dtype, seed=seed) if with_norms else None for seed in (2, 3)]
+    results = []
+    for rotate in (kernels.rotate_and_write_kv, reference.rotate_and_write_kv):
+        rows = heads.clone()
+        cache = torch.zeros(8, 3, 2, 4, 2, head_dim, dtype=dtype)
+        rotate(
+            *rows.split([6, 2, 2], dim=1),
+            cache[:, 2, 0],
+            cache[:, 2, 1],
+            slot_mapping=torch.tensor([3, -1, 30, 0, 17]),
+            positions=torch.tensor([49, 0, 7, 8, 9]),
+            cos=angles.cos().to(dtype),
+            sin=angles.sin().to(dtype),
+            query_norm=norms[0],
+            key_norm=norms[1],
+        )
+        results.append((rows[:, :6], cache))
+    (query, cache), (expected_query, expected_cache) = results
+    _assert_agrees(query, expected_query)
+    _assert_agrees(cache, expected_cache)
+    assert torch.equal(cache[:, 2, 1], expected_cache[:, 2, 1])
+    assert not cache[:, :2].any()
