@@ -8,7 +8,9 @@ sequence's tokens lie is told by its block table; what a step computes by `Atten
     metadata.py    the layout of one step's batch
     reference/     the meaning of everything here, in plain torch: the oracle of the tests, and what
                    runs on a device that has nothing faster
-    cpu/           attention and cache writes compiled for the CPU, reading the cache in place
+    layer_kernels.py  what a model computes between products and attention, as one interface
+    cpu/           attention, products and what is between them, compiled for the CPU; and a model's
+                   layers recorded as one program
     gpu/           all of it as Triton kernels, for CUDA devices
     flash/         FlashAttention over the paged cache, where one of its packages is installed
     backends/      one interface over them, and the choice between them

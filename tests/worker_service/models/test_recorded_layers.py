@@ -57,3 +57,9 @@ def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
         model._run_layers = model.run_layers
         assert all(map(torch.equal, logits, eager.run(step)))
     assert torch.equal(recorded.kv_cache.nan_to_num(), eager.kv_cache.nan_to_num())
+
+
+def test_a_model_whose_layers_torch_computes_runs_as_it_is() -> None:
+    model = _model("llama", "float16")
+    assert not isinstance(model._run_layers, RecordedLayers)
+    assert PagedDriver(model).run([(0, 0, _tokens(5, 0))])[0].isfinite().all()
