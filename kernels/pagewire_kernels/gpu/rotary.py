@@ -262,6 +262,6 @@ def rotate_and_write_kv(
         HAS_KEY_NORM=key_norm is not None,
         IS_FP8=key_cache.dtype == FP8,
         TILE_HEADS=_TILE_HEADS,
-        num_warps=4,
+        num_warps=2,  # eight elements a thread of half a head of 128: loads of sixteen bytes
         enable_fp_fusion=False,
     )

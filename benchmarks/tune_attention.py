@@ -1,0 +1,106 @@
+"""Which launch of paged decode attention is fastest on this GPU.
+
+    python -m benchmarks.tune_attention
+
+Tries tiles of keys, warps, stages and splits around what `choose_launch` takes (marked). The
+kernel's choices are arguments of a launch, so that what is found here can be written there.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kernel_ceilings import measure_ceilings
+from benchmarks.stopwatch import median_seconds
+from pagewire_kernels.gpu import Launch, choose_launch, paged_attention
+from pagewire_kernels.metadata import AttentionMetadata
+
+BLOCK_TOKENS = 16
+HEAD_DIM = 128
+
+
+def launches(chosen: Launch) -> Iterator[Launch]:
+    """The one chosen first, then its neighbours."""
+    yield chosen
+    splits = sorted({1, chosen.num_splits, 2 * chosen.num_splits})
+    for tile_keys, num_warps, num_stages, num_splits in product(
+        (32, 64, 128), (2, 4, 8), (3, 5, 7), splits
+    ):
+        tried = replace(
+            chosen,
+            tile_keys=tile_keys,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            num_splits=num_splits,
+        )
+        if tried != chosen:
+            yield tried
+
+
+def timed(
+    num_seqs: int, context: int, heads: int, kv_heads: int, device: torch.device, repeats: int
+) -> Iterator[tuple[Launch, float]]:
+    """Seconds of each launch that fits the device."""
+    per_seq = -(-context // BLOCK_TOKENS)
+    shape = (num_seqs * per_seq, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
+    cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    query = torch.zeros(num_seqs, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    order = torch.randperm(num_seqs * per_seq, device=device)
+    metadata = AttentionMetadata(
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=device),
+        context_lens=torch.full((num_seqs,), context, dtype=torch.int32, device=device),
+        block_tables=order.int().view(num_seqs, per_seq),
+        slot_mapping=torch.full((num_seqs,), -1, device=device),
+        max_query_len=1,
+        max_context_len=context,
+    )
+    for launch in launches(choose_launch(query, kv_heads, metadata)):
+
+        def attend(launch: Launch = launch) -> torch.Tensor:
+            return paged_attention(
+                query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch
+            )
+
+        try:
+            yield launch, median_seconds(attend, device, repeats=repeats)
+        except Exception as error:  # whatever a compiler raises for what does not fit
+            Console().print(f"{launch}: {type(error).__name__}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print, the fastest first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda")
+    num_bytes = args.sequences * args.context * 2 * args.kv_heads * HEAD_DIM * 2
+    read = measure_ceilings(device, []).read
+    results = [
+        *timed(args.sequences, args.context, args.heads, args.kv_heads, device, args.repeats)
+    ]
+    chosen = results[0][0]
+    table = Table("keys", "warps", "stages", "splits", "µs", "of reading", "chosen")
+    for launch, seconds in sorted(results, key=lambda each: each[1]):
+        table.add_row(
+            str(launch.tile_keys),
+            str(launch.num_warps),
+            str(launch.num_stages),
+            str(launch.num_splits),
+            f"{seconds * 1e6:.1f}",
+            f"{num_bytes / seconds / read:.3f}",
+            "*" if launch == chosen else "",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
