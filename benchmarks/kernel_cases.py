@@ -46,9 +46,9 @@ class Setting:
         """Without `torch.`."""
         return str(self.dtype).removeprefix("torch.")
 
-    def zeros(self, *shape: int) -> Tensor:
-        """Of this type; small random numbers would be as fast."""
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def filled(self, *shape: int) -> Tensor:
+        """Of this type, and written to: pages that were not are one page of zeros to all."""
+        return torch.full(shape, 0.01, dtype=self.dtype, device=self.device)
 
 
 def setting(device: torch.device, dtype: torch.dtype, attention: str | None) -> Setting:
@@ -84,7 +84,7 @@ def attention_case(
     backend: AttentionBackend = where.kernels.attention
     block_size = max(BLOCK_TOKENS, backend.abilities.block_multiple)
     per_seq = -(-context // block_size)
-    cache = where.zeros(num_seqs * per_seq, 1, 2, block_size, kv_heads, HEAD_DIM)
+    cache = where.filled(num_seqs * per_seq, 1, 2, block_size, kv_heads, HEAD_DIM)
     order = torch.randperm(num_seqs * per_seq, generator=torch.Generator().manual_seed(0))
     metadata = AttentionMetadata(
         query_start=(torch.arange(num_seqs + 1).int() * query_len).to(where.device),
@@ -94,7 +94,7 @@ def attention_case(
         max_query_len=query_len,
         max_context_len=context,
     )
-    query = where.zeros(num_seqs * query_len, heads, HEAD_DIM)
+    query = where.filled(num_seqs * query_len, heads, HEAD_DIM)
     pairs = num_seqs * query_len * (2 * context - query_len + 1) // 2
     is_decode = query_len == 1
     return Case(
@@ -116,8 +116,8 @@ def cache_cases(where: Setting) -> Iterator[Case]:
     """Storing keys and values; moving blocks of 64 KiB that lie scattered."""
     backend, kv_heads = where.kernels.attention, 8
     num_rows = 8192 if where.device.type == "cuda" else 1024
-    cache = where.zeros(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
-    rows = where.zeros(num_rows, kv_heads, HEAD_DIM)
+    cache = where.filled(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
+    rows = where.filled(num_rows, kv_heads, HEAD_DIM)
     slots = torch.randperm(num_rows, device=where.device)
     yield Case(
         kernel="write keys and values",
@@ -137,11 +137,11 @@ def move_cases(where: Setting) -> Iterator[Case]:
     shape = (num_blocks, block_bytes // where.dtype.itemsize)
     draw = torch.Generator().manual_seed(0)
     halves = torch.randperm(num_blocks, generator=draw).view(-1, 2).int().numpy()
-    cache = where.zeros(*shape)
+    cache = where.filled(*shape)
     movers = [mover_for(where.device)] + ([CopyMover()] if is_gpu else [])
     ways = [("copy blocks", cache, cache)]
     if is_gpu:
-        host = torch.zeros(shape, dtype=where.dtype, pin_memory=True)
+        host = torch.full(shape, 0.01, dtype=where.dtype, pin_memory=True)
         ways += [("swap blocks out", cache, host), ("swap blocks in", host, cache)]
     for kernel, source, target in ways:
         crosses_bus = source is not target
@@ -169,17 +169,17 @@ def layer_cases(where: Setting) -> Iterator[Case]:
     num_rows = 4096 if where.device.type == "cuda" else 512
     element, name = where.dtype.itemsize, where.kernels.layers.name
     x, residual, weight = (
-        where.zeros(num_rows, size),
-        where.zeros(num_rows, size),
-        where.zeros(size),
+        where.filled(num_rows, size),
+        where.filled(num_rows, size),
+        where.filled(size),
     )
-    gate_up = where.zeros(num_rows, 2 * inner)
+    gate_up = where.filled(num_rows, 2 * inner)
     heads, kv_heads = 32, 8
-    qkv = where.zeros(num_rows, heads + 2 * kv_heads, HEAD_DIM)
+    qkv = where.filled(num_rows, heads + 2 * kv_heads, HEAD_DIM)
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    cache = where.zeros(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
+    cache = where.filled(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
     place = torch.arange(num_rows, device=where.device)
-    table, norm = where.zeros(num_rows, HEAD_DIM // 2), where.zeros(HEAD_DIM)
+    table, norm = where.filled(num_rows, HEAD_DIM // 2), where.filled(HEAD_DIM)
 
     def rotate() -> None:
         kernels.rotate_and_write_kv(
@@ -215,10 +215,10 @@ def linear_cases(where: Setting) -> Iterator[Case]:
     """A weight of 4096 x 4096 (1024 x 3072 on a CPU) and few rows, some, or many."""
     is_gpu = where.device.type == "cuda"
     num_inputs, num_outputs = (4096, 4096) if is_gpu else (1024, 3072)
-    weight = where.zeros(num_outputs, num_inputs)
+    weight = where.filled(num_outputs, num_inputs)
     for name, product in _products(where, weight):
         for num_rows in (1, 64, 4096 if is_gpu else 512):
-            rows = where.zeros(num_rows, num_inputs)
+            rows = where.filled(num_rows, num_inputs)
             is_few = num_rows < 256
             yield Case(
                 kernel="linear",

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernel_cases import Case, all_cases, setting
-from benchmarks.kernel_ceilings import Ceilings, measure_ceilings
+from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.stopwatch import median_seconds
 
@@ -27,7 +27,7 @@ _READERS = ("paged decode", "linear", "sample")
 """What writes next to nothing."""
 
 
-def measure(case: Case, ceilings: Ceilings, device: torch.device, repeats: int) -> Row:
+def measure(case: Case, ceilings: KernelCeilings, device: torch.device, repeats: int) -> Row:
     """A row of the table."""
     capture = not case.crosses_bus and "blocks" not in case.kernel
     seconds = median_seconds(case.run, device, repeats=repeats, capture=capture)
@@ -46,7 +46,7 @@ def measure(case: Case, ceilings: Ceilings, device: torch.device, repeats: int) 
     }
 
 
-def _bound(case: Case, ceilings: Ceilings) -> tuple[str, float]:
+def _bound(case: Case, ceilings: KernelCeilings) -> tuple[str, float]:
     """What bounds a case, and the ceiling of that."""
     if case.num_flops:
         return "GFLOP/s", ceilings.products[DTYPES[case.dtype]]

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernel_ceilings import measure_ceilings
+from benchmarks.ceilings import measure
 from benchmarks.stopwatch import median_seconds
 from pagewire_kernels.gpu import Launch, choose_launch, paged_attention
 from pagewire_kernels.metadata import AttentionMetadata
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     device = torch.device("cuda")
     num_bytes = args.sequences * args.context * 2 * args.kv_heads * HEAD_DIM * 2
-    read = measure_ceilings(device, []).read
+    read = measure(torch.bfloat16, device).read_bytes_per_s
     results = [
         *timed(args.sequences, args.context, args.heads, args.kv_heads, device, args.repeats)
     ]

@@ -5,12 +5,12 @@ from matplotlib.figure import Figure
 
 from benchmarks import plots
 from benchmarks.kernel_cases import Case, Setting, attention_case, layer_cases, setting
-from benchmarks.kernel_ceilings import Ceilings
+from benchmarks.kernel_ceilings import KernelCeilings
 from benchmarks.kernels import measure
 from benchmarks.report import SECTIONS
 
 CPU = torch.device("cpu")
-CEILINGS = Ceilings(read=1e9, copy=2e9, products={torch.float32: 4e9}, bus=None)
+CEILINGS = KernelCeilings(read=1e9, copy=2e9, products={torch.float32: 4e9}, bus=None)
 
 
 def _setting() -> Setting:
