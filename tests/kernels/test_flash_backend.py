@@ -1,5 +1,6 @@
 """The `flash` backend: what it passes to each package, and the packages themselves on a GPU."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pagewire_kernels.flash import (
     TorchVarlen,
     installed_calls,
 )
+from pagewire_kernels.flash.calls import import_if_whole
 from tests.support import fake_flash
 from tests.support.paged_batch import PagedSequences, Shape
 
@@ -123,6 +125,21 @@ def test_the_startup_check_passes_with_each_package(name: str) -> None:
         alibi=able.alibi,
     )
     self_check(backend, torch.device("cpu"), needs)
+
+
+def test_a_package_built_for_another_torch_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_flash.py").write_text("raise ImportError('undefined symbol')")
+    (tmp_path / "whole_flash.py").write_text("answer = 1")
+    assert import_if_whole("absent_flash") is None
+    assert not caplog.records
+    assert import_if_whole("broken_flash") is None
+    assert "name=broken_flash error=undefined symbol" in caplog.text
+    whole = import_if_whole("whole_flash")
+    assert whole is not None
+    assert whole.answer == 1
 
 
 @pytest.mark.gpu

@@ -51,6 +51,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
             "batch_invariant: on GPUs only with one rank, since several add up their parts in an"
             " order that depends on how many rows there are"
         )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where Triton launches, whatever device its tensors are on
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)

@@ -6,6 +6,7 @@ the keys before a row's own, so that ours of `w` positions is `(w - 1, 0)` there
 table beyond a sequence's last block are never looked at.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from pagewire_kernels.backends.abilities import Abilities
 from pagewire_kernels.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
 PAGE_TOKENS = 256
@@ -210,13 +213,23 @@ class TorchVarlen:
 def installed_calls(device: torch.device) -> Iterator[FlashCall]:
     """Those that this machine has, the fastest first; imports a package only when asked for it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if capability[0] == 9 and find_spec("flash_attn_interface") is not None:
-        yield FlashAttention3(import_module("flash_attn_interface").flash_attn_with_kvcache)
-    if capability >= (8, 0) and find_spec("flash_attn") is not None:
-        package = import_module("flash_attn")
+    if capability[0] == 9 and (package := import_if_whole("flash_attn_interface")):
+        yield FlashAttention3(package.flash_attn_with_kvcache)
+    if capability >= (8, 0) and (package := import_if_whole("flash_attn")):
         yield FlashAttention2(package.flash_attn_varlen_func, package.flash_attn_with_kvcache)
     if capability >= (8, 0) and torch_has_block_tables():
         yield TorchVarlen(import_module("torch.nn.attention.varlen").varlen_attn)
+
+
+def import_if_whole(name: str) -> Any | None:
+    """A package, or None where it is not installed, or was built for another torch."""
+    if find_spec(name) is None:
+        return None
+    try:
+        return import_module(name)
+    except (ImportError, OSError) as error:
+        logger.warning("package cannot be imported name=%s error=%s", name, error)
+        return None
 
 
 def torch_has_block_tables() -> bool:
