@@ -5,6 +5,7 @@ are planned and launched as far ahead as the services do it. What is left of the
 result as messages, since only these are turned into the other side's columns.
 """
 
+import os
 import sys
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from worker_service.executor import Step
 from worker_service.loader import ModelConfig, load_model
 from worker_service.model_executor import ModelExecutor
 from worker_service.plan import StepResult
+from worker_service.processor import limit_spinning
 from worker_service.profiler import Profiler
 
 NAME = "pagewire in-process"
@@ -43,8 +45,21 @@ def engine(settings: Settings) -> ChildEngine:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "kv_cache_gib": settings.kv_cache_gib,
     }
-    log = settings.log("in_process")
-    return ChildEngine(NAME, sys.executable, "in_process", described, log=log)
+    return ChildEngine(
+        NAME,
+        sys.executable,
+        "in_process",
+        described,
+        environment=_environment(),
+        log=settings.log("in_process"),
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What the services' worker adds to its environment."""
+    changed = dict(os.environ)
+    limit_spinning(changed)
+    return {name: changed[name] for name in changed.keys() - os.environ.keys()}
 
 
 class InProcess:
@@ -67,7 +82,7 @@ class InProcess:
             model=MODEL,
             num_gpu_blocks=counts.num_gpu_blocks,
             num_cpu_blocks=counts.num_cpu_blocks,
-            block_size=cache.block_size,
+            block_size=facts.block_size,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
         )
