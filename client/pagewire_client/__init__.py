@@ -32,22 +32,26 @@ cannot go on raises one of `errors`; a cut stream never looks complete.
 Needs neither torch nor numpy nor a model: tokenizing is the server's work.
 """
 
-from pagewire_client.async_client import AsyncClient
-from pagewire_client.batch import BatchProgress
-from pagewire_client.client import Client
-from pagewire_client.connection import TlsOptions
-from pagewire_client.errors import PagewireError
-from pagewire_client.llm import LLM
-from pagewire_client.outputs import (
-    CompletionOutput,
-    Logprob,
-    OutputDelta,
-    RequestOutput,
-    Timings,
-    Usage,
-)
-from pagewire_client.retry import NO_RETRIES, RetryPolicy
-from pagewire_client.sampling_params import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagewire_client.async_client import AsyncClient
+    from pagewire_client.batch import BatchProgress
+    from pagewire_client.client import Client
+    from pagewire_client.connection import TlsOptions
+    from pagewire_client.errors import PagewireError
+    from pagewire_client.llm import LLM
+    from pagewire_client.outputs import (
+        CompletionOutput,
+        Logprob,
+        OutputDelta,
+        RequestOutput,
+        Timings,
+        Usage,
+    )
+    from pagewire_client.retry import NO_RETRIES, RetryPolicy
+    from pagewire_client.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -66,3 +70,29 @@ __all__ = [
     "TlsOptions",
     "Usage",
 ]
+
+# Imported when first asked for: a name may take grpc with it, which the command line's first
+# moments, and whoever wants another name, need not wait for.
+_MODULES = {
+    "AsyncClient": "async_client",
+    "BatchProgress": "batch",
+    "Client": "client",
+    "TlsOptions": "connection",
+    "PagewireError": "errors",
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "OutputDelta": "outputs",
+    "RequestOutput": "outputs",
+    "Timings": "outputs",
+    "Usage": "outputs",
+    "NO_RETRIES": "retry",
+    "RetryPolicy": "retry",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -293,3 +293,26 @@ def test_flags_become_arguments_of_the_services_that_take_them() -> None:
     assert flags.arguments("frontend", values) == ["--grace-period", "1.5"]
     with pytest.raises(TypeError, match="dtpye"):
         flags.check_names({"dtpye": "float32"})
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from pagewire_client.cli import main
+sys.argv = ["pagewire", "serve"]
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_is_still_being_imported_ends_it_without_a_traceback() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")

@@ -15,6 +15,17 @@
 Answers go to standard output, everything else to standard error.
 """
 
-from pagewire_client.cli.app import main
+import sys
 
-__all__ = ["main"]
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    # Ctrl-C may come while the commands are still being imported.
+    try:
+        from pagewire_client.cli.app import run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

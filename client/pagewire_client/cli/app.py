@@ -19,7 +19,6 @@ from pagewire_client.errors import LocalServiceError, PagewireError, Unavailable
 
 EXIT_FAILURE = 1
 EXIT_WRONG_OPTION = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="pagewire",
@@ -56,8 +55,8 @@ for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, r
     )(role)
 
 
-def main() -> None:
-    """Run the command that the arguments name."""
+def run() -> None:
+    """Run the command that the arguments name, and exit."""
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="pagewire   | %(levelname)s %(message)s"
     )
@@ -71,6 +70,4 @@ def main() -> None:
             sys.exit(EXIT_WRONG_OPTION)
     except (PagewireError, ValueError, OSError) as error:
         terminal.error(str(error))
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
     sys.exit(EXIT_FAILURE)

@@ -8,6 +8,7 @@ programs, speaking gRPC over unix sockets in a private folder.
 | `services` | `LocalServices`: starts all, waits until they serve, ends them in order |
 | `process` | one child: its output, its restarts, its end |
 | `die_with_parent` | a child's first act: to end when this process does, however it ends |
+| `private_folder` | where the sockets are, and its end |
 | `flags` | the services' flags, and which service takes which |
 | `programs` | where the services are installed, and what is missing |
 | `health` | asks a service whether it serves |

@@ -1,16 +1,14 @@
 """Starts a deployment on this machine, waits until it serves, and ends it in order."""
 
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from pagewire_client.errors import LocalServiceError
 from pagewire_client.local import flags, programs
 from pagewire_client.local.health import is_serving, is_taken
+from pagewire_client.local.private_folder import PrivateFolder
 from pagewire_client.local.process import OnLine, ServiceProcess
 
 DEFAULT_GRACE_PERIOD_S = 30.0
@@ -19,7 +17,6 @@ DEFAULT_GRACE_PERIOD_S = 30.0
 _MARGIN_S = 10.0
 """What a service may need beyond its grace period to end."""
 _POLL_S = 0.05
-_MAX_SOCKET_PATH_BYTES = 107
 
 
 class LocalServices:
@@ -53,7 +50,7 @@ class LocalServices:
         self._on_line = on_line or _ignore_line
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
-        self._folder = _private_folder()
+        self._folder = PrivateFolder()
         self._core_address = self._socket("core")
         self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
         """Where the frontends listen."""
@@ -106,7 +103,7 @@ class LocalServices:
                     process.terminate()
                 for process in stage:
                     process.join(timeout_s)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def kill(self) -> None:
         """End all at once."""
@@ -168,16 +165,7 @@ class LocalServices:
         return ServiceProcess(name, command, self._on_line, self._signal_kill)
 
     def _socket(self, name: str) -> str:
-        return f"unix:{self._folder / name}.sock"
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, with room for a socket's name in its path."""
-    folder = Path(tempfile.mkdtemp(prefix="pagewire-"))
-    if len(str(folder / "frontend-000.sock").encode()) > _MAX_SOCKET_PATH_BYTES:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="pagewire-", dir="/tmp"))
-    return folder
+        return f"unix:{self._folder.path / name}.sock"
 
 
 def _following(listen: str, index: int) -> str:

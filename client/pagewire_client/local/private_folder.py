@@ -1,0 +1,59 @@
+"""A folder for a deployment's sockets, which goes when its process does.
+
+A process that is killed removes nothing. So each holds a lock within its folder, which ends with
+it, and the next one removes the folders whose locks are free.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "pagewire-"
+_LOCK = "lock"
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+class PrivateFolder:
+    """A new folder that only this user can enter, with room for a socket's name in its path."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        """parent: by default the system's folder for temporary files, or /tmp if that is deep."""
+        parent = parent or _shallow(Path(tempfile.gettempdir()))
+        remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # Locked before it has the name under which others try it.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._lock = unnamed.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it; more than once does no harm."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the folders of this user whose processes were killed."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.stat().st_uid == os.getuid() and _is_abandoned(folder / _LOCK):
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # somebody else has just removed it
+            continue
+
+
+def _is_abandoned(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _shallow(parent: Path) -> Path:
+    longest = parent / (_PREFIX + "x" * 8) / "frontend-000.sock"
+    return Path("/tmp") if len(str(longest).encode()) > _MAX_SOCKET_PATH_BYTES else parent
