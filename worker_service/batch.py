@@ -90,13 +90,16 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     slots = rows.slots[rows.computes]
     end = table.num_computed_tokens[slots] + rows.num_tokens[rows.computes]
     known = table.num_tokens[slots]
-    problems = (
+    limit = np.minimum(table.max_model_len, table.num_blocks[slots] * table.block_size)
+    is_early = rows.sample[rows.computes] & (end != known)
+    if not (is_early | (end > known) | (end > limit)).any():
+        return
+    for field, is_wrong, problem in (
         ("num_tokens", end > known, "computes more tokens than the sequence has"),
-        ("sample", rows.sample[rows.computes] & (end != known), "samples before its last token"),
+        ("sample", is_early, "samples before its last token"),
         ("num_tokens", end > table.max_model_len, "goes beyond the model's length"),
-        ("num_tokens", end > table.num_blocks[slots] * table.block_size, "lacks blocks"),
-    )
-    for field, is_wrong, problem in problems:
+        ("num_tokens", end > limit, "lacks blocks"),
+    ):
         if is_wrong.any():
             seq_id = plan.seq_ids[rows.computes][is_wrong][0]
             raise InvalidPlan(field, f"the row of sequence {seq_id} {problem}")

@@ -93,7 +93,6 @@ class StepLaunch:
         self._state.apply(changes, sent[1:])
         graphs.replay_forward(size)
         self._replayed_size = size
-        self._rows = graphs.rows(size, num_rows)
         self._logits = lambda: graphs.logits(num_rows)
 
     def sample(
@@ -103,25 +102,33 @@ class StepLaunch:
 
         wanted: the rows that ask for log probabilities, with `num_top` of the most probable tokens.
         """
+        num_rows = len(batch.slots)
+        if num_rows == 0:
+            return np.empty(0, np.int64), None
+        if self._replayed_size:
+            assert self._graphs is not None, "replayed before"
+            if not batch.edited and not len(wanted):
+                self._graphs.replay_sampling(self._replayed_size)
+                return self._buffers.fetch(self._graphs.outcome[:num_rows]), None
+            self._rows = self._graphs.rows(self._replayed_size, num_rows)
+        return self._sample_eagerly(batch, wanted, num_top)
+
+    def _sample_eagerly(
+        self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
+    ) -> tuple[npt.NDArray[np.int64], FetchedLogprobs | None]:
         assert self._rows is not None, "computed before"
         assert self._logits is not None, "computed before"
-        if self._replayed_size and not batch.edited and not len(wanted):
-            assert self._graphs is not None, "replayed before"
-            self._graphs.replay_sampling(self._replayed_size)
-            return self._buffers.fetch(self._graphs.outcome[: len(batch.slots)]), None
-        if len(batch.slots) == 0:
-            return np.empty(0, np.int64), None
         logits = self._logits()
-        index = upload(wanted, logits.device)
-        raw = logits.index_select(0, index) if len(wanted) and batch.edited else None
+        index = upload(wanted, logits.device) if len(wanted) else None
+        # Log probabilities are of the model's own logits, which edits are about to change.
+        raw = None if index is None else logits.index_select(0, index)
         if batch.edited:
             outcome = self._sampler.sample_edited(logits, self._rows, batch)
         else:
             outcome = self._sampler.sample(logits, self._rows)
-        logprobs = None
-        if len(wanted):
-            raw = logits.index_select(0, index) if raw is None else raw
-            chosen = outcome.index_select(0, index)
-            tensors = self._sampler.logprobs(raw, chosen, int(num_top.max()))
-            logprobs = FetchedLogprobs.fetch(wanted, num_top, tensors)
-        return self._buffers.fetch(outcome), logprobs
+        numbers = self._buffers.fetch(outcome)
+        if index is None or raw is None:
+            return numbers, None
+        chosen = outcome.index_select(0, index)
+        tensors = self._sampler.logprobs(raw, chosen, int(num_top.max()))
+        return numbers, FetchedLogprobs.fetch(wanted, num_top, tensors)

@@ -9,10 +9,11 @@
 | `philox.py` | counter-based random numbers |
 | `logprobs.py`, `entries.py` | log probabilities and ranks; how a result holds them |
 | `candidates.py` | where the core chooses: the tokens among which it does |
+| `upload.py` | numbers to a device without waiting for it |
 
 A row's outcome depends on its own logits, parameters and tokens only: bitwise, on the CPU, whatever
 else is in the batch. No function keeps state between steps; what must be remembered of a sequence
-is in `SamplingTable`.
+is in `SamplingTable`. On a GPU `worker_service/device/sampler.py` samples, with the edits of this package.
 
 Nothing is imported here: `params.py` and `entries.py` serve a worker that has no torch.
 """
