@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import BYTES_PER_VALUE
+from worker_service.models.onednn_weight import OneDNNWeight
+from worker_service.models.packed_weight import can_pack, pack
 
 READ_BYTES = 2**30
 """Far more than caches hold."""
@@ -70,6 +72,10 @@ def _reads(device: torch.device) -> Iterator[Callable[[], object]]:
     rows = floats.view(-1, 4096)
     vector = torch.ones(4096, device=device)
     yield lambda: rows @ vector
+    if can_pack(torch.float32, device):
+        packed = pack(rows)
+        del floats, rows
+        yield lambda: packed.apply(vector.unsqueeze(0))
 
 
 def _products(
@@ -83,15 +89,19 @@ def _products(
     for rows, inputs, outputs in sizes:
         x = torch.randn(rows, inputs, dtype=dtype, device=device)
         weight = torch.randn(outputs, inputs, dtype=dtype, device=device)
-        yield 2.0 * rows * inputs * outputs, _linear(x, weight)
+        for multiply in _products_of(x, weight):
+            yield 2.0 * rows * inputs * outputs, multiply
 
 
-def _linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    if x.device.type == "cuda" or not torch.backends.mkldnn.is_available():
-        return lambda: torch.nn.functional.linear(x, weight)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
-    multiply = torch.ops.mkldnn._linear_pointwise
-    return lambda: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
+def _products_of(x: Tensor, weight: Tensor) -> Iterator[Callable[[], Tensor]]:
+    """One product, in the ways there are."""
+    yield lambda: torch.nn.functional.linear(x, weight)
+    if can_pack(x.dtype, x.device):
+        packed = pack(weight)
+        yield lambda: packed.apply(x)
+    if x.device.type == "cpu" and OneDNNWeight.can_pack(x.dtype):
+        reordered = OneDNNWeight(weight)
+        yield lambda: reordered.apply(x)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

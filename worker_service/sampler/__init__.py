@@ -13,7 +13,8 @@
 
 A row's outcome depends on its own logits, parameters and tokens only: bitwise, on the CPU, whatever
 else is in the batch. No function keeps state between steps; what must be remembered of a sequence
-is in `SamplingTable`. On a GPU `worker_service/device/sampler.py` samples, with the edits of this package.
+is in `SamplingTable`. On a GPU `worker_service/device/sampler.py` samples, with the edits of this
+package.
 
 Nothing is imported here: `params.py` and `entries.py` serve a worker that has no torch.
 """

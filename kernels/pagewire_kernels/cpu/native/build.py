@@ -29,7 +29,7 @@ INSTRUCTION_SETS = {
 _OPTIONS = [
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-ffp-contract=off"),
-    *("-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-maybe-uninitialized", "-nodefaultlibs"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-nodefaultlibs"),
 ]
 
 
