@@ -1,10 +1,10 @@
 """Kernels recorded once, and run for each step's batch by one team of threads.
 
-A model's step on a CPU is some hundred small operations. Dispatching each from Python, and waking
-threads for it, costs as much as computing it for a few rows. So the model runs once while a program
-is being recorded: each operation then appends its kernel and task instead of running, and returns a
-tensor over one of the program's buffers. What differs from step to step, tasks read from the
-program's `Batch`.
+A model's step on a CPU is some hundred small operations. Dispatching one from Python, and waking
+threads for it, costs more than most of them take for a few rows. So the model runs once while a
+program is being recorded: each operation then appends its kernel and task instead of running, and
+returns a tensor over one of the program's buffers. What differs from step to step, tasks read from
+the program's `Batch`.
 """
 
 import ctypes
