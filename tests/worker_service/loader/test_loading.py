@@ -17,6 +17,7 @@ from tests.support.checkpoints import (
     make_checkpoint,
 )
 from tests.support.paged_driver import PagedDriver
+from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, ModelConfig, load_model
 from worker_service.loader.assets import iter_assets
 from worker_service.loader.fingerprint import fingerprint
@@ -207,3 +208,9 @@ def test_the_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> No
     )
     (copied / "tokenizer_config.json").write_text("{}")
     assert fingerprint(copied) != fingerprint(original)
+
+
+def test_batch_invariance_can_be_asked_for_where_it_is_kept() -> None:
+    assert _load(checkpoint("llama"), batch_invariant=True).batch_invariant
+    with pytest.raises(InvalidOption, match="reference is not batch-invariant"):
+        _load(checkpoint("llama"), batch_invariant=True, attention_backend="reference")
