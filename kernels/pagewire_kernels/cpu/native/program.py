@@ -146,6 +146,12 @@ class _ViewsOnly(TorchDispatchMode):
             raise NotRecordable(f"the operation {func}")
         return func(*args, **(kwargs or {}))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would keep its compiler away from here, and import all of it to do so: a second
+        and more of a worker's start, though nothing is compiled."""
+        return False
+
 
 def launch(kernel: Kernel, task: ctypes.Structure, num_threads: int) -> None:
     """Run the kernel with a task of its own now, or append it to the program being recorded."""
