@@ -68,13 +68,14 @@ def all_cases(where: Setting) -> Iterator[Case]:
 
 
 def attention_cases(where: Setting) -> Iterator[Case]:
-    """Decodes of (sequences, context), then prefills of (sequences, tokens)."""
+    """Decodes of (sequences, context), then prefills of (sequences, new tokens, context)."""
     is_gpu = where.device.type == "cuda"
-    decodes = [(1, 4096), (64, 2048), (256, 1024)] if is_gpu else [(1, 512), (32, 512)]
+    decodes = [(1, 4096), (64, 2048), (256, 1024)] if is_gpu else [(1, 2048), (32, 512)]
     for num_seqs, context in decodes:
         yield attention_case(where, num_seqs, 1, context)
-    for num_seqs, context in [(8, 2048)] if is_gpu else [(2, 512)]:
-        yield attention_case(where, num_seqs, context, context)
+    prefills = [(8, 2048, 2048)] if is_gpu else [(1, 1024, 1024), (4, 1024, 1024), (1, 32, 544)]
+    for num_seqs, query_len, context in prefills:
+        yield attention_case(where, num_seqs, query_len, context)
 
 
 def attention_case(
@@ -97,9 +98,10 @@ def attention_case(
     query = where.filled(num_seqs * query_len, heads, HEAD_DIM)
     pairs = num_seqs * query_len * (2 * context - query_len + 1) // 2
     is_decode = query_len == 1
+    length = context if query_len in (1, context) else f"{query_len} of {context}"
     return Case(
         kernel="paged decode" if is_decode else "paged prefill",
-        size=f"{num_seqs} x {context}, {heads}/{kv_heads} heads of {HEAD_DIM}",
+        size=f"{num_seqs} x {length}, {heads}/{kv_heads} heads of {HEAD_DIM}",
         implementation=type(backend).__name__,
         dtype=where.dtype_name,
         run=lambda: backend.paged_attention(
