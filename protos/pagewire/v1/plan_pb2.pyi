@@ -34,7 +34,7 @@ class _RowErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowErr
     ROW_ERROR_REASON_UNSPECIFIED: _RowErrorReason.ValueType  # 0
     """Not told."""
     ROW_ERROR_REASON_NON_FINITE_LOGITS: _RowErrorReason.ValueType  # 1
-    """The logits held NaN or infinity."""
+    """The largest logit was NaN or infinite. Minus infinity elsewhere excludes a token."""
     ROW_ERROR_REASON_NO_CANDIDATES: _RowErrorReason.ValueType  # 2
     """Every token was excluded by the request's own constraints."""
 
@@ -44,7 +44,7 @@ class RowErrorReason(_RowErrorReason, metaclass=_RowErrorReasonEnumTypeWrapper):
 ROW_ERROR_REASON_UNSPECIFIED: RowErrorReason.ValueType  # 0
 """Not told."""
 ROW_ERROR_REASON_NON_FINITE_LOGITS: RowErrorReason.ValueType  # 1
-"""The logits held NaN or infinity."""
+"""The largest logit was NaN or infinite. Minus infinity elsewhere excludes a token."""
 ROW_ERROR_REASON_NO_CANDIDATES: RowErrorReason.ValueType  # 2
 """Every token was excluded by the request's own constraints."""
 Global___RowErrorReason: _TypeAlias = RowErrorReason  # noqa: Y015
