@@ -1,5 +1,6 @@
 """The parent's end of an engine that runs in a child process."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -8,10 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from benchmarks.engines.engine import About, Outputs
 from benchmarks.line_process import LineProcess
-from benchmarks.processes import send_signal
+from benchmarks.processes import send_signal, tree
 from benchmarks.workloads import Job
+
+END_TIMEOUT_S = 10.0
+"""Nothing of an engine's is lost if it is killed then."""
 
 ROOT = Path(__file__).parents[2]
 SOURCES = tuple(ROOT / folder for folder in ("", "kernels", "client", "protos"))
@@ -76,4 +82,8 @@ class ChildEngine:
         trace: TracebackType | None,
     ) -> None:
         self.resume()
-        self._process.close()
+        descendants = tree(self._process.pid)
+        self._process.close(END_TIMEOUT_S)
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -135,10 +135,11 @@ def flags(settings: Settings) -> list[str]:
     """The server's command line but for model and address."""
     threads, kind = str(settings.threads), KV_TYPES[settings.dtype]
     slots = min(NUM_SLOTS, settings.max_num_seqs)
+    kv_tokens = min(settings.kv_tokens, slots * settings.max_model_len)
     return [
         *("-t", threads, "-tb", threads, "-np", str(slots)),
         *("-b", str(settings.max_num_batched_tokens), "-ub", "512"),
-        *("-c", str(settings.kv_tokens), "--kv-unified"),
+        *("-c", str(kv_tokens), "--kv-unified"),
         *("-ctk", kind, "-ctv", kind, "-fa", "on"),
         # Neither a cache of old prompts beside the slots, nor anything that is for chats.
         *("--cache-ram", "0", "--no-webui", "--no-jinja"),
