@@ -30,6 +30,7 @@ from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
 from benchmarks.floor import floor_seconds
 from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.processes import end_in_order_when_told
 from benchmarks.shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.workloads import FOUR, WORKLOADS, Workload
 
@@ -113,6 +114,7 @@ def result_name(shape: str, dtype: str, device: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run each shape in each dtype; print, and write the results."""
     args = parse(arguments)
+    end_in_order_when_told()
     programs = Programs(
         vllm_python=args.vllm_python,
         nano_vllm_python=args.nano_vllm_python,

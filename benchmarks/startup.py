@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.engines.engine import Settings
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.offline import add_common, settings_of
-from benchmarks.processes import resident_bytes
+from benchmarks.processes import end_in_order_when_told, resident_bytes
 from benchmarks.servers import PagewireServer, Server, VllmServer
 from benchmarks.workloads import WORKLOADS
 
@@ -138,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_common(parser)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(arguments)
+    end_in_order_when_told()
     rows: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     load = ForeignLoad()
