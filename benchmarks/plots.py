@@ -57,6 +57,7 @@ def _online(figure: Figure, results: Results) -> None:
         axes.axhline(limit, color="grey", linewidth=0.8, linestyle=":")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_ylabel(title)
     for engine, line in _by(rows, "engine"):
         rates = [row["rate"] for row in line]
