@@ -1,27 +1,44 @@
 """`python -m scheduler_service scheduler`, `… frontend` and `… replay FILE`."""
 
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+
 import typer
 
-from scheduler_service.core_service.command import scheduler
-from scheduler_service.frontend.command import frontend
-from scheduler_service.replay.command import replay
+MODULES = {
+    "scheduler": "scheduler_service.core_service.command",
+    "frontend": "scheduler_service.frontend.command",
+    "replay": "scheduler_service.replay.command",
+}
+"""By command: where the function of its name is."""
 
-app = typer.Typer(
-    name="scheduler_service",
-    help="The scheduling side of Pagewire: one scheduler core, any number of frontends.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command()(scheduler)
-app.command()(frontend)
-app.command()(replay)
+
+def make_app(commands: Iterable[str] = MODULES) -> typer.Typer:
+    """The command line, with these commands."""
+    app = typer.Typer(
+        name="scheduler_service",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(
+        help="The scheduling side of Pagewire: one scheduler core, any number of frontends."
+    )(_no_options)
+    for name in commands:
+        app.command()(getattr(import_module(MODULES[name]), name))
+    return app
+
+
+def _no_options() -> None:
+    """Before any command; without it, a single one would have no name."""
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
-    app()
+    """Run the command that the arguments name, without importing the others."""
+    named = [name for name in sys.argv[1:2] if name in MODULES]
+    make_app(named or MODULES)()
 
 
 if __name__ == "__main__":

@@ -251,11 +251,11 @@ def test_a_role_passes_all_arguments_on_help_too(role: str, option: str) -> None
 
 def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     """Read from the services' own command lines, so that a new flag cannot be forgotten."""
-    from scheduler_service.__main__ import app as scheduler_app
+    from scheduler_service.__main__ import make_app
     from worker_service.__main__ import serve as worker
 
     commands = {
-        command.callback.__name__: command.callback for command in scheduler_app.registered_commands
+        command.callback.__name__: command.callback for command in make_app().registered_commands
     }
     del commands["replay"]  # no service
     commands["worker"] = worker

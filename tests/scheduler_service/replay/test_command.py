@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 from typer.testing import CliRunner, Result
 
-from scheduler_service.__main__ import app
+from scheduler_service.__main__ import make_app
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.replay.cost_model import StepSample, StepSize, fit
@@ -35,7 +35,7 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Replay:
     monkeypatch.setattr(logging, "disable", lambda level: None)
 
     def run(*arguments: object) -> Result:
-        return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+        return CliRunner().invoke(make_app(), ["replay", *map(str, arguments)])
 
     return run
 
