@@ -192,7 +192,7 @@ def serve(
         int,
         Option(envvar=_env("MAX_GRAPH_BATCH_SIZE"), help="Largest batch of decodes recorded."),
     ] = 512,
-    compile_layers: Annotated[
+    compile: Annotated[
         bool,
         Option(
             "--compile",
@@ -366,7 +366,7 @@ def serve(
             runner=settings.RunnerConfig(
                 cuda_graphs=cuda_graphs,
                 max_graph_batch_size=max_graph_batch_size,
-                compile=compile_layers,
+                compile=compile,
             ),
             network=network,
             group=place.group,
