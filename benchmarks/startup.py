@@ -102,7 +102,7 @@ def compare(starts: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
     """A line for each server: medians, and how many times ours they are."""
 
     def median(name: str, field: str) -> float:
-        return statistics.median(getattr(one, field) for one in starts[name])
+        return round(statistics.median(getattr(one, field) for one in starts[name]), 2)
 
     return [
         {
