@@ -73,12 +73,15 @@ class Admitting:
         found = self._prefixes.find(seq)
         stored = self._find_on_host(seq, len(found), batch)
         num_found = (len(found) + len(stored)) * self._blocks.block_size
+        if not seq.group.is_ahead and self._prefixes.is_to_come(seq, len(found) + len(stored)):
+            return AllocStatus.LATER
         if not self._config.enable_chunked_prefill and seq.length - num_found > batch.budget:
             return AllocStatus.LATER
         verdict = self._blocks.can_allocate(seq.length, found)
         if verdict is AllocStatus.OK:
             self._start(seq, len(found), num_found)
             self._running.enter(seq, forks, batch.now_us, arrives=bool(stored))
+            self._prefixes.note_admission(seq)
             batch.swap_in += self._blocks.fetch(seq.seq_id, seq.length, found, stored)
             if not stored:
                 self._prefilling.add_row(seq, batch)

@@ -5,8 +5,10 @@ tokens and all before them: a 128-bit hash of the key of the block before and it
 
 A block gets its key once the result of the step that filled it is in. Plans are executed in order,
 so an earlier use would find the right KV too, unless that step fails; the wait keeps what was
-never confirmed from being found. The last token of a sequence is always computed, whatever is
-found, for its logits; so nothing is ever written to a block with a key.
+never confirmed from being found. A sequence of which most is just being computed by another waits
+for it, so that of many that come at once and begin alike the first alone computes what they share.
+The last token of a sequence is always computed, whatever is found, for its logits; so nothing is
+ever written to a block with a key.
 """
 
 from array import array
@@ -17,7 +19,7 @@ import xxhash
 
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.cached_blocks import BlockKey
-from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.sequence import Sequence, SequenceStatus
 
 _TOKEN = "i"  # int32
 _TOKEN_BYTES = array(_TOKEN).itemsize
@@ -47,6 +49,8 @@ class PrefixCache:
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._isolate_tenants = isolate_tenants
+        self._unconfirmed: dict[Sequence, None] = {}
+        """Sequences admitted of whose first tokens not all results were in when last looked at."""
 
     def find(self, seq: Sequence) -> list[int]:
         """The blocks that hold the longest known start of a waiting sequence."""
@@ -59,6 +63,31 @@ class PrefixCache:
         num_blocks = self._most_reusable_blocks(seq)
         keys = islice(self._keys(seq, num_blocks), num_found, num_blocks)
         return self._blocks.find_on_host(keys)
+
+    def is_to_come(self, seq: Sequence, num_found: int) -> bool:
+        """Whether most of what a waiting sequence would compute after its first `num_found` blocks
+        is just being computed for another, and will be found soon."""
+        num_missing = seq.num_known - num_found * self._block_size
+        most_shared = 0
+        for other in list(self._unconfirmed):
+            if other.status is not SequenceStatus.RUNNING or other.is_prefilled:
+                del self._unconfirmed[other]
+            else:
+                most_shared = max(most_shared, self._num_shared(seq, other, num_found))
+        return 2 * most_shared * self._block_size > num_missing
+
+    def _num_shared(self, seq: Sequence, other: Sequence, first: int) -> int:
+        """Blocks from entry `first` on that a waiting sequence could share with a running one."""
+        num_blocks = self._most_reusable_blocks(seq)
+        keys, others = self._keys(seq, num_blocks), other.block_keys.get(self._block_size, [])
+        end = first
+        while end < min(num_blocks, len(others)) and keys[end] == others[end]:
+            end += 1
+        return end - first
+
+    def note_admission(self, seq: Sequence) -> None:
+        """A sequence begins to run: its first tokens will be computed."""
+        self._unconfirmed[seq] = None
 
     def note_arrival(self, seq: Sequence) -> None:
         """What was found on the host for a running sequence is on the device now."""
@@ -116,6 +145,14 @@ class NoPrefixCache:
         """No blocks."""
         del seq, num_found
         return []
+
+    def is_to_come(self, seq: Sequence, num_found: int) -> bool:
+        """No."""
+        del seq, num_found
+        return False
+
+    def note_admission(self, seq: Sequence) -> None:
+        """No effect."""
 
     def note_arrival(self, seq: Sequence) -> None:
         """No effect."""

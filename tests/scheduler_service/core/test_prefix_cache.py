@@ -94,6 +94,34 @@ def test_what_a_chunk_computed_is_found_when_its_result_is_in() -> None:
     assert num_found(driver, PROMPT) == 8
 
 
+def test_of_many_that_begin_alike_the_first_alone_computes_what_they_share() -> None:
+    driver = make_driver()
+    records = [driver.submit(prompt=[*PROMPT[:16], i], max_tokens=1) for i in range(4)]
+    assert [len(plan_of(driver).num_tokens), driver.schedule("g0")] == [1, None]
+    driver.deliver("g0")
+    assert list(plan_of(driver).num_tokens) == [1, 1, 1]
+    driver.run_until_idle()
+    assert [record.cached_tokens for record in records] == [0, 16, 16, 16]
+
+
+def test_nobody_waits_for_less_than_half_of_its_tokens() -> None:
+    driver = make_driver()
+    driver.submit(prompt=PROMPT[:16], max_tokens=1)
+    driver.submit(prompt=[*PROMPT[:8], *range(8)], max_tokens=1)
+    assert list(plan_of(driver).num_tokens) == [16, 16]
+
+
+def test_nobody_waits_for_what_is_not_computed_any_more() -> None:
+    driver = make_driver(max_num_batched_tokens=10)
+    first = driver.submit(prompt=PROMPT[:30], max_tokens=1)
+    driver.submit(prompt=PROMPT[:31], max_tokens=1)
+    assert len(plan_of(driver).num_tokens) == 1
+    driver.cancel(first)
+    [new] = plan_of(driver).new_sequences
+    assert new.num_computed_tokens == 0
+    driver.run_until_idle()
+
+
 def test_prompt_log_probabilities_that_are_owed_are_computed() -> None:
     driver = make_driver()
     assert num_found(driver, PROMPT) == 0
