@@ -15,7 +15,7 @@ from pagewire_kernels.cpu.native import (
     library,
 )
 from pagewire_kernels.cpu.native.build import LIBRARIES, compiler
-from pagewire_kernels.cpu.native.library import instruction_set
+from pagewire_kernels.cpu.native.compiled import instruction_set
 
 SUPPORTED = {
     None: [],

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.layers import NativeLayerKernels
-from pagewire_kernels.cpu.native.library import Library
 from pagewire_kernels.cpu.native.program import Program, record
 from pagewire_kernels.cpu.native.recorded import RecordedLayers
 from pagewire_kernels.cpu.threads import NotRecordable

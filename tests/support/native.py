@@ -1,7 +1,7 @@
 """The compiled kernels of every instruction set that this processor has."""
 
 from pagewire_kernels.cpu.native.build import INSTRUCTION_SETS, LIBRARIES
-from pagewire_kernels.cpu.native.library import Library, instruction_set
+from pagewire_kernels.cpu.native.compiled import Library, instruction_set
 
 
 def native_libraries() -> list[Library]:

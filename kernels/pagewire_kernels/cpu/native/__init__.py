@@ -14,7 +14,7 @@ the numba kernels do the work.
     src/layers.h    norms, activations, rotation with the cache write
     src/program.cpp a list of kernels run by one team, without leaving it in between
     build.py        compiles one library per instruction set
-    library.py      finds and loads the one for this processor
+    compiled.py     finds and loads the one for this processor
     structs.py layer_structs.py
                     the C structures, for ctypes
     attention.py    tasks of attention, described by tensors
@@ -27,8 +27,8 @@ the numba kernels do the work.
 """
 
 from pagewire_kernels.cpu.native.backend import NativeBackend
+from pagewire_kernels.cpu.native.compiled import Library, library
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
-from pagewire_kernels.cpu.native.library import Library, library
 from pagewire_kernels.cpu.native.linear import NativeGatedWeight, NativeWeight
 
 __all__ = [

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import recording
 from pagewire_kernels.cpu.native.structs import AttentionTask, Batch, CacheWriteTask
 

@@ -9,7 +9,7 @@ from pagewire_kernels.cpu.native.attention import (
     describe_attention,
     describe_cache_write,
 )
-from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows, recording
 from pagewire_kernels.cpu.native.structs import Batch, describe_batch
 from pagewire_kernels.metadata import AttentionMetadata

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
+from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.layer_structs import ActivationTask, NormTask, RotateTask
-from pagewire_kernels.cpu.native.library import Library
 from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

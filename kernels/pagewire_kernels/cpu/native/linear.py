@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.native.compiled import Kernel, Library
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
-from pagewire_kernels.cpu.native.library import Kernel, Library
 from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
 
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

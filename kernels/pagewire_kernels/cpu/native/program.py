@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native.library import Kernel, Library
+from pagewire_kernels.cpu.native.compiled import Kernel, Library
 from pagewire_kernels.cpu.native.structs import Batch
 from pagewire_kernels.cpu.threads import NotRecordable
 

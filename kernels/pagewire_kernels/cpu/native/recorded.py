@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.native.library import Library
+from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import Program, record
 from pagewire_kernels.cpu.native.structs import describe_batch
 from pagewire_kernels.cpu.threads import NotRecordable
