@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from benchmarks.checkpoints import checkpoint
 from benchmarks.engines import pagewire, vllm
@@ -29,36 +30,11 @@ END_TIMEOUT_S = 30.0
 FIRST_PROMPT = list(range(300, 316))
 
 
-class Server(Protocol):
-    """A context manager: launched when entered, not yet ready; gone after."""
+class Server(ABC):
+    """A command that is tried until it answers.
 
-    name: str
-
-    @property
-    def pid(self) -> int:
-        """The process that was launched; all others descend from it."""
-        ...
-
-    def first_token(self) -> float:
-        """Wait for a request's first token; seconds since the launch."""
-        ...
-
-    def run(self, jobs: list[Job]) -> None:
-        """Run all jobs together."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-class _Launched:
-    """A command that is tried until it answers."""
+    A context manager: launched when entered, not yet ready; gone after.
+    """
 
     name: str
 
@@ -71,11 +47,11 @@ class _Launched:
 
     @property
     def pid(self) -> int:
-        """The process that was launched."""
+        """The process that was launched; all others descend from it."""
         return self._process.pid
 
     def first_token(self) -> float:
-        """Seconds from the launch to a token."""
+        """Wait for a request's first token; seconds since the launch."""
         while time.monotonic() < self._launched_at + START_TIMEOUT_S:
             if (code := self._process.poll()) is not None:
                 raise RuntimeError(f"{self.name} ended with {code}")
@@ -84,8 +60,13 @@ class _Launched:
             time.sleep(POLL_S)
         raise RuntimeError(f"{self.name} does not serve after {START_TIMEOUT_S:g} s")
 
+    @abstractmethod
+    def run(self, jobs: list[Job]) -> None:
+        """Run all jobs together."""
+
+    @abstractmethod
     def _generates(self) -> bool:
-        raise NotImplementedError
+        """Whether it answers a request with a token."""
 
     def __enter__(self) -> Self:
         with open(self._log or os.devnull, "w") as log:
@@ -113,7 +94,7 @@ class _Launched:
             self._process.wait()
 
 
-class PagewireServer(_Launched):
+class PagewireServer(Server):
     """`pagewire serve`: frontend, core and worker, called over gRPC."""
 
     name = "pagewire"
@@ -150,7 +131,7 @@ class PagewireServer(_Launched):
             )
 
 
-class VllmServer(_Launched):
+class VllmServer(Server):
     """vLLM's API server, called over HTTP."""
 
     name = "vllm"
