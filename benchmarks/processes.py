@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -54,3 +55,11 @@ def _proportional_bytes(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def free_port() -> int:
+    """A TCP port on this machine that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -6,7 +6,6 @@ Both serve the same checkpoint on loopback TCP. While one is loaded the other is
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,7 +18,7 @@ from benchmarks.checkpoints import checkpoint
 from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
 from benchmarks.openai_target import OpenAITarget
-from benchmarks.processes import send_signal
+from benchmarks.processes import free_port, send_signal
 from pagewire_client import NO_RETRIES, AsyncClient
 from pagewire_client.load import PagewireTarget, Target
 from pagewire_client.local import LocalServices
@@ -89,20 +88,8 @@ class ServedVllm:
     def __init__(self, python: Path, settings: Settings) -> None:
         self._port = free_port()
         self._model = checkpoint(settings.shape, settings.dtype, settings.checkpoints)
-        flags = {
-            "model": self._model,
-            "host": HOST,
-            "port": self._port,
-            "dtype": settings.dtype,
-            "max-model-len": settings.max_model_len,
-            "max-num-seqs": settings.max_num_seqs,
-            "max-num-batched-tokens": settings.max_num_batched_tokens,
-        }
-        self._command: list[str | Path] = [
-            *(python, "-m", "vllm.entrypoints.openai.api_server"),
-            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
-            *("--enable-prefix-caching", "--disable-uvicorn-access-log"),
-        ]
+        command = vllm.server_command(python, settings, self._model, HOST, self._port)
+        self._command = [*command, "--disable-uvicorn-access-log"]
         self._environment = vllm.environment(python, settings)
         self._log = settings.log(self.name)
 
@@ -148,14 +135,6 @@ async def all_of(servers: Sequence[Server]) -> AsyncIterator[None]:
             await stack.enter_async_context(server)
             server.pause()
         yield
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _spawn(

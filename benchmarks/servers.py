@@ -18,7 +18,7 @@ from typing import Any, Self
 from benchmarks.checkpoints import checkpoint
 from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
-from benchmarks.processes import send_signal
+from benchmarks.processes import free_port, send_signal
 from benchmarks.workloads import Job
 from pagewire_client import NO_RETRIES, Client, SamplingParams
 from pagewire_client.errors import PagewireError
@@ -100,7 +100,7 @@ class PagewireServer(Server):
     name = "pagewire"
 
     def __init__(self, settings: Settings) -> None:
-        self._address = f"{HOST}:{_free_port()}"
+        self._address = f"{HOST}:{free_port()}"
         model = checkpoint(settings.shape, settings.dtype, settings.checkpoints)
         flags = {"model": model, "listen": self._address} | pagewire.flags(settings)
         command = [sys.executable, "-m", "pagewire_client.cli", "serve", *_options(flags)]
@@ -137,19 +137,9 @@ class VllmServer(Server):
     name = "vllm"
 
     def __init__(self, python: Path, settings: Settings) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._model = str(checkpoint(settings.shape, settings.dtype, settings.checkpoints))
-        flags = {
-            "model": self._model,
-            "host": HOST,
-            "port": self._port,
-            "dtype": settings.dtype,
-            "max_model_len": settings.max_model_len,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-        }
-        module = "vllm.entrypoints.openai.api_server"
-        command = [str(python), "-m", module, *_options(flags), "--enable-prefix-caching"]
+        command = vllm.server_command(python, settings, self._model, HOST, self._port)
         super().__init__(command, vllm.environment(python, settings), settings.log("vllm_serve"))
 
     def _generates(self) -> bool:
@@ -197,10 +187,3 @@ def _is_open(address: str) -> bool:
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

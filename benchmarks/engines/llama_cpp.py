@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any, Self
 
 from benchmarks.checkpoints import gguf
 from benchmarks.engines.engine import About, Outputs, Settings
-from benchmarks.processes import send_signal
+from benchmarks.processes import free_port, send_signal
 from benchmarks.workloads import Job
 
 NAME = "llama.cpp"
@@ -87,7 +86,7 @@ class LlamaCpp:
         send_signal(self._process.pid, signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        self._port = _free_port()
+        self._port = free_port()
         command = [self._server, "-m", self._model, "--host", HOST, "--port", str(self._port)]
         with open(self._settings.log("llama_cpp") or os.devnull, "w") as log:
             self._process = subprocess.Popen(
@@ -151,10 +150,3 @@ def version(server: Path) -> str:
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"version: (.+)", said.stderr + said.stdout)
     return found[1] if found else "unknown"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -51,6 +51,24 @@ def environment(python: Path, settings: "Settings") -> dict[str, str]:
     }
 
 
+def server_command(
+    python: Path, settings: "Settings", model: str | Path, host: str, port: int
+) -> list[str]:
+    """What starts its API server."""
+    flags = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_model_len,
+        "max-num-seqs": settings.max_num_seqs,
+        "max-num-batched-tokens": settings.max_num_batched_tokens,
+    }
+    options = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    module = "vllm.entrypoints.openai.api_server"
+    return [str(python), "-m", module, *options, "--enable-prefix-caching"]
+
+
 def _find(folder: Path, name: str) -> list[str]:
     return [str(path) for path in sorted(folder.rglob(name))[:1]]
 
