@@ -44,6 +44,7 @@ class LinearTask(ctypes.Structure):
 
     _fields_ = (
         ("next_item", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
         ("num_rows", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         ("x_stride", ctypes.c_int64),
@@ -114,7 +115,10 @@ class _Packed:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows = rows.shape[0]
+        num_products = num_rows * self.in_features * self.out_features
+        num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
         task = LinearTask(
+            num_threads=num_threads,
             num_rows=ctypes.addressof(batch_of(num_rows)),
             x=rows.data_ptr(),
             x_stride=rows.stride(0),
@@ -126,8 +130,6 @@ class _Packed:
             out_features=self.out_features,
             activation=activation,
         )
-        num_products = num_rows * self.in_features * self.out_features
-        num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
         launch(kernel, task, num_threads)
 
 

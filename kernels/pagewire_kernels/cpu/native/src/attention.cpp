@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include "attention_direct.h"
 #include "attention_items.h"
 #include "attention_multiply.h"
 #include "attention_pack.h"
@@ -30,6 +31,7 @@ class Attention {
  private:
   using Dot = typename Units<Number>::Dot;
   using Packed = typename Units<Number>::Packed;
+  static constexpr int64_t kStepUnits = kStep / kPerUnit<Number>;
 
   void load_rows(const Item& item) {
     const int64_t rows_per_head = item.num_tokens * task_.group;
@@ -37,7 +39,7 @@ class Attention {
     for (int64_t row = 0; row < num_rows; ++row) {
       const Number* from = query_of(item, row);
       if (dim_ != task_.head_dim) {
-        Number* const padded = reinterpret_cast<Number*>(scratch_.padded);
+        Number* const padded = reinterpret_cast<Number*>(scratch_.padded_keys);
         memset(padded, 0, dim_ * sizeof(Number));
         memcpy(padded, from, task_.head_dim * sizeof(Number));
         from = padded;
@@ -97,14 +99,19 @@ class Attention {
   }
 
   // Takes a head's rows over one step.
-  void take_head(const Item& item, int64_t key, int64_t num_keys, int64_t head,
-                 Ahead& ahead) {
+  void take_head(const Item& item, int64_t key, int64_t num_keys, int64_t head, Ahead& ahead) {
     const int64_t at = (item.first_head + head) * task_.head_bytes;
-    pack_keys(gather(task_.key_cache + at, num_keys), num_keys, dim_, scratch_.keys, ahead);
-    pack_values(gather(task_.value_cache + at, num_keys), num_keys, dim_, scratch_.values, ahead);
     const int64_t rows_per_head = item.num_tokens * task_.group;
+    gather(task_.key_cache + at, num_keys, scratch_.padded_keys, keys_);
+    gather(task_.value_cache + at, num_keys, scratch_.padded_values, values_);
+    const bool is_direct = rows_per_head <= kRows;
+    if (!is_direct) {
+      pack_keys(keys_, num_keys, dim_, scratch_.keys, ahead);
+      pack_values(values_, num_keys, dim_, scratch_.values, ahead);
+    }
     for (int64_t row = 0; row < rows_per_head; row += kRows) {
-      take_step(item, key, head * rows_per_head + row, smaller(kRows, rows_per_head - row), ahead);
+      const int64_t first = head * rows_per_head + row;
+      take_step(item, key, first, smaller(kRows, rows_per_head - row), is_direct, ahead);
     }
   }
 
@@ -123,40 +130,40 @@ class Attention {
 
   // The addresses of the step's keys or values, padded, and zeros for those there are not yet: what
   // stands in the cache may be anything, and 0 * NaN is NaN.
-  const Number* const* gather(const char* cache, int64_t num_keys) {
+  void gather(const char* cache, int64_t num_keys, char* padded, const Number** rows) const {
+    const int64_t head_bytes = task_.head_dim * static_cast<int64_t>(sizeof(Number));
+    const int64_t padded_bytes = dim_ * static_cast<int64_t>(sizeof(Number));
     for (int64_t i = 0; i < num_keys; ++i) {
       const char* from = cache + offsets_[i];
       if (dim_ != task_.head_dim) {
-        char* const padded = scratch_.padded + i * dim_ * static_cast<int64_t>(sizeof(Number));
-        memcpy(padded, from, task_.head_dim * sizeof(Number));
-        memset(padded + task_.head_dim * sizeof(Number), 0,
-               (dim_ - task_.head_dim) * sizeof(Number));
-        from = padded;
+        char* const copy = padded + i * padded_bytes;
+        memcpy(copy, from, head_bytes);
+        memset(copy + head_bytes, 0, padded_bytes - head_bytes);
+        from = copy;
       }
-      rows_[i] = reinterpret_cast<const Number*>(from);
+      rows[i] = reinterpret_cast<const Number*>(from);
     }
     for (int64_t i = num_keys; i < kStep; ++i) {
-      rows_[i] = reinterpret_cast<const Number*>(scratch_.no_key);
+      rows[i] = reinterpret_cast<const Number*>(scratch_.no_key);
     }
-    return rows_;
   }
 
   void take_step(const Item& item, int64_t key, int64_t first_row, int64_t num_rows,
-                 Ahead& ahead) {
+                 bool is_direct, Ahead& ahead) {
     static_assert(kRows <= 6, "a case for each number of rows");
     switch (num_rows) {
-      case 1: return take_step<1>(item, key, first_row, ahead);
-      case 2: return take_step<2>(item, key, first_row, ahead);
-      case 3: return take_step<3>(item, key, first_row, ahead);
-      case 4: return take_step<4>(item, key, first_row, ahead);
-      case 5: return take_step<kRows < 5 ? kRows : 5>(item, key, first_row, ahead);
-      default: return take_step<kRows>(item, key, first_row, ahead);
+      case 1: return take_step<1>(item, key, first_row, is_direct, ahead);
+      case 2: return take_step<2>(item, key, first_row, is_direct, ahead);
+      case 3: return take_step<3>(item, key, first_row, is_direct, ahead);
+      case 4: return take_step<4>(item, key, first_row, is_direct, ahead);
+      case 5: return take_step<kRows < 5 ? kRows : 5>(item, key, first_row, is_direct, ahead);
+      default: return take_step<kRows>(item, key, first_row, is_direct, ahead);
     }
   }
 
-  // Takes a few rows over the keys and values that are packed.
+  // Takes a few rows over the step's keys and values, packed or as they are.
   template <int num_rows>
-  void take_step(const Item& item, int64_t key, int64_t first_row, Ahead& ahead) {
+  void take_step(const Item& item, int64_t key, int64_t first_row, bool is_direct, Ahead& ahead) {
     const int64_t first_token = token_of(item, first_row) - item.first_row;
     const int64_t last_token = token_of(item, first_row + num_rows - 1) - item.first_row;
     const int64_t end = smaller(kStep, item.position + last_token + 1 - key);
@@ -167,23 +174,45 @@ class Attention {
     alignas(64) float scores[kRows][kStep];
     alignas(64) Packed weights[kRows][kStep];
     float factors[kRows];
-    multiply_rows<Dot, num_rows, false>(scratch_.queries + first_row * head_units_, head_units_,
-                                        rounded_up(task_.head_dim, kPerUnit<Number>) / kPerUnit<Number>,
-                                        scratch_.keys, kStep, rounded_up(end, kLanes), scores[0],
-                                        kStep, nullptr, ahead);
+    score<num_rows>(first_row, end, is_direct, scores, ahead);
     for (int row = 0; row < num_rows; ++row) {
       const ScoreRule rule = rule_of(item, key, first_row + row);
       factors[row] = weigh(scores[row], rule, scratch_.maxima[first_row + row], weights[row]);
     }
     const float* const units = reinterpret_cast<const float*>(weights);
-    constexpr int64_t kUnits = kStep / kPerUnit<Number>;
     for (int row = 0; row < num_rows; ++row) {
-      add_weights<Dot>(units + row * kUnits, factors[row],
+      add_weights<Dot>(units + row * kStepUnits, factors[row],
                        scratch_.totals + (first_row + row) * kLanes);
     }
-    multiply_rows<Dot, num_rows, true>(
-        units, kUnits, (end + kPerUnit<Number> - 1) / kPerUnit<Number>, scratch_.values, dim_,
-        width_, scratch_.outputs + first_row * dim_, dim_, factors, ahead);
+    add<num_rows>(first_row, end, is_direct, units, factors, ahead);
+  }
+
+  // Scores of some rows for the step's keys before `end`.
+  template <int num_rows>
+  void score(int64_t first_row, int64_t end, bool is_direct, float (*scores)[kStep], Ahead& ahead) {
+    const float* const queries = scratch_.queries + first_row * head_units_;
+    const int64_t num_keys = rounded_up(end, kLanes);
+    if (is_direct) {
+      score_keys<Number, num_rows>(queries, head_units_, keys_, num_keys, scores, ahead);
+    } else {
+      const int64_t num_units = divide_up(task_.head_dim, kPerUnit<Number>);
+      multiply_rows<Dot, num_rows, false>(queries, head_units_, num_units, scratch_.keys, kStep,
+                                          num_keys, scores[0], kStep, nullptr, ahead);
+    }
+  }
+
+  // Adds the values of the step's keys before `end` to the outputs of some rows.
+  template <int num_rows>
+  void add(int64_t first_row, int64_t end, bool is_direct, const float* weights,
+           const float* factors, Ahead& ahead) {
+    const int64_t num_units = divide_up(end, kPerUnit<Number>);
+    float* const outputs = scratch_.outputs + first_row * dim_;
+    if (is_direct) {
+      add_values<Number, num_rows>(weights, num_units, values_, dim_, factors, outputs, ahead);
+    } else {
+      multiply_rows<Dot, num_rows, true>(weights, kStepUnits, num_units, scratch_.values, dim_,
+                                         width_, outputs, dim_, factors, ahead);
+    }
   }
 
   ScoreRule rule_of(const Item& item, int64_t key, int64_t row) const {
@@ -235,7 +264,8 @@ class Attention {
   const int64_t head_units_;
   int64_t offsets_[kStep];  // of the step's keys in either cache
   int64_t offsets_after_[kStep];
-  const Number* rows_[kStep];
+  const Number* keys_[kStep];
+  const Number* values_[kStep];
 };
 
 template <class Number>

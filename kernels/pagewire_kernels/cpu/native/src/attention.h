@@ -4,8 +4,8 @@
 // token's with several; its rows are the tile's tokens times the query heads that share a KV head.
 // The item walks over the sequence's keys in steps of 64, whatever the size of a block. A step's
 // keys and values of one head are packed once for all rows, each in the form in which its product
-// is a chain of multiply-adds, one for each lane. Then each row goes through (Milakov and
-// Gimelshein 2018)
+// is a chain of multiply-adds, one for each lane; if there are only a few rows, that form is made in
+// registers and not stored. Then each row goes through (Milakov and Gimelshein 2018)
 //
 //     score   = q . k                       summed over the head from its first element on
 //     maximum = max(maximum, scores)
@@ -59,7 +59,7 @@ struct AttentionTask : Task {
 };
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
+  return divide_up(x, multiple) * multiple;
 }
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -40,20 +40,20 @@ void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim
   }
 }
 
-// The numbers of two rows in turn.
-inline void store_pairs(float* to, const BFloat16* first, const BFloat16* second) {
+// The numbers of two rows in turn, of a register's width each.
+inline void interleave(const BFloat16* first, const BFloat16* second, Floats& low, Floats& high) {
   const Words a = load_words(first), b = load_words(second);
 #if defined(__AVX512F__)
   const Words step = _mm512_set1_epi32(0x00010001);
   const Words zigzag = _mm512_add_epi32(_mm512_mullo_epi32(lane_numbers(), step),
                                         _mm512_set1_epi32(0x00200000));
   const Words later = _mm512_add_epi32(zigzag, _mm512_set1_epi32(0x00100010));
-  store_floats(to, as_floats(_mm512_permutex2var_epi16(a, zigzag, b)));
-  store_floats(to + kLanes, as_floats(_mm512_permutex2var_epi16(a, later, b)));
+  low = as_floats(_mm512_permutex2var_epi16(a, zigzag, b));
+  high = as_floats(_mm512_permutex2var_epi16(a, later, b));
 #else
-  const Words low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
-  store_floats(to, as_floats(_mm256_permute2x128_si256(low, high, 0x20)));
-  store_floats(to + kLanes, as_floats(_mm256_permute2x128_si256(low, high, 0x31)));
+  const Words even = _mm256_unpacklo_epi16(a, b), odd = _mm256_unpackhi_epi16(a, b);
+  low = as_floats(_mm256_permute2x128_si256(even, odd, 0x20));
+  high = as_floats(_mm256_permute2x128_si256(even, odd, 0x31));
 #endif
 }
 
@@ -63,7 +63,11 @@ inline void pack_values(const BFloat16* const* rows, int64_t num_keys, int64_t p
   for (int64_t key = 0; key < num_keys; key += 2) {
     if (key % 4 == 0) ahead.fetch();
     for (int64_t at = 0; at < padded_dim; at += kChunk<BFloat16>) {
-      store_pairs(packed + key / 2 * padded_dim + at, rows[key] + at, rows[key + 1] + at);
+      Floats low, high;
+      interleave(rows[key] + at, rows[key + 1] + at, low, high);
+      float* const to = packed + key / 2 * padded_dim + at;
+      store_floats(to, low);
+      store_floats(to + kLanes, high);
     }
   }
 }

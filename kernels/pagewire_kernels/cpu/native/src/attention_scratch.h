@@ -14,7 +14,8 @@ struct Scratch {
   float* totals;    // [rows][kLanes], to be summed over lanes
   float* maxima;    // [rows]
   char* no_key;     // zeros, a padded head
-  char* padded;     // [kStep][padded head], copies of heads that do not fill registers
+  char* padded_keys;    // [kStep][padded head], copies of heads that do not fill registers
+  char* padded_values;  // the same
 };
 
 template <class Number>
@@ -45,7 +46,9 @@ char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
   scratch.maxima = words(rows);
   const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Number));
   scratch.no_key = part(head_bytes);
-  scratch.padded = part(dim == task.head_dim ? 0 : kStep * head_bytes);
+  const int64_t padded_bytes = dim == task.head_dim ? 0 : kStep * head_bytes;
+  scratch.padded_keys = part(padded_bytes);
+  scratch.padded_values = part(padded_bytes);
   return memory;
 }
 

@@ -21,6 +21,7 @@ struct Float32Dot {
   static Operand load(const void* weights) {
     return load_floats(static_cast<const float*>(weights));
   }
+  static Operand operand(Floats units) { return units; }
   static Operand broadcast(int32_t input) { return as_floats(broadcast_word(input)); }
   static Floats add(Operand row, Operand weights, Floats sum) {
     return multiply_add(row, weights, sum);
@@ -35,6 +36,7 @@ struct BFloat16Dot {
   static constexpr int kMaxRows = 12;
   using Operand = Words;
   static Operand load(const void* weights) { return load_words(weights); }
+  static Operand operand(Floats units) { return as_words(units); }
   static Operand broadcast(int32_t inputs) { return broadcast_word(inputs); }
   static Floats add(Operand row, Operand weights, Floats sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(row),
@@ -50,6 +52,7 @@ struct BFloat16Dot {
     Floats first, second;
   };
   static Operand load(const void* weights) { return split(load_words(weights)); }
+  static Operand operand(Floats units) { return split(as_words(units)); }
   static Operand broadcast(int32_t inputs) { return split(broadcast_word(inputs)); }
   static Operand split(Words pairs) { return {first_of_pairs(pairs), second_of_pairs(pairs)}; }
   static Floats add(const Operand& row, const Operand& weights, Floats sum) {

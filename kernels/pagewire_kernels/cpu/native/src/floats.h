@@ -26,6 +26,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd
 inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
 inline Words broadcast_word(int32_t x) { return _mm512_set1_epi32(x); }
 inline Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
+inline Words as_words(Floats x) { return _mm512_castps_si512(x); }
 
 // Of each lane's two bfloat16 numbers the first (lower) and the second, as float32.
 inline Floats first_of_pairs(Words x) { return as_floats(_mm512_slli_epi32(x, 16)); }
@@ -54,6 +55,7 @@ inline Words load_words(const void* from) {
 }
 inline Words broadcast_word(int32_t x) { return _mm256_set1_epi32(x); }
 inline Floats as_floats(Words x) { return _mm256_castsi256_ps(x); }
+inline Words as_words(Floats x) { return _mm256_castps_si256(x); }
 
 inline Floats first_of_pairs(Words x) { return as_floats(_mm256_slli_epi32(x, 16)); }
 inline Floats second_of_pairs(Words x) {

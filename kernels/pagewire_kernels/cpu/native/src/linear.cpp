@@ -3,7 +3,7 @@
 // A work item is a panel of outputs for a block of rows. The rows go over it in tiles whose sums fit
 // the registers. Few rows are one tile, which reads the panel as fast as memory gives it. With more
 // rows the panel is in the second-level cache: while one item is computed, the panel of the thread's
-// next one is fetched.
+// next one is fetched. A thread takes panels that lie one after the other.
 #include "linear_finish.h"
 #include "linear_tile.h"
 
@@ -23,16 +23,19 @@ struct Stretch {
   const char* next;
 };
 
-// Few rows: one tile, which fetches a little ahead.
+// Few rows: one tile, which fetches a little ahead, or leaves that to the processor.
 template <class Dot>
 void multiply_once(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                    const Stretch& all, float* sums) {
+  if (num_rows <= kStreamedRows) {
+    tile_of<Dot, 0>(num_rows)(x, x_stride, all.weights, all.num_inputs, nullptr, sums);
+    return;
+  }
   const AddTile<Dot> add = tile_of<Dot, kLinesPerStep>(num_rows);
-  const int64_t ahead = fetch_distance(num_rows);
-  const int64_t ahead_inputs = ahead / kStepBytes * Dot::kInputsPerStep;
+  constexpr int64_t ahead_inputs = kFetchDistance / kStepBytes * Dot::kInputsPerStep;
   const int64_t left = all.num_inputs > ahead_inputs ? all.num_inputs - ahead_inputs : 0;
   const int64_t most = left - left % Dot::kInputsPerStep;
-  add(x, x_stride, all.weights, most, all.weights + ahead, sums);
+  add(x, x_stride, all.weights, most, all.weights + kFetchDistance, sums);
   const char* rest = all.weights + most / Dot::kInputsPerStep * kStepBytes;
   add(x + most, x_stride, rest, all.num_inputs - most, all.next, sums);
 }
@@ -105,13 +108,13 @@ void multiply(LinearTask& task, Finish finish) {
   const int64_t block = rows_per_block<Dot>(num_rows, task.in_features);
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
-  int64_t next = take_item(task);
-  while (next < num_items) {
-    const int64_t item = next;
-    next = take_item(task);
+  Run run = take_run(task, num_items, task.num_threads);
+  while (run.item < num_items) {
+    const int64_t item = run.item;
+    run = item + 1 < run.end ? Run{item + 1, run.end} : take_run(task, num_items, task.num_threads);
     const int64_t row = item / num_panels * block;
     const int64_t left = num_rows - row;
-    const int64_t after = next < num_items ? next : item;
+    const int64_t after = run.item < num_items ? run.item : item;
     multiply_block<Dot>(task, row, left < block ? left : block, item % num_panels,
                         after % num_panels, finish);
   }

@@ -22,9 +22,8 @@ constexpr int64_t kPanelVectors = 2;
 constexpr int64_t kPanel = kPanelVectors * kLanes;
 constexpr int64_t kStepBytes = kPanel * 4;
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct LinearTask : Task {
+  int64_t num_threads;
   const int64_t* num_rows;
   const void* x;  // [*num_rows, in_features]
   int64_t x_stride;  // from row to row, in elements, as all strides

@@ -1,0 +1,124 @@
+// The products of attention with keys and values as they are in the cache, for rows that are alone
+// in using them: a decode's. Packing them first would cost more than it saves. Each sum is made of
+// the same additions in the same order as with packed ones, see attention_multiply.h.
+#pragma once
+
+#include "attention.h"
+#include "attention_ahead.h"
+#include "attention_multiply.h"
+#include "attention_pack.h"
+#include "transpose.h"
+
+namespace pagewire {
+
+// scores[row][key] = queries[row] . keys[key], for `num_keys` keys, rounded up to whole registers.
+// `keys` are readable for a padded head.
+template <class Number, int num_rows>
+void score_keys(const float* queries, int64_t head_units, const Number* const* keys,
+                int64_t num_keys, float (*scores)[kStep], Ahead& ahead) {
+  using Dot = typename Units<Number>::Dot;
+  for (int64_t key = 0; key < num_keys; key += kLanes) {
+    Floats sum[num_rows];
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) sum[row] = zeros();
+    for (int64_t unit = 0; unit < head_units; unit += kLanes) {
+      ahead.fetch();
+      ahead.fetch();
+      Floats square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        square[i] = load_units(keys[key + i] + unit * kPerUnit<Number>);
+      }
+      transpose(square);
+      const auto add_unit = [&](int64_t i, Floats column) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int row = 0; row < num_rows; ++row) {
+          int32_t word;
+          memcpy(&word, queries + row * head_units + unit + i, sizeof(word));
+          sum[row] = Dot::add(Dot::broadcast(word), Dot::operand(column), sum[row]);
+        }
+      };
+      // What a head is padded with adds nothing to the sums.
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) add_unit(i, square[i]);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) store_floats(scores[row] + key, sum[row]);
+  }
+}
+
+// The values of a unit's keys from `at` on, in `kVectors` registers.
+template <class Number, int num_vectors>
+inline void load_values(const Number* const* values, int64_t unit, int64_t at,
+                        Floats (&columns)[num_vectors]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < num_vectors; ++j) columns[j] = load_units(values[unit] + at + j * kLanes);
+}
+
+template <int num_vectors>
+inline void load_values(const BFloat16* const* values, int64_t unit, int64_t at,
+                        Floats (&columns)[num_vectors]) {
+#pragma GCC unroll 2
+  for (int j = 0; j < num_vectors; j += 2) {
+    const int64_t first = at + j * kLanes;
+    interleave(values[2 * unit] + first, values[2 * unit + 1] + first, columns[j], columns[j + 1]);
+  }
+}
+
+// outputs[row] = outputs[row] * factors[row] + weights[row] . values, for `num_vectors` registers
+// of columns from `at` on.
+template <class Number, int num_rows, int num_vectors>
+void add_columns(const float* weights, int64_t num_units, const Number* const* values, int64_t at,
+                 const float* factors, float* outputs, int64_t output_stride, Ahead& ahead) {
+  using Dot = typename Units<Number>::Dot;
+  constexpr int64_t kWeightStride = kStep / kPerUnit<Number>;
+  Floats sum[num_rows][num_vectors];
+#pragma GCC unroll 8
+  for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 8
+    for (int j = 0; j < num_vectors; ++j) {
+      sum[row][j] = multiply(load_floats(outputs + row * output_stride + at + j * kLanes),
+                             broadcast(factors[row]));
+    }
+  }
+  for (int64_t unit = 0; unit < num_units; ++unit) {
+    if (unit % 2 == 0) ahead.fetch();
+    Floats columns[num_vectors];
+    load_values(values, unit, at, columns);
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) {
+      int32_t word;
+      memcpy(&word, weights + row * kWeightStride + unit, sizeof(word));
+      const auto weight = Dot::broadcast(word);
+#pragma GCC unroll 8
+      for (int j = 0; j < num_vectors; ++j) {
+        sum[row][j] = Dot::add(weight, Dot::operand(columns[j]), sum[row][j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 8
+    for (int j = 0; j < num_vectors; ++j) {
+      store_floats(outputs + row * output_stride + at + j * kLanes, sum[row][j]);
+    }
+  }
+}
+
+// The same for all columns, `padded_dim` of them.
+template <class Number, int num_rows>
+void add_values(const float* weights, int64_t num_units, const Number* const* values,
+                int64_t padded_dim, const float* factors, float* outputs, Ahead& ahead) {
+  constexpr int kLeast = kPerUnit<Number>;  // registers that a unit's values fill at least
+  int64_t at = 0;
+  for (; at + kVectors * kLanes <= padded_dim; at += kVectors * kLanes) {
+    add_columns<Number, num_rows, kVectors>(weights, num_units, values, at, factors, outputs,
+                                            padded_dim, ahead);
+  }
+  for (; at < padded_dim; at += kLeast * kLanes) {
+    add_columns<Number, num_rows, kLeast>(weights, num_units, values, at, factors, outputs,
+                                          padded_dim, ahead);
+  }
+}
+
+}  // namespace pagewire
