@@ -1,11 +1,13 @@
 """What the engines' runs amount to: medians, ratios, shares of the floor."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from rich.table import Table
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.contest import Results, Run
 from benchmarks.engines.choice import OURS
 
@@ -14,12 +16,16 @@ PAGEWIRE, IN_PROCESS = OURS
 Row = dict[str, object]
 
 
-def compare(results: Results, floors_s: Mapping[str, float]) -> list[Row]:
+Floor = Callable[[Ceilings], float]
+"""The least seconds for a workload on a machine with these ceilings."""
+
+
+def compare(results: Results, floors: Mapping[str, Floor]) -> list[Row]:
     """A line for each workload."""
-    return [_row(workload, runs, floors_s.get(workload)) for workload, runs in results.runs.items()]
+    return [_row(workload, runs, floors.get(workload)) for workload, runs in results.runs.items()]
 
 
-def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor_s: float | None) -> Row:
+def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor: Floor | None) -> Row:
     rates = {name: statistics.median(r.tokens_per_s for r in rs) for name, rs in runs.items()}
     row: Row = {
         "workload": workload,
@@ -35,10 +41,28 @@ def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor_s: float | None
         row |= {"best_peer": best, "ratio": round(ours / rates[best], 3)}
     if ours is not None and IN_PROCESS in rates:
         row["services_over_in_process"] = round(ours / rates[IN_PROCESS], 3)
-    if ours is not None and floor_s is not None:
-        taken = statistics.median(run.seconds for run in runs[PAGEWIRE])
-        row |= {"floor_s": round(floor_s, 4), "share_of_floor": round(floor_s / taken, 3)}
+    shares = [
+        floor(run.ceilings) / run.seconds
+        for run in runs.get(PAGEWIRE, ())
+        if floor is not None and run.ceilings is not None
+    ]
+    if shares:
+        row["share_of_floor"] = round(statistics.median(shares), 3)
+        row["shares_of_floor"] = [round(share, 3) for share in shares]
     return row
+
+
+def ceilings_range(results: Results) -> dict[str, list[float]]:
+    """The lowest and the highest of each ceiling, as they were around the turns."""
+    measured = [
+        asdict(run.ceilings)
+        for by_engine in results.runs.values()
+        for runs in by_engine.values()
+        for run in runs
+        if run.ceilings is not None
+    ]
+    names = measured[0] if measured else ()
+    return {name: [f(one[name] for one in measured) for f in (min, max)] for name in names}
 
 
 def _spread(runs: Sequence[Run]) -> float:
@@ -47,14 +71,19 @@ def _spread(runs: Sequence[Run]) -> float:
     return round(max(rates) / min(rates) - 1, 3)
 
 
-def all_runs(results: Results) -> dict[str, dict[str, list[dict[str, float]]]]:
+def all_runs(results: Results) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Every run, for the record."""
     return {
         workload: {
-            name: [{key: round(value, 4) for key, value in asdict(run).items()} for run in its_runs]
-            for name, its_runs in runs.items()
+            name: [_rounded(asdict(run)) for run in its_runs] for name, its_runs in runs.items()
         }
         for workload, runs in results.runs.items()
+    }
+
+
+def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in fields.items()
     }
 
 

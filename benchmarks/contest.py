@@ -3,10 +3,12 @@
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.engines.engine import Engine, Outputs
 from benchmarks.machine import ForeignLoad
 from benchmarks.processes import processor_seconds
@@ -23,6 +25,8 @@ class Run:
     foreign_cores: float
     """Processor time per second that neither the engine nor this process took; idle rivals' time
     is in it."""
+    ceilings: Ceilings | None = None
+    """What the machine could do just before and just after, if that was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,23 @@ class Results:
         return min(medians, default=float("inf"))
 
 
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """Measures what the machine can do around one engine's turns: its speed may drift by half
+    within minutes, where others have their share of its memory."""
+
+    engine: str
+    measure: Callable[[], Ceilings]
+
+    def around(self, name: str, turn: Callable[[], Run]) -> Run:
+        """A turn of some engine, with the ceilings if it is the one that is measured."""
+        if name != self.engine:
+            return turn()
+        before = self.measure()
+        run = turn()
+        return replace(run, ceilings=before.best(self.measure()))
+
+
 class WrongOutput(Exception):
     """An engine has not done what it was asked to."""
 
@@ -76,6 +97,7 @@ def compete(
     shape: Shape,
     scale: float,
     patience: Patience,
+    gauge: Gauge | None = None,
     on_run: Callable[[str, str, Run], None] = lambda workload, engine, run: None,
 ) -> Results:
     """All engines' runs, after a short one that is not counted. Raises WrongOutput."""
@@ -93,7 +115,8 @@ def compete(
                 runs = results.of(workload.name, engine.name)
                 if patience.wants(runs, fastest_s):
                     tokens = workload.num_tokens(jobs)
-                    runs.append(take_turn(engine, jobs, shape.vocab_size, tokens))
+                    take = partial(take_turn, engine, jobs, shape.vocab_size, tokens)
+                    runs.append(gauge.around(engine.name, take) if gauge else take())
                     on_run(workload.name, engine.name, runs[-1])
     return results
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from rich.console import Console
 
 from benchmarks.agreement import agreements
 from benchmarks.ceilings import Ceilings, measure_apart
-from benchmarks.comparison import all_runs, compare, table
-from benchmarks.contest import Patience, Run, compete
+from benchmarks.comparison import PAGEWIRE, all_runs, ceilings_range, compare, table
+from benchmarks.contest import Gauge, Patience, Run, compete
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
@@ -46,20 +47,20 @@ def run(
 ) -> dict[str, Any]:
     """All engines on one shape and dtype."""
     scale = settings.shape.scale if settings.device == "cpu" else 1.0
-    before = measure_apart(settings.dtype, settings.device, settings.threads)
+    measure = partial(measure_apart, settings.dtype, settings.device, settings.threads)
     with ExitStack() as stack:
         engines, absent = start_all(names, settings, programs, stack)
-        results = compete(engines, workloads, settings.shape, scale, patience, _tell)
+        gauge = Gauge(PAGEWIRE, measure)
+        results = compete(engines, workloads, settings.shape, scale, patience, gauge, _tell)
         agreed = _agreed(engines, settings)
         abouts = {engine.name: asdict(engine.about) for engine in engines}
-    ceilings = before.best(measure_apart(settings.dtype, settings.device, settings.threads))
-    floors = {w.name: _floor(w, settings, ceilings, scale) for w in workloads}
+    floors = {w.name: partial(_floor, w, settings, scale) for w in workloads}
     return {
         "shape": settings.shape.name,
         "dtype": settings.dtype,
         "device": settings.device,
         "patience": asdict(patience),
-        "ceilings": asdict(ceilings),
+        "ceilings": ceilings_range(results),
         "engines": abouts,
         "absent": absent,
         "rows": compare(results, floors),
@@ -76,7 +77,7 @@ def _tell(workload: str, engine: str, run: Run) -> None:
     )
 
 
-def _floor(workload: Workload, settings: Settings, ceilings: Ceilings, scale: float) -> float:
+def _floor(workload: Workload, settings: Settings, scale: float, ceilings: Ceilings) -> float:
     jobs = workload.make_jobs(np.random.default_rng(0), settings.shape.vocab_size, scale)
     budget = settings.max_num_batched_tokens
     return floor_seconds(jobs, settings.shape, settings.dtype, ceilings, budget)

@@ -34,11 +34,12 @@ def offline_rows(results: Mapping[str, Any]) -> tuple[Columns, list[dict[str, An
 def offline_facts(results: Mapping[str, Any]) -> str:
     """What the table does not say."""
     engines = ", ".join(f"{name} {about['version']}" for name, about in results["engines"].items())
-    ceilings = results["ceilings"]
+    read, products = results["ceilings"]["read_bytes_per_s"], results["ceilings"]["flops_per_s"]
     facts = [
         f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
-        f"Memory read at {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s, matrix products at "
-        f"{ceilings['flops_per_s'] / 1e9:,.0f} GFLOP/s in the same run.",
+        f"Around our turns memory was read at {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s, and "
+        f"matrix products made at {products[0] / 1e9:,.0f} to {products[1] / 1e9:,.0f} GFLOP/s; "
+        f"the share of the floor is that of the ceilings just then.",
         f"Medians of {results['patience']['repeats']} turns, of "
         f"{results['patience']['slow_repeats']} where an engine takes more than "
         f"{results['patience']['slow_factor']:g} times as long as the fastest; "

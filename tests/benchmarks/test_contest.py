@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks import plots
 from benchmarks.agreement import agreement
-from benchmarks.comparison import compare
-from benchmarks.contest import Patience, Results, Run, WrongOutput, compete
+from benchmarks.ceilings import Ceilings
+from benchmarks.comparison import ceilings_range, compare
+from benchmarks.contest import Gauge, Patience, Results, Run, WrongOutput, compete
 from benchmarks.engines.choice import NAMES, Absent, Programs, make
 from benchmarks.engines.engine import About, Engine, Outputs, Settings
 from benchmarks.report import render
@@ -18,6 +19,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workloads import WORKLOADS, Job, Workload
 
 SHAPE = SHAPES["llama-160m"]
+CEILINGS = Ceilings(read_bytes_per_s=4e10, flops_per_s=5e11)
 
 
 class Made:
@@ -74,6 +76,25 @@ def test_all_get_the_same_jobs_and_none_twice() -> None:
     assert not any(engine.running for engine in engines)
 
 
+def test_ceilings_are_those_around_a_turn_of_ours() -> None:
+    measured = iter(range(1, 9))
+
+    def measure() -> Ceilings:
+        assert not any(engine.running for engine in engines)
+        number = next(measured)
+        return Ceilings(read_bytes_per_s=number, flops_per_s=-number)
+
+    engines = [Made("pagewire", 1.0), Made("vllm", 1.0)]
+    gauge = Gauge("pagewire", measure)
+    patience = Patience(repeats=2)
+    results = compete(engines, [WORKLOADS["single"]], SHAPE, 1 / 16, patience, gauge)
+    assert [run.ceilings for run in results.of("single", "pagewire")] == [
+        Ceilings(read_bytes_per_s=2, flops_per_s=-1),
+        Ceilings(read_bytes_per_s=4, flops_per_s=-3),
+    ]
+    assert [run.ceilings for run in results.of("single", "vllm")] == [None, None]
+
+
 def test_who_is_far_behind_runs_less_often() -> None:
     engines = [Made("pagewire", 1.0), Made("vllm", 1.4), Made("transformers", 1.6)]
     results = run_all(engines, [WORKLOADS["single"]], repeats=3, slow_repeats=1)
@@ -99,8 +120,16 @@ def results_of(**rates: Sequence[float]) -> Results:
     results = Results()
     for name, values in rates.items():
         runs = results.of("mixed", name.replace("_", " ").replace("in process", "in-process"))
-        runs += [Run(tokens_per_s=rate, seconds=100 / rate, foreign_cores=0.1) for rate in values]
+        runs += [
+            Run(tokens_per_s=rate, seconds=100 / rate, foreign_cores=0.1, ceilings=CEILINGS)
+            for rate in values
+        ]
     return results
+
+
+def four_seconds(ceilings: Ceilings) -> float:
+    assert ceilings == CEILINGS
+    return 4.0
 
 
 def test_ratios_are_of_medians_against_the_best_peer() -> None:
@@ -110,7 +139,7 @@ def test_ratios_are_of_medians_against_the_best_peer() -> None:
         "vllm": [8, 9],
         "transformers": [2],
     }
-    (row,) = compare(results_of(**rates), {"mixed": 4.0})
+    (row,) = compare(results_of(**rates), {"mixed": four_seconds})
     assert row["tokens_per_s"] == {
         "pagewire": 20,
         "pagewire in-process": 16,
@@ -120,6 +149,7 @@ def test_ratios_are_of_medians_against_the_best_peer() -> None:
     assert row["best_peer"] == "vllm"
     assert row["ratio"] == pytest.approx(20 / 8.5, abs=1e-3)
     assert row["services_over_in_process"] == 1.25
+    assert row["shares_of_floor"] == [0.4, 1.2, 0.8]
     assert row["share_of_floor"] == 0.8
     assert row["spread"] == {
         "pagewire": 2.0,
@@ -135,7 +165,7 @@ def test_without_peers_there_is_nothing_to_compare() -> None:
 
 
 def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
-    rows = compare(results_of(pagewire=[10], vllm=[8]), {"mixed": 4.0})
+    rows = compare(results_of(pagewire=[10], vllm=[8]), {"mixed": four_seconds})
     results = {
         "machine": {"processor": "P", "cores": 2, "python": "3", "protobuf": "6", "grpcio": "1"},
         "foreign_cores": 0.0,
@@ -143,7 +173,7 @@ def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
         "dtype": "float32",
         "device": "cpu",
         "patience": {"repeats": 1, "slow_repeats": 1, "slow_factor": 1.5},
-        "ceilings": {"read_bytes_per_s": 4e10, "flops_per_s": 5e11},
+        "ceilings": ceilings_range(results_of(pagewire=[10])),
         "engines": {"pagewire": {"version": "1"}, "vllm": {"version": "2"}},
         "absent": {"nano-vllm": "needs a GPU"},
         "rows": rows,
@@ -152,6 +182,7 @@ def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
     text = render("offline_llama_160m_float32", results)
     assert "pagewire 1, vllm 2" in text
     assert "vllm 3 of 4" in text
+    assert "read at 40.0 to 40.0 GB/s" in text
     assert "Without nano-vllm" in text
     assert "| mixed | 10 | 8 | vllm | 1.25 |  | 0.4 |" in text
     picture = plots.draw("offline", {"cells": [results]}, tmp_path)

@@ -6,9 +6,7 @@ from torch import Tensor
 from pagewire_kernels.backends.abilities import Abilities
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ABILITIES = Abilities(
-    devices=("cpu",), dtypes=DTYPES, batch_invariant=True, default_block_size=64
-)
+ABILITIES = Abilities(devices=("cpu",), dtypes=DTYPES, batch_invariant=True, default_block_size=64)
 """Memory gives keys and values of 64 tokens that lie together a third faster than those of 16 here
 and there; larger blocks gain nothing more."""
 
