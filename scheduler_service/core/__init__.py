@@ -24,7 +24,7 @@ How it is made, from the outside in:
     tenants.py        what tenants have under way, and what they may have
     models.py         per model: its worker groups, and what waits for them
     lanes.py          who waits for a worker group; policies/ says who is next
-    placement.py      which worker group takes a request
+    placing.py        who goes to a worker group now; placement.py says to which
     scheduler.py      Scheduler, one per worker group: schedule() and update()
     waiting_queue.py  who waits, by rank; heap.py keeps the order
     admitting.py      from there into the batch

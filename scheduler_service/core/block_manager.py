@@ -116,12 +116,17 @@ class BlockManager:
         """The same for so many new blocks, beside those that were found."""
         if num_new + len(found) > self.gpu_pool.num_blocks:
             return AllocStatus.NEVER
+        enough = self.num_blocks_short(num_new, found, num_blocks_promised) <= 0
+        return AllocStatus.OK if enough else AllocStatus.LATER
+
+    def num_blocks_short(
+        self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
+    ) -> int:
+        """How many blocks more must come free before these can be given; 0 or less if none."""
         num_free_found = len(found) - sum(map(self.gpu_pool.is_used, found))
-        num_blocks = num_new + num_free_found
         idle = not self._tables and num_blocks_promised == 0
         kept = 0 if idle else self._watermark_blocks + num_blocks_promised
-        enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
-        return AllocStatus.OK if enough else AllocStatus.LATER
+        return num_new + num_free_found + kept - self.gpu_pool.num_free_blocks
 
     def allocate(self, seq_id: int, num_tokens: int, found: Sequence[int] = ()) -> list[int]:
         """Give a sequence blocks for so many tokens, first those that were found; its block

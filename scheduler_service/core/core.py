@@ -16,7 +16,6 @@ from scheduler_service.core.deadlines import check_deadline, next_look, passed, 
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
-from scheduler_service.core.placement import LeastLoaded, Placement
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.registry import Registry
@@ -50,7 +49,6 @@ class SchedulerCore:
         self._config = config
         self._policy = POLICIES[config.policy]
         self._tenants = Tenants(config.default_tenant, config.tenants)
-        self._placement: Placement = LeastLoaded()
         self._registry = Registry(self._policy.rank, self._tenants)
         self._models: dict[str, Model] = {}
         self._schedulers: dict[str, Scheduler] = {}
@@ -190,7 +188,7 @@ class SchedulerCore:
         plan = None
         has_ended = True
         while plan is None and has_ended:  # what has ended may be all that others waited for
-            model.place(self._placement, lambda group: self._end_if_late(group, now), to_us(now))
+            model.place(lambda group: self._end_if_late(group, now), to_us(now))
             plan = scheduler.schedule(to_us(now))
             has_ended = self._close_ended(model.schedulers, now)
         return plan
@@ -271,7 +269,7 @@ class SchedulerCore:
         """The model of this name, made if it is new."""
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = Model.make(name, self._policy(self._tenants))
+            model = self._models[name] = Model(name, self._policy(self._tenants))
         return model
 
     def _check_model(self, name: str) -> None:
@@ -379,6 +377,8 @@ class SchedulerCore:
             self._deadlines.remove(group)
         model = self._models.get(group.request.model)
         if model is not None:
+            for seq in group.choices():
+                model.placement.note_answer(len(seq.output_token_ids))
             model.release(group)
             if model.is_unused:
                 del self._models[model.name]

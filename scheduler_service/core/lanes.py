@@ -1,86 +1,103 @@
 """The queue for a worker group: lanes, of which the policy says whose first request is next."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
+from typing import Any, TypeAlias
 
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
 
+Kind: TypeAlias = Hashable
+"""What requests have in common that may go to the same worker groups."""
+
+LaneKey: TypeAlias = tuple[str | None, Kind]
+"""The policy's lane, and the kind."""
+
 
 class Lanes:
     """Waiting groups in the policy's order, with the sums that admission asks for.
+
+    Each of the policy's lanes is one for each kind of requests here, so that those that can go
+    nowhere at the moment are left out all at once. Among lanes that the policy holds equal, the
+    one whose first request has the lowest rank is first.
 
     A lane's place in the heap may be out of date, as its tenant is served; since it can only have
     fallen back, it is enough to look again at the lane that comes out first.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, kind_of: Callable[[SequenceGroup], Kind]) -> None:
+        """`kind_of` is asked of a group when it is added, and by `sort_anew`."""
         self._policy = policy
-        self._lanes: dict[str | None, WaitingQueue] = {}
+        self._kind_of = kind_of
+        self._lanes: dict[LaneKey, WaitingQueue] = {}
+        self._key_of: dict[SequenceGroup, LaneKey] = {}
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
+        self._num_lanes: Counter[str | None] = Counter()
+        """How many lanes each of the policy's is."""
         self._set_aside: dict[WaitingQueue, None] = {}
-        self._num_groups = 0
+        self._left_out: dict[WaitingQueue, None] = {}
+        """Lanes that are to be looked at again, all or some of their groups."""
         self.num_tokens = 0
         """Prompt tokens of all groups."""
 
     def __len__(self) -> int:
-        return self._num_groups
+        return len(self._key_of)
 
     def __contains__(self, group: SequenceGroup) -> bool:
-        lane = self._lane(group)
-        return lane is not None and group in lane
+        return group in self._key_of
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         """The groups, in no particular order."""
         return chain.from_iterable(self._lanes.values())
 
     def head(self) -> SequenceGroup | None:
-        """The group to be served first; None if none waits, except in lanes that are set aside."""
+        """The group to be served first; None if none waits, except what is left out."""
         while (top := self._order.peek()) is not None:
             key, lane = top
             head = lane.first()
-            if key == self._policy.key(head):
+            if key == self._place(head):
                 return head
             self._order.remove(lane)
-            self._order.push(self._policy.key(head), lane)
+            self._order.push(self._place(head), lane)
         return None
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group in its lane; one that is queued already stays."""
         if group in self:
             return
-        lane = self._lane(group)
-        if lane is None:
+        if not self._num_lanes[self._policy.lane(group.tenant)]:
             self._policy.open_lane(group.tenant, self.head())
-            lane = self._lanes[self._policy.lane(group.tenant)] = WaitingQueue()
+        lane = self._lane_for(group)
         lane.add(group)
-        self._num_groups += 1
         self.num_tokens += group.num_prompt_tokens
         if lane.head() is group and lane not in self._set_aside:
-            if lane in self._order:
-                self._order.remove(lane)
-            self._order.push(self._policy.key(group), lane)
+            self._put_in_order(lane)
 
     def discard(self, group: SequenceGroup) -> None:
         """Take a group out, if it is in."""
-        lane = self._lane(group)
-        if lane is None or group not in lane:
+        key = self._key_of.pop(group, None)
+        if key is None:
             return
+        lane = self._lanes[key]
         lane.discard(group)
-        self._num_groups -= 1
         self.num_tokens -= group.num_prompt_tokens
+        if lane.head() is None and lane in self._order:
+            self._order.remove(lane)
         if not lane:
-            del self._lanes[self._policy.lane(group.tenant)]
+            del self._lanes[key]
             self._set_aside.pop(lane, None)
-            if lane in self._order:
-                self._order.remove(lane)
-            self._policy.close_lane(group.tenant)
+            self._left_out.pop(lane, None)
+            self._num_lanes[key[0]] -= 1
+            if not self._num_lanes[key[0]]:
+                del self._num_lanes[key[0]]
+                self._policy.close_lane(group.tenant)
 
     def set_aside(self, head: SequenceGroup) -> None:
         """Leave a lane out for now: its first cannot be served for its tenant's own limits."""
-        lane = self._lanes[self._policy.lane(head.tenant)]
+        lane = self._lanes[self._key_of[head]]
         self._order.remove(lane)
         self._set_aside[lane] = None
 
@@ -91,23 +108,76 @@ class Lanes:
         lanes, self._set_aside = self._set_aside, {}
         first = self.head()
         for lane in lanes:
-            head = lane.first()
-            self._policy.open_lane(head.tenant, first)
-            self._order.push(self._policy.key(head), lane)
+            self._policy.open_lane(lane.first().tenant, first)
+            self._put_in_order(lane)
+
+    def leave_out(self, head: SequenceGroup) -> None:
+        """Have nothing of a lane be next until `look_again`: its kind finds no room."""
+        lane = self._lanes[self._key_of[head]]
+        self._order.remove(lane)
+        self._left_out[lane] = None
+
+    def pass_over(self, head: SequenceGroup) -> None:
+        """Have others be next until `look_again`, be they of the same lane."""
+        lane = self._lanes[self._key_of[head]]
+        lane.pass_over(head)
+        self._left_out[lane] = None
+        self._order.remove(lane)
+        if lane.head() is not None:
+            self._put_in_order(lane)
+
+    def look_again(self) -> None:
+        """Have everything in its place again that was left out or passed over."""
+        left_out, self._left_out = self._left_out, {}
+        for lane in left_out:
+            lane.look_again()
+            if lane not in self._set_aside:
+                self._put_in_order(lane)
+
+    def sort_anew(self) -> None:
+        """Ask for all groups' kinds again: those of worker groups have changed."""
+        self.take_back()
+        self.look_again()
+        groups = [group for lane in self._lanes.values() for group in lane.take_all()]
+        self._lanes, self._order = {}, RemovableHeap()
+        self._num_lanes.clear()
+        for group in groups:
+            self._lane_for(group).add(group)
+        for lane in self._lanes.values():
+            self._put_in_order(lane)
 
     def num_tokens_before(self, group: SequenceGroup) -> int:
         """Prompt tokens that are served before a group is, at least: those before it in its lane.
         The group need not be in. Linear in the lane's groups."""
-        lane = self._lane(group)
-        return sum(g.num_prompt_tokens for g in lane or () if g.rank < group.rank)
+        key = self._policy.lane(group.tenant), self._kind_of(group)
+        lane = self._lanes.get(key, ())
+        return sum(other.num_prompt_tokens for other in lane if other.rank < group.rank)
 
     def check(self) -> None:
         """Assert the invariants."""
         groups = list(self)
-        assert self._num_groups == len(groups)
+        assert set(self._key_of) == set(groups)
+        assert len(self) == len(groups)
         assert self.num_tokens == sum(group.num_prompt_tokens for group in groups)
+        assert Counter(name for name, _ in self._lanes) == self._num_lanes
+        assert not self._left_out
         assert {*self._order, *self._set_aside} == set(self._lanes.values())
         assert all(self._lanes.values()), "no lane is empty"
 
-    def _lane(self, group: SequenceGroup) -> WaitingQueue | None:
-        return self._lanes.get(self._policy.lane(group.tenant))
+    def _place(self, head: SequenceGroup) -> tuple[Any, tuple[int, ...]]:
+        return self._policy.key(head), head.rank
+
+    def _put_in_order(self, lane: WaitingQueue) -> None:
+        if lane in self._order:
+            self._order.remove(lane)
+        self._order.push(self._place(lane.first()), lane)
+
+    def _lane_for(self, group: SequenceGroup) -> WaitingQueue:
+        """The lane of a group that comes in, made if it is the first."""
+        key = self._policy.lane(group.tenant), self._kind_of(group)
+        self._key_of[group] = key
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = WaitingQueue()
+            self._num_lanes[key[0]] += 1
+        return lane

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.drain import DrainRate
-from scheduler_service.core.lanes import Lanes
+from scheduler_service.core.lanes import Kind, Lanes
 from scheduler_service.core.placement import Placement
+from scheduler_service.core.placing import Placing
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
@@ -15,15 +16,11 @@ from scheduler_service.core.waiting_queue import WaitingQueue
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """One model's worker groups and its requests that are in none of them.
-
-    A request is placed when a group has room for it, not before, so that a queue never waits
-    behind one group while another is idle.
-    """
+    """One model's worker groups and its requests that are in none of them."""
 
     name: str
     policy: Policy
-    waiting: Lanes
+    placement: Placement = field(default_factory=Placement)
     was_served: bool = False
     """Whether a worker group has ever served it; if so, its return is waited for."""
     schedulers: list[Scheduler] = field(default_factory=list)
@@ -33,10 +30,14 @@ class Model:
     drain: DrainRate = field(default_factory=DrainRate)
     """How fast requests come out of `waiting`."""
 
-    @classmethod
-    def make(cls, name: str, policy: Policy) -> "Model":
-        """A model that nobody serves yet."""
-        return cls(name, policy, Lanes(policy))
+    waiting: Lanes = field(init=False)
+    _open_groups: list[Scheduler] = field(default_factory=list)
+    """The worker groups that took requests when the queue was sorted."""
+    _unlike_groups: list[Scheduler] = field(default_factory=list)
+    """One of each size among them."""
+
+    def __post_init__(self) -> None:
+        self.waiting = Lanes(self.policy, self._kind_of)
 
     @property
     def is_unused(self) -> bool:
@@ -58,6 +59,7 @@ class Model:
         self.drain.interrupt()
         self.reopen()
         self.schedulers.append(scheduler)
+        self._notice_groups()
 
     def reopen(self) -> None:
         """Put all that has not begun up for placement again."""
@@ -80,36 +82,24 @@ class Model:
             group.tenant.num_kv_blocks -= group.num_reserved_blocks
             group.num_reserved_blocks = 0
 
-    def place(
-        self, placement: Placement, is_late: Callable[[SequenceGroup], bool], now_us: int
-    ) -> None:
+    def place(self, is_late: Callable[[SequenceGroup], bool], now_us: int) -> None:
         """Give waiting requests, in order, to worker groups that have room. Of each it is asked
         before whether it is too late for it, and if so, has been taken out of the queue."""
         if not self.waiting:
             self.drain.interrupt()
             return
+        self._notice_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
-        while (group := self.waiting.head()) is not None:
-            suitable = [s for s in self.schedulers if not s.is_draining and s.fits(group)]
-            if not suitable:
-                self.waiting.discard(group)
-                self.stranded.add(group)
-                continue
-            allowed = [s for s in suitable if group.tenant.may_hold(group.most_blocks(s.capacity))]
-            if not allowed:
-                self.waiting.set_aside(group)
-                continue
-            candidates = [s for s in allowed if s.can_take(group)]
-            group.is_ahead = not candidates
-            if group.is_ahead:
-                candidates = [s for s in allowed if s.can_take_ahead(group)]
-            if not candidates:
-                break
-            if is_late(group):
-                continue
-            self._give(group, placement.choose(group, candidates), now_us)
-            placed.append(group)
+        placing = Placing(self.waiting, self._open_groups, self.placement, self._suitable)
+        while (found := placing.next(now_us)) is not None:
+            group, scheduler = found
+            if not is_late(group):
+                self._give(group, scheduler, now_us)
+                placed.append(group)
+        self.waiting.look_again()
+        for group in placing.unsuitable:
+            self.stranded.add(group)
         self.drain.note(
             now_us,
             num_requests=len(placed),
@@ -117,10 +107,39 @@ class Model:
             is_empty=not self.waiting,
         )
 
+    def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
+        """The worker groups that a request may go to, full or not."""
+        return _suitable_of(self._open_groups, group)
+
+    def _kind_of(self, group: SequenceGroup) -> Kind:
+        """Which worker groups it may go to; equal ones count once."""
+        return frozenset(map(id, _suitable_of(self._unlike_groups, group)))
+
+    def _notice_groups(self) -> None:
+        """Sort the queue anew if the worker groups are others than the last time."""
+        now_open = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
+        if now_open != self._open_groups:
+            self._open_groups = now_open
+            by_size = {
+                (s.capacity.num_gpu_blocks, s.capacity.block_size, s.capacity.max_model_len): s
+                for s in now_open
+            }
+            self._unlike_groups = list(by_size.values())
+            self.waiting.sort_anew()
+
     def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         self.waiting.discard(group)
+        group.awaits = group.waits_until_us = None
         group.is_placed = True
         group.num_reserved_blocks = group.most_blocks(scheduler.capacity)
         group.tenant.num_kv_blocks += group.num_reserved_blocks
         self.policy.note_placed(group)
         scheduler.take(group, now_us)
+
+
+def _suitable_of(schedulers: list[Scheduler], group: SequenceGroup) -> list[Scheduler]:
+    """Those in which a request can come to have the most of the tokens that it asks for, so that
+    where it goes does not show in its answer."""
+    fitting = [scheduler for scheduler in schedulers if scheduler.fits(group)]
+    longest = max((scheduler.max_length(group) for scheduler in fitting), default=0)
+    return [scheduler for scheduler in fitting if scheduler.max_length(group) == longest]

@@ -1,23 +1,147 @@
-"""Which worker group takes a request."""
+"""Which worker group takes a request: the one that is expected to have answered it first.
+
+A worker group's work is counted in tokens, each as long as the group takes for one:
+
+    its own prompt    what no block of the group holds; blocks in host memory cost their transfer
+    what waits there  prompts of others that are not computed yet
+    what runs there   a token in every step for each sequence, as long as the answer takes
+    want of memory    what finds no free block: it will be computed a second time
+
+So a conversation's next turn goes where its blocks are, unless what runs or waits there costs more
+than to compute them again; and of groups that differ in speed the faster ones get more.
+
+A group without room now costs a wait on top: the time in which the share of its sequences ends
+that is in the way. A request may wait for such a group although another would take it at once, at
+most as long as it would gain there without a wait: so whatever the estimate is worth, it takes at
+most twice as long as it could have. (The rule of ski rental; Karlin et al., "Competitive snoopy
+caching", Algorithmica 1988.)
+
+Nothing is drawn, and no clock is read: the same calls place alike.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from statistics import fmean
 
+from scheduler_service.core.rates import MovingAverage
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 
+OUTPUT_TOKENS_UNMEASURED = 128
+"""Length of an answer as long as none has ended."""
 
-class Placement(Protocol):
-    """Chooses among worker groups that have room."""
-
-    def choose(self, group: SequenceGroup, candidates: Sequence[Scheduler]) -> Scheduler:
-        """One of the candidates, of which there is at least one."""
+_OUTPUT_WEIGHT = 0.02
+"""Of the newest answer in their average length: about the last 50 count."""
 
 
-class LeastLoaded:
-    """The group with the fewest sequences, then the most free blocks, then the first to join."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What it would be to go to a worker group."""
 
-    def choose(self, group: SequenceGroup, candidates: Sequence[Scheduler]) -> Scheduler:
-        """See the class."""
-        del group
-        return min(candidates, key=lambda s: (s.num_sequences, -s.blocks.num_free_blocks))
+    scheduler: Scheduler
+    has_room: bool
+    cost_us: float
+    """Time to the end of the answer from when the group takes the request."""
+    wait_us: float
+    """Time until it can; infinite if it cannot be told."""
+
+    @property
+    def order(self) -> tuple[float, float, int, int]:
+        """The least is the best. Among equals the group with the fewest sequences, then with the
+        most free blocks."""
+        blocks = self.scheduler.blocks.num_free_blocks
+        total_us = self.cost_us + self.wait_us
+        return total_us, self.cost_us, self.scheduler.num_sequences, -blocks
+
+
+class Placement:
+    """Chooses among one model's worker groups."""
+
+    def __init__(self) -> None:
+        self._output_tokens = MovingAverage(_OUTPUT_WEIGHT)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer of so many tokens has ended."""
+        self._output_tokens.add(num_tokens)
+
+    def choose(
+        self, group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int
+    ) -> Scheduler:
+        """The one of several worker groups that the request fits which is best for it, be it that
+        it must wait for room there. What it waits for it goes on waiting for as long as none has
+        room."""
+        if len(schedulers) == 1:
+            return schedulers[0]
+        offers = self._offers(group, schedulers)
+        best = min(offers, key=lambda offer: offer.order)
+        if best.has_room:
+            return best.scheduler
+        at_once = [offer for offer in offers if offer.has_room]
+        if not at_once:
+            awaited = (o.scheduler for o in offers if o.scheduler.capacity.group_id == group.awaits)
+            return next(awaited, best.scheduler)
+        second_best = min(at_once, key=lambda offer: offer.order)
+        may_wait = _may_wait(group, best, second_best, now_us)
+        return (best if may_wait else second_best).scheduler
+
+    def _offers(self, group: SequenceGroup, schedulers: Sequence[Scheduler]) -> list[Offer]:
+        known = [rate for s in schedulers if (rate := us_per_token(s)) is not None]
+        # Where nothing was measured it is only tokens that are compared.
+        typical = fmean(known) if known else 1.0
+        return [self._offer(group, s, us_per_token(s) or typical) for s in schedulers]
+
+    def _offer(self, group: SequenceGroup, scheduler: Scheduler, token_us: float) -> Offer:
+        num_output_tokens = self._num_output_tokens(group)
+        num_fetched = scheduler.num_blocks_to_fetch(group)
+        block_us = scheduler.rates.us_per_moved_block or 0.0
+        num_prompt_tokens = scheduler.num_tokens_to_compute(group) + scheduler.num_tokens_to_prefill
+        num_prompt_tokens -= num_fetched * scheduler.blocks.block_size
+        num_sequences = scheduler.num_sequences + group.num_unfinished
+        num_tokens = num_prompt_tokens + num_output_tokens * num_sequences
+        num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
+        num_again = max(0.0, num_tokens - num_free)
+        has_room = scheduler.can_take(group)
+        return Offer(
+            scheduler=scheduler,
+            has_room=has_room,
+            cost_us=(num_tokens + num_again) * token_us + num_fetched * block_us,
+            wait_us=0.0 if has_room else _wait_us(group, scheduler, num_output_tokens),
+        )
+
+    def _num_output_tokens(self, group: SequenceGroup) -> float:
+        """Tokens still to be expected of the longest answer."""
+        usual = self._output_tokens.mean or OUTPUT_TOKENS_UNMEASURED
+        num_known = group.max_known_tokens - group.num_prompt_tokens
+        return max(1.0, min(usual, group.request.max_tokens) - num_known)
+
+
+def us_per_token(scheduler: Scheduler) -> float | None:
+    """The time that a token more adds to a worker group's work; None if nothing was measured.
+
+    At least its share of a step that is as large as can be, which takes no less than one that only
+    decodes: where steps take equally long whatever is in them, it is these that are compared.
+    """
+    rates = scheduler.rates
+    step_us, token_us = rates.us_per_decode_step, rates.us_per_further_token
+    if step_us is None:
+        return token_us
+    return max(token_us or 0.0, step_us / scheduler.max_step_tokens)
+
+
+def _wait_us(group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float) -> float:
+    """The time until a worker group has room that has none now. Prompts that wait are no part of
+    it: they are in the cost."""
+    if scheduler.is_draining or scheduler.ahead or scheduler.swapping:
+        return float("inf")
+    shortage = scheduler.shortage(group)
+    if shortage == 0:
+        return 0.0
+    step_us = scheduler.rates.us_per_decode_step
+    return float("inf") if step_us is None else shortage * num_output_tokens * step_us
+
+
+def _may_wait(group: SequenceGroup, best: Offer, at_once: Offer, now_us: int) -> bool:
+    """Whether it may wait for the best still; its patience begins when it is first asked."""
+    if group.waits_until_us is None:
+        group.waits_until_us = now_us + round(at_once.cost_us - best.cost_us)
+    return now_us < group.waits_until_us

@@ -94,6 +94,12 @@ class StepRates:
         return self._prefill_token.mean
 
     @property
+    def us_per_further_token(self) -> float | None:
+        """The same, as far as it can be told from decodes; tokens of large steps, which are
+        computed faster, count for more."""
+        return self._prefill.mean
+
+    @property
     def us_per_moved_block(self) -> float | None:
         """One block between device and host, in either direction."""
         return self._moved_block.mean

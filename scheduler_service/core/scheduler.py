@@ -7,10 +7,11 @@ from scheduler_service.core.admitting import Admitting
 from scheduler_service.core.batch import Batch
 from scheduler_service.core.beam_delivery import deliver_beams, without_beams
 from scheduler_service.core.beam_scheduling import BeamScheduling
-from scheduler_service.core.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.decoding import Decoding
 from scheduler_service.core.making_way import MakingWay
+from scheduler_service.core.moving_costs import is_fetch_cheaper
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.plan import RowError, StepPlan, StepResult
 from scheduler_service.core.policies import Policy
@@ -121,6 +122,11 @@ class Scheduler:
         return self._pipeline.is_full
 
     @property
+    def max_step_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return self._config.max_num_batched_tokens
+
+    @property
     def num_sequences(self) -> int:
         """Sequences here, in the batch or waiting for it."""
         num_waiting = self.waiting.num_sequences + self.ahead.num_sequences
@@ -142,18 +148,46 @@ class Scheduler:
         longest = group.longest
         return longest.num_known - len(self._prefixes.find(longest)) * self.blocks.block_size
 
+    def num_blocks_to_fetch(self, group: SequenceGroup) -> int:
+        """Blocks of these tokens that would be brought from the host instead."""
+        if not is_fetch_cheaper(self.rates, self.blocks.block_size):
+            return 0
+        longest = group.longest
+        return len(self._prefixes.find_on_host(longest, len(self._prefixes.find(longest))))
+
+    def max_length(self, group: SequenceGroup) -> int:
+        """Tokens that the group's sequences may come to have in this model, as far as they were
+        asked for."""
+        most = group.num_prompt_tokens + group.request.max_tokens
+        return min(most, self.capacity.max_model_len)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any group at all may find room here now."""
+        if self.is_draining or self.ahead or self.swapping:
+            return False
+        if self.num_sequences >= self._config.max_num_seqs:
+            return False
+        # Beyond that it would only wait here, and could not go elsewhere.
+        return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
+
     def can_take(self, group: SequenceGroup) -> bool:
         """Whether the group would find places and blocks here now, beside those that wait."""
-        if self.is_draining or self.ahead or self.swapping or not self.fits(group):
-            return False
-        if self.num_sequences + len(group.waiting()) > self._config.max_num_seqs:
-            return False
-        if self._num_tokens_to_prefill >= self._config.max_num_batched_tokens:
-            return False  # it would only wait here, and could not go elsewhere
-        promised = self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting)
+        return self.has_room and self.fits(group) and self.shortage(group) == 0
+
+    def shortage(self, group: SequenceGroup) -> float:
+        """The share of the sequences here that must end before the group finds places and blocks
+        beside those that wait; 0 if none."""
+        num_sequences = self.num_sequences
+        places = num_sequences + len(group.waiting()) - self._config.max_num_seqs
         found = self._prefixes.find(group.longest)
-        verdict = self.blocks.can_allocate(group.max_known_tokens, found, promised)
-        return verdict is AllocStatus.OK
+        blocks = self.blocks.num_blocks_short(
+            self.blocks.num_blocks_for(group.max_known_tokens) - len(found),
+            found,
+            self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting),
+        )
+        num_used = self.capacity.num_gpu_blocks - self.blocks.num_free_blocks
+        return max(0, places / max(1, num_sequences), blocks / max(1, num_used))
 
     def can_take_ahead(self, group: SequenceGroup) -> bool:
         """Whether the group would find room here now at the expense of others that it goes ahead
@@ -163,7 +197,7 @@ class Scheduler:
         return self._making_way.find(group, self.groups) is not None
 
     @property
-    def _num_tokens_to_prefill(self) -> int:
+    def num_tokens_to_prefill(self) -> int:
         """Tokens of prompts that are not computed yet."""
         prefilling = (seq for seq in self._running.prefilling if seq.status is RUNNING)
         num_begun = sum(seq.length - seq.num_computed for seq in prefilling)

@@ -166,6 +166,10 @@ class SequenceGroup:
     """Whether it is in a worker group."""
     is_ahead: bool = False
     """Whether it was placed there ahead of others, at whose expense it may find room."""
+    awaits: str | None = None
+    """Id of the worker group that keeps its room for it, while it is in none."""
+    waits_until_us: int | None = None
+    """Until when it may wait for a worker group although another would take it."""
     num_reserved_blocks: int = 0
     """What its tenant may not give to others while it is in a worker group."""
     is_charged: bool = False

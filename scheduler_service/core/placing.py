@@ -1,0 +1,86 @@
+"""One round of giving a model's waiting requests to its worker groups, in order.
+
+A request is placed when a worker group has room for it, not before, so that a queue never waits
+behind one group while another is idle. One that finds none waits for one of those that it fits.
+That group keeps its room, be it little, for it: nothing that comes later is placed there, so that
+large requests are served in their turn. The other groups go on taking what follows, and so does
+each group that the request does not fit.
+"""
+
+from collections.abc import Callable
+
+from scheduler_service.core.lanes import Lanes
+from scheduler_service.core.placement import Placement
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.sequence import SequenceGroup
+
+
+class Placing:
+    """The worker groups that nobody waits for so far, and what is placed in them.
+
+    Whatever is left out of the queue's order meanwhile is to come back when the round is over.
+    """
+
+    def __init__(
+        self,
+        waiting: Lanes,
+        schedulers: list[Scheduler],
+        placement: Placement,
+        suitable: Callable[[SequenceGroup], list[Scheduler]],
+    ) -> None:
+        """`suitable`: the worker groups that a request may go to, full or not."""
+        self._waiting = waiting
+        self._open = dict.fromkeys(schedulers)
+        self._placement = placement
+        self._suitable = suitable
+        self.unsuitable: list[SequenceGroup] = []
+        """Requests that may go nowhere; they are out of the queue."""
+
+    def next(self, now_us: int) -> tuple[SequenceGroup, Scheduler] | None:
+        """The next request that goes to a worker group, and which; it is in the queue still. None
+        if no more finds room."""
+        while self._open and (group := self._waiting.head()) is not None:
+            scheduler = self._place(group, now_us)
+            if scheduler is not None:
+                return group, scheduler
+        return None
+
+    def _place(self, group: SequenceGroup, now_us: int) -> Scheduler | None:
+        """Where the head goes; if nowhere, it is the head no more."""
+        suitable = self._suitable(group)
+        if not suitable:
+            self._waiting.discard(group)
+            self.unsuitable.append(group)
+            return None
+        allowed = [s for s in suitable if group.tenant.may_hold(group.most_blocks(s.capacity))]
+        if not allowed:
+            self._waiting.set_aside(group)
+            return None
+        free = [scheduler for scheduler in allowed if scheduler in self._open]
+        if not free:
+            self._waiting.leave_out(group)
+            return None
+        return self._choose(group, free, now_us)
+
+    def _choose(
+        self, group: SequenceGroup, schedulers: list[Scheduler], now_us: int
+    ) -> Scheduler | None:
+        best = self._placement.choose(group, schedulers, now_us)
+        group.is_ahead = False
+        if best.can_take(group):
+            return best
+        if not any(scheduler.can_take(group) for scheduler in schedulers):
+            for scheduler in schedulers:
+                if scheduler.can_take_ahead(group):
+                    group.is_ahead = True
+                    return scheduler
+        self._wait_for(best, group)
+        return None
+
+    def _wait_for(self, scheduler: Scheduler, group: SequenceGroup) -> None:
+        group.awaits = scheduler.capacity.group_id
+        del self._open[scheduler]
+        if any(other.has_room for other in self._open):
+            self._waiting.pass_over(group)
+        else:
+            self._open.clear()  # what follows finds no room either

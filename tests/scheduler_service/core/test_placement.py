@@ -1,0 +1,250 @@
+"""Which worker group takes a request, by what it has, what it does and how fast it is."""
+
+from collections.abc import Sequence
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.models import Model
+from scheduler_service.core.plan import StepResult
+from scheduler_service.core.policies.fcfs import FirstComeFirstServed
+from scheduler_service.core.rates import StepWork
+from scheduler_service.core.registry import Registry
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.snapshot import Totals
+from scheduler_service.core.tenants import Tenants
+from tests.support.core_driver import make_capacity
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
+STEP_US = 1000
+ENDED = SequenceStatus.FINISHED_ABORTED
+
+
+class Deployment:
+    """A model's worker groups, without the core around them: steps are answered at once."""
+
+    def __init__(self, *schedulers: Scheduler) -> None:
+        tenants = Tenants(CONFIG.default_tenant, {})
+        self.model = Model("m", FirstComeFirstServed(tenants))
+        self.schedulers = schedulers
+        self.now_us = 0
+        self._registry = Registry(FirstComeFirstServed.rank, tenants)
+        for scheduler in schedulers:
+            self.model.add(scheduler)
+
+    def submit(
+        self, prompt: Sequence[int], *, max_tokens: int = 100, num_choices: int = 1
+    ) -> SequenceGroup:
+        """Queue a request."""
+        handle = len(self._registry.groups()) * 8 + 1
+        request = Request(
+            frontend_id="f",
+            handle=handle,
+            request_id=f"r{handle}",
+            model="m",
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            sampling=None,
+            num_choices=num_choices,
+        )
+        group = self._registry.make_group(request, self.now_us)
+        self._registry.add(group)
+        self.model.waiting.add(group)
+        return group
+
+    def place(self) -> None:
+        """Give what waits to worker groups."""
+        self.model.place(lambda group: False, self.now_us)
+        self.model.waiting.check()
+
+    def where(self, group: SequenceGroup) -> str | None:
+        """The worker group that has a request."""
+        ids = [s.capacity.group_id for s in self.schedulers if group in s.groups]
+        return ids[0] if ids else None
+
+    def put(self, prompt: Sequence[int], **options: int) -> str | None:
+        """Submit a request and place it."""
+        group = self.submit(prompt, **options)
+        self.place()
+        return self.where(group)
+
+    def run(self, num_steps: int = 1) -> None:
+        """Some steps of all worker groups."""
+        for _ in range(num_steps):
+            for scheduler in self.schedulers:
+                plan = scheduler.schedule(self.now_us)
+                if plan is not None:
+                    num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+                    result = StepResult(step_id=plan.step_id, token_ids=[3] * num_tokens)
+                    scheduler.update(result, self.now_us)
+                for group in scheduler.take_ended():
+                    self._registry.remove(group, self.now_us)
+                    self.model.release(group)
+
+
+def make_scheduler(group_id: str, **changes: object) -> Scheduler:
+    """A worker group with room for much."""
+    values = {"num_gpu_blocks": 512, "max_model_len": 1024} | changes
+    policy = FirstComeFirstServed(Tenants(CONFIG.default_tenant, {}))
+    return Scheduler(CONFIG, make_capacity(group_id, **values), policy, Totals(), 0)
+
+
+def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
+    """Have it that the group's steps took so long, and a prompt's token."""
+    for num_tokens in (0, 100):
+        work = StepWork(num_prefill_tokens=num_tokens, num_moved_blocks=0, swaps_in=False)
+        busy_us = step_us + num_tokens * token_us
+        scheduler.rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
+
+
+def prompt(first: int, length: int) -> list[int]:
+    """Unlike all that begin with another token."""
+    return [first] + [5] * (length - 1)
+
+
+def test_without_measurements_sequences_are_shared_out_evenly() -> None:
+    deployment = Deployment(*(make_scheduler(f"g{i}") for i in range(3)))
+    places = [deployment.put(prompt(i, 8)) for i in range(6)]
+    assert places == ["g0", "g1", "g2"] * 2
+
+
+def test_a_group_that_is_twice_as_fast_gets_twice_as_much() -> None:
+    slow, fast = make_scheduler("slow"), make_scheduler("fast")
+    measure(slow, token_us=20)
+    measure(fast, token_us=10)
+    deployment = Deployment(slow, fast)
+    places = [deployment.put(prompt(i, 8)) for i in range(6)]
+    assert places.count("fast") == 4
+
+
+def test_a_group_that_was_never_measured_counts_as_others_do() -> None:
+    known, new = make_scheduler("known"), make_scheduler("new")
+    measure(known, token_us=1_000)
+    deployment = Deployment(known, new)
+    assert [deployment.put(prompt(i, 8)) for i in range(4)] == ["known", "new"] * 2
+
+
+def test_where_steps_take_equally_long_whatever_is_in_them_sequences_count() -> None:
+    one, other = make_scheduler("one"), make_scheduler("other")
+    measure(one, token_us=0)
+    measure(other, token_us=0)
+    deployment = Deployment(one, other)
+    assert [deployment.put(prompt(i, 8)) for i in range(4)] == ["one", "other"] * 2
+
+
+def test_prompts_that_wait_to_be_computed_count() -> None:
+    deployment = Deployment(make_scheduler("g0"), make_scheduler("g1"))
+    assert deployment.put(prompt(1, 200), max_tokens=1) == "g0"
+    assert [deployment.put(prompt(i, 20), max_tokens=1) for i in (2, 3, 4)] == ["g1"] * 3
+
+
+def test_a_prompt_goes_where_it_finds_free_blocks() -> None:
+    deployment = Deployment(
+        make_scheduler("small", num_gpu_blocks=40), make_scheduler("large", num_gpu_blocks=400)
+    )
+    assert deployment.put(prompt(1, 100)) == "large"
+
+
+def test_blocks_on_the_host_count_as_what_it_takes_to_bring_them_back() -> None:
+    cold = make_scheduler("cold")
+    warm = make_scheduler("warm", num_gpu_blocks=16, num_cpu_blocks=64)
+    deployment = Deployment(warm)
+    conversation = prompt(1, 40)
+    deployment.put(conversation, max_tokens=1)
+    deployment.run(2)
+    deployment.put(prompt(2, 60), max_tokens=1)  # it drives the first one's blocks out
+    deployment.run(2)
+    for scheduler in (cold, warm):
+        measure(scheduler)
+    both = Deployment(cold, warm)
+    turn = both.submit([*conversation, 7], max_tokens=1)
+    assert warm.num_tokens_to_compute(turn) > 8
+    assert warm.num_blocks_to_fetch(turn) > 0
+    both.place()
+    assert both.where(turn) == "warm"
+
+
+def busy_where_it_began(num_gain_tokens: int) -> tuple[Deployment, SequenceGroup]:
+    """A conversation whose blocks are in a group that is full, while another is idle."""
+    full, idle = make_scheduler("full"), make_scheduler("idle")
+    deployment = Deployment(full)
+    conversation = prompt(1, num_gain_tokens)
+    deployment.put(conversation, max_tokens=1)
+    deployment.run(4)
+    for number in range(CONFIG.max_num_seqs):
+        deployment.put(prompt(2 + number, 4))
+    deployment.run()
+    both = Deployment(full, idle)
+    for scheduler in (full, idle):
+        measure(scheduler)
+    return both, both.submit([*conversation, 7], max_tokens=2)
+
+
+def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> None:
+    deployment, turn = busy_where_it_began(800)
+    deployment.place()
+    assert deployment.where(turn) is None
+    assert turn.awaits == "full"
+    later = deployment.submit(prompt(9, 4))
+    deployment.place()
+    assert deployment.where(later) == "idle"
+    for group in list(deployment.schedulers[0].groups)[:1]:
+        deployment.schedulers[0].end_sequence(group.sequences[0], ENDED, 0)
+    deployment.place()
+    assert deployment.where(turn) == "full"
+    assert turn.awaits is None
+
+
+def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
+    deployment, turn = busy_where_it_began(12)
+    deployment.place()
+    assert deployment.where(turn) == "idle"
+
+
+def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
+    deployment, turn = busy_where_it_began(800)
+    deployment.place()
+    assert turn.waits_until_us is not None
+    deployment.now_us = turn.waits_until_us - 1
+    deployment.place()
+    assert deployment.where(turn) is None
+    deployment.now_us += 1
+    deployment.place()
+    assert deployment.where(turn) == "idle"
+
+
+def test_small_requests_do_not_keep_a_large_one_waiting() -> None:
+    groups = [make_scheduler(f"g{i}", num_gpu_blocks=16) for i in range(2)]
+    deployment = Deployment(*groups)
+    for number in range(2):
+        deployment.put(prompt(1 + number, 8), max_tokens=40)
+    large = deployment.submit(prompt(3, 60), max_tokens=4)
+    for number in range(60):
+        deployment.submit(prompt(10 + number % 20, 8), max_tokens=8)
+    for _ in range(60):
+        deployment.place()
+        deployment.run()
+        if deployment.where(large) is not None:
+            break
+    assert deployment.where(large) is not None
+    assert len(deployment.model.waiting) > 20, "others waited behind it"
+
+
+def test_the_first_of_many_large_requests_holds_up_only_groups_that_it_fits() -> None:
+    small, large = make_scheduler("small", num_gpu_blocks=8), make_scheduler("large")
+    deployment = Deployment(small, large)
+    for number in range(3):
+        deployment.put(prompt(1 + number, 250))
+    long = [deployment.submit(prompt(10 + number % 20, 200)) for number in range(100)]
+    short = deployment.submit(prompt(5, 12))
+    deployment.place()
+    assert deployment.where(short) == "small"
+    assert sum(deployment.where(group) is None for group in long) >= 99
+
+
+def test_what_a_request_asks_for_goes_where_it_gets_all_of_it() -> None:
+    short, long = make_scheduler("short", max_model_len=64), make_scheduler("long")
+    deployment = Deployment(short, long)
+    deployment.put(prompt(1, 8), max_tokens=20)
+    assert [deployment.put(prompt(2 + i, 8), max_tokens=200) for i in range(3)] == ["long"] * 3
+    assert deployment.put(prompt(6, 8), max_tokens=20) == "short"
