@@ -70,11 +70,13 @@ class SchedulerCore:
         scheduler = Scheduler(self._config, group, model.policy, self._totals, to_us(now))
         self._schedulers[group.group_id] = scheduler
         model.add(scheduler)
+        model.move_on(to_us(now))
         self._refuse_hopeless(model, now)
 
     def remove_group(self, group_id: str, now: float) -> None:
         """A worker group is gone: what it had goes to the head of the queue, with the tokens it
-        has. What was on the worker too many times at its death fails. Unknown: no effect."""
+        has. What was on the worker too many times at its death fails; one that drained was to go,
+        and does not count. Unknown: no effect."""
         scheduler = self._schedulers.pop(group_id, None)
         if scheduler is None:
             return
@@ -86,16 +88,19 @@ class SchedulerCore:
         logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
         model.queue_again(groups)
         for group in groups:
-            if group in on_worker:
+            if group in on_worker and not scheduler.is_draining:
                 self._count_loss(group, now)
 
     def drain_group(self, group_id: str, now: float) -> None:
-        """Give a group nothing new; what it has begun ends there. Unknown: no effect."""
-        del now
+        """Give a group nothing new, and have what it has go on in other groups of its model, with
+        the tokens it has, as soon as the results of its steps under way are in. What no other can
+        hold goes on there until one joins that can. Unknown: no effect."""
         scheduler = self._schedulers.get(group_id)
         if scheduler is not None:
             scheduler.is_draining = True
-            self._models[scheduler.capacity.model].reopen()
+            model = self._models[scheduler.capacity.model]
+            model.reopen()
+            model.move_on(to_us(now))
 
     def is_drained(self, group_id: str) -> bool:
         """Whether a group is draining and has nothing left, or is gone."""
@@ -208,6 +213,7 @@ class SchedulerCore:
         scheduler = self._schedulers[group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
+        self._models[scheduler.capacity.model].queue_again(scheduler.take_gone())
 
     # News.
 

@@ -1,5 +1,6 @@
 """The served models: for each its worker groups, and the requests that wait for one."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +34,8 @@ class Model:
     """How fast requests come out of `waiting`."""
 
     waiting: Lanes = field(init=False)
-    _open_groups: list[Scheduler] = field(default_factory=list)
-    """The worker groups that took requests when the queue was sorted."""
+    _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
+    """The worker groups that there were when the queue was sorted, and whether they drained."""
     _unlike_groups: list[Scheduler] = field(default_factory=list)
     """One of each size among them."""
 
@@ -68,6 +71,32 @@ class Model:
         for group in self.stranded.take_all():
             self.waiting.add(group)
 
+    def move_on(self, now_us: int) -> None:
+        """Have the worker groups that drain part with what can go on in others as far as there.
+
+        What cannot stays, until another worker group joins or it ends.
+        """
+        for scheduler in self.schedulers:
+            if not scheduler.is_draining:
+                continue
+            num_leaving = scheduler.send_away(self._can_leave(scheduler), now_us)
+            if num_leaving:
+                logger.info(
+                    "requests leave a draining group group_id=%s num_requests=%d",
+                    scheduler.capacity.group_id,
+                    num_leaving,
+                )
+            self.queue_again(scheduler.take_gone())
+
+    def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
+        others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
+
+        def can_leave(group: SequenceGroup) -> bool:
+            reach = here.reach(group)
+            return any(s.fits(group) and s.reach(group) >= reach for s in others)
+
+        return can_leave
+
     def queue_again(self, groups: Iterable[SequenceGroup]) -> None:
         """Put groups up for placement that a worker group has parted with."""
         for group in groups:
@@ -91,7 +120,7 @@ class Model:
         self._notice_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
-        placing = Placing(self.waiting, self._open_groups, self.placement, self._suitable)
+        placing = Placing(self.waiting, self.schedulers, self.placement, self._suitable)
         while (found := placing.next(now_us)) is not None:
             group, scheduler = found
             if not is_late(group):
@@ -109,7 +138,7 @@ class Model:
 
     def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
         """The worker groups that a request may go to, full or not."""
-        return _suitable_of(self._open_groups, group)
+        return _suitable_of(self.schedulers, group)
 
     def _kind_of(self, group: SequenceGroup) -> Kind:
         """Which worker groups it may go to; equal ones count once."""
@@ -117,14 +146,11 @@ class Model:
 
     def _notice_groups(self) -> None:
         """Sort the queue anew if the worker groups are others than the last time."""
-        now_open = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
-        if now_open != self._open_groups:
-            self._open_groups = now_open
-            by_size = {
-                (s.capacity.num_gpu_blocks, s.capacity.block_size, s.capacity.max_model_len): s
-                for s in now_open
-            }
-            self._unlike_groups = list(by_size.values())
+        groups = [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
+        if groups != self._sorted_for:
+            self._sorted_for = groups
+            unlike = {_likeness(scheduler): scheduler for scheduler in self.schedulers}
+            self._unlike_groups = list(unlike.values())
             self.waiting.sort_anew()
 
     def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
@@ -137,9 +163,21 @@ class Model:
         scheduler.take(group, now_us)
 
 
+def _likeness(scheduler: Scheduler) -> tuple[int, int, int, bool]:
+    """What decides of a worker group whether a request may go there."""
+    size = scheduler.capacity
+    return size.num_gpu_blocks, size.block_size, size.max_model_len, scheduler.is_draining
+
+
 def _suitable_of(schedulers: list[Scheduler], group: SequenceGroup) -> list[Scheduler]:
     """Those in which a request can come to have the most of the tokens that it asks for, so that
-    where it goes does not show in its answer."""
+    where it goes does not show in its answer; for one that has begun that is memory's concern too.
+    Those that drain take nothing, unless it has begun and no other is left."""
     fitting = [scheduler for scheduler in schedulers if scheduler.fits(group)]
-    longest = max((scheduler.max_length(group) for scheduler in fitting), default=0)
-    return [scheduler for scheduler in fitting if scheduler.max_length(group) == longest]
+    suitable = [scheduler for scheduler in fitting if not scheduler.is_draining]
+    reach = Scheduler.max_length
+    if group.has_begun or group.request.generated:
+        suitable = suitable or fitting
+        reach = Scheduler.reach
+    farthest = max((reach(scheduler, group) for scheduler in suitable), default=0)
+    return [scheduler for scheduler in suitable if reach(scheduler, group) == farthest]

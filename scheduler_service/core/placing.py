@@ -80,7 +80,7 @@ class Placing:
     def _wait_for(self, scheduler: Scheduler, group: SequenceGroup) -> None:
         group.awaits = scheduler.capacity.group_id
         del self._open[scheduler]
-        if any(other.has_room for other in self._open):
+        if any(other.has_room and not other.is_draining for other in self._open):
             self._waiting.pass_over(group)
         else:
             self._open.clear()  # what follows finds no room either

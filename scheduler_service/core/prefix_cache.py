@@ -89,6 +89,10 @@ class PrefixCache:
         """A sequence begins to run: its first tokens will be computed."""
         self._unconfirmed[seq] = None
 
+    def note_departure(self, seq: Sequence) -> None:
+        """A running sequence goes to another worker group: nothing will be computed here."""
+        self._unconfirmed.pop(seq, None)
+
     def note_arrival(self, seq: Sequence) -> None:
         """What was found on the host for a running sequence is on the device now."""
         self._offer(seq, seq.num_computed)
@@ -152,6 +156,9 @@ class NoPrefixCache:
         return False
 
     def note_admission(self, seq: Sequence) -> None:
+        """No effect."""
+
+    def note_departure(self, seq: Sequence) -> None:
         """No effect."""
 
     def note_arrival(self, seq: Sequence) -> None:

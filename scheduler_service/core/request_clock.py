@@ -114,6 +114,12 @@ class RequestClock:
         self.phase = phase
         self.since_us += elapsed
 
+    def recover(self, now_us: int) -> None:
+        """It is in no batch, and from now on waits for another worker group."""
+        assert self.phase is not Phase.RUNNING
+        self._close_waiting(now_us)
+        self.phase = Phase.RECOVERY
+
     def finish(self, now_us: int) -> RequestTimings:
         """The whole account; the request is over."""
         if self.phase is Phase.RUNNING:

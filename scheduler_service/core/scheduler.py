@@ -1,6 +1,7 @@
 """What one worker group does in its next step, and what came of the last one."""
 
 import logging
+from collections.abc import Callable
 
 from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
@@ -10,6 +11,7 @@ from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.decoding import Decoding
+from scheduler_service.core.leaving import Leaving
 from scheduler_service.core.making_way import MakingWay
 from scheduler_service.core.moving_costs import is_fetch_cheaper
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
@@ -112,6 +114,7 @@ class Scheduler:
             self.rates,
         )
         self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
+        self._leaving = Leaving(self._prefixes, self._running, self.swapping, self._pipeline)
         self._ended: list[SequenceGroup] = []
 
     # Placement: what the core asks and tells.
@@ -137,6 +140,11 @@ class Scheduler:
         is_in_model = group.num_prompt_tokens < self.capacity.max_model_len
         is_allowed = group.tenant.may_ever_hold(group.most_blocks(self.capacity))
         return is_in_model and is_allowed and self.blocks.fits(group.max_known_tokens)
+
+    def reach(self, group: SequenceGroup) -> int:
+        """The most tokens that a sequence of the group can come to have here, when it is alone."""
+        most = group.num_prompt_tokens + group.request.max_tokens
+        return min(most, self.capacity.max_model_len, self.capacity.num_cache_tokens + 1)
 
     @property
     def caches_prefixes(self) -> bool:
@@ -164,7 +172,7 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether any group at all may find room here now."""
-        if self.is_draining or self.ahead or self.swapping:
+        if self.ahead or self.swapping:
             return False
         if self.num_sequences >= self._config.max_num_seqs:
             return False
@@ -192,7 +200,7 @@ class Scheduler:
     def can_take_ahead(self, group: SequenceGroup) -> bool:
         """Whether the group would find room here now at the expense of others that it goes ahead
         of, be they running or waiting."""
-        if self.is_draining or self.ahead or not self.fits(group):
+        if self.ahead or not self.fits(group):
             return False
         return self._making_way.find(group, self.groups) is not None
 
@@ -235,6 +243,22 @@ class Scheduler:
             self._discard(group)
             del self.groups[group]
         return groups
+
+    def send_away(self, may_go: Callable[[SequenceGroup], bool], now_us: int) -> int:
+        """Plan no more for the groups that may go; `take_gone` tells when they are gone. How many
+        they are."""
+        leaving = [g for g in self.groups if g not in self._leaving and may_go(g)]
+        for group in leaving:
+            self._discard(group)
+            self._leaving.begin(group, now_us)
+        return len(leaving)
+
+    def take_gone(self) -> list[SequenceGroup]:
+        """Part with the groups that were sent away and of which nothing is in flight any more."""
+        gone = self._leaving.take_gone()
+        for group in gone:
+            del self.groups[group]
+        return gone
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """The worker is gone: all groups, to start again with the tokens they have; and those
@@ -326,7 +350,7 @@ class Scheduler:
         self._running.check(self.groups)
         assert self._running.num_places <= self._config.max_num_seqs
         for group in self.groups:
-            is_queued = (group in self.waiting) + (group in self.ahead)
+            is_queued = sum(group in at for at in (self.waiting, self.ahead, self._leaving))
             assert is_queued == bool(group.waiting()), "queued once if it waits"
             self.swapping.check(group)
 
@@ -431,7 +455,7 @@ class Scheduler:
         group.end(seq, status)
         if not group.waiting():
             self._discard(group)
-        elif group not in self.ahead:
+        elif group not in self.ahead and group not in self._leaving:
             self.waiting.add(group)
         if group.num_unfinished == 0:
             del self.groups[group]
@@ -441,6 +465,7 @@ class Scheduler:
         """Take a group out of the queues."""
         self.waiting.discard(group)
         self.ahead.discard(group)
+        self._leaving.discard(group)
 
     def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
         """End all that is left of a group."""

@@ -292,12 +292,16 @@ class CoreDriver:
         raise AssertionError("the core does not come to rest")
 
     def _check_rest(self) -> None:
-        """Nothing is running, and what waits fits no group that takes anything."""
+        """Nothing is running, and what waits fits no group that takes anything; of what has begun,
+        groups that drain take what no other can."""
         status = self.core.snapshot()
         assert status.num_running == status.num_swapped == 0
+        all_groups = {group.group_id for group in status.groups}
         open_groups = {group.group_id for group in status.groups if not group.draining}
         for record in self.records.values():
-            for group_id in open_groups if record.is_live else ():
+            has_begun = any(choice.tokens for choice in record.choices)
+            groups = all_groups if has_begun else open_groups
+            for group_id in groups if record.is_live else ():
                 capacity = self.links[group_id].capacity
                 prompt = len(record.request.prompt_token_ids)
                 longest = prompt + max(len(choice.tokens) for choice in record.choices)

@@ -38,7 +38,7 @@ TENANTS = {
 }
 REFUSALS = (QueueFull, TenantLimit, PromptTooLong, InvalidArgument)
 
-GROUP_EVENTS = ["join", "lose", "drain", "part"]
+GROUP_EVENTS = ["join", "lose", "drain", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire"]
 EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend"]
 
@@ -249,7 +249,7 @@ class CoreMachine(RuleBasedStateMachine):
         elif event == "lose" and groups:
             driver.lose_group(groups[pick % len(groups)])
         elif event == "drain" and groups:
-            driver.core.drain_group(groups[pick % len(groups)], driver.now)
+            self.drain(groups[pick % len(groups)], waits=pick % 3 == 0)
         elif event == "part":
             for group_id in groups:
                 if driver.core.is_drained(group_id):
@@ -262,6 +262,19 @@ class CoreMachine(RuleBasedStateMachine):
             driver.expire([0.0, 0.01, 1.0][pick % 3])
         elif live := self.live():
             self.end(event, live[pick % len(live)], pick)
+
+    def drain(self, group_id: str, *, waits: bool) -> None:
+        """With its steps under way at their ends, nothing is left that others can hold as well."""
+        driver = self.driver
+        driver.core.drain_group(group_id, driver.now)
+        if waits:
+            while driver.deliver(group_id):
+                driver.collect()
+            groups = {group.group_id: group for group in driver.core.snapshot().groups}
+            num_blocks = groups[group_id].num_gpu_blocks
+            others = [group for group in groups.values() if not group.draining]
+            if any(group.num_gpu_blocks >= num_blocks for group in others):
+                assert driver.core.is_drained(group_id)
 
     def end(self, event: str, record: RequestRecord, pick: int) -> None:
         if event == "cancel":
