@@ -269,7 +269,10 @@ def serve(
     ] = 0.0,
     grace_period: Annotated[
         float,
-        Option(envvar=_env("GRACE_PERIOD"), help="Seconds to finish what runs after SIGTERM."),
+        Option(
+            envvar=_env("GRACE_PERIOD"),
+            help="Seconds after SIGTERM in which what runs goes on at other workers, or else ends.",
+        ),
     ] = 30.0,
     profile_dir: Annotated[
         str, Option(envvar=_env("PROFILE_DIR"), help="Directory for profiler traces.")

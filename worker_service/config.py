@@ -149,7 +149,8 @@ class WorkerConfig:
     """The name clients use. None: the last part of the model's path or id."""
 
     grace_period_s: float = 30.0
-    """Seconds that running sequences are given to finish after SIGTERM."""
+    """Seconds that the core is given after SIGTERM to move running sequences to other workers, or
+    where there are none, to have them finish."""
 
     profile_dir: str = "."
     """Directory for the profiler's traces."""

@@ -93,7 +93,7 @@ class CoreDriver:
             self._changed()
 
     def drain_group(self, group_id: str) -> None:
-        """Let a group finish what runs, and give it nothing new."""
+        """Give a group nothing new, and have what it has go on in others, as far as they can."""
         if group_id in self._work:
             self.core.drain_group(group_id, self.clock())
             self._changed()

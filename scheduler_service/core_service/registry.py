@@ -71,9 +71,10 @@ class WorkerRegistry:
         return sorted(holders, key=lambda group: not group.is_ready)
 
     def drain(self, group_id: str) -> None:
-        """Let a group finish what runs, then tell its workers to stop.
+        """Move what a group runs to others of its model, and tell its workers to stop once nothing
+        is left: without another group, what runs is finished first.
 
-        Raises UnknownWorkerGroup.
+        Returns at once; raises UnknownWorkerGroup.
         """
         group = self._groups.get(group_id)
         if group is None:

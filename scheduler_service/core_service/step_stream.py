@@ -65,7 +65,7 @@ class StepStream:
         await run_until_first(self._send_plans(work), self._receive_results(), *followers)
 
     def drain(self) -> None:
-        """Let `run` return once nothing is left to do; set its `work` event after this."""
+        """Let `run` return once the group has nothing left; set its `work` event after this."""
         self._draining = True
 
     async def _send_plans(self, work: asyncio.Event) -> None:

@@ -94,11 +94,10 @@ class WorkerGroup:
 
     @property
     def state(self) -> status_pb2.WorkerState.ValueType:
-        """Where the group stands."""
-        if self._link is not None:
-            return self._link.state
-        draining, starting = status_pb2.WORKER_STATE_DRAINING, status_pb2.WORKER_STATE_STARTING
-        return draining if self.is_draining else starting
+        """Where the group stands. Once it drains it does so until it is gone."""
+        if self.is_draining:
+            return status_pb2.WORKER_STATE_DRAINING
+        return self._link.state if self._link is not None else status_pb2.WORKER_STATE_STARTING
 
     @property
     def epoch(self) -> int:
@@ -164,7 +163,7 @@ class WorkerGroup:
                 self._dismiss_all("drained")
 
     def drain(self) -> None:
-        """Take nothing new; the ranks are told to stop once what runs is done."""
+        """Take nothing new; the ranks are told to stop once what runs is elsewhere, or done."""
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))

@@ -88,7 +88,7 @@ class WorkerLink:
         return self._num_former_steps + (self._stream.num_steps if self._stream else 0)
 
     def drain(self) -> None:
-        """Take nothing new; `run` returns when what runs is done."""
+        """Take nothing new; `run` returns when nothing is left here."""
         self._draining.set()
         if self._stream is not None:
             self._stream.drain()

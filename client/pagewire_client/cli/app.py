@@ -11,6 +11,7 @@ from pagewire_client.cli import roles, terminal
 from pagewire_client.cli.bench import bench
 from pagewire_client.cli.chat import chat
 from pagewire_client.cli.demo import demo
+from pagewire_client.cli.drain import drain
 from pagewire_client.cli.generate import generate
 from pagewire_client.cli.health import health
 from pagewire_client.cli.serve import serve
@@ -46,7 +47,7 @@ def pagewire(
     """Serve large language models, and talk with them."""
 
 
-for command in (serve, generate, chat, status, bench, health, demo):
+for command in (serve, generate, chat, status, drain, bench, health, demo):
     app.command()(command)
 for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, roles.replay):
     app.command(

@@ -984,7 +984,7 @@ Global___SchedulerServiceWatchStatusResponse: _TypeAlias = SchedulerServiceWatch
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):
-    """Which group to drain."""
+    """Which group to drain. Again for one that drains: no effect."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -122,7 +122,12 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """A worker group takes no new sequences and stops when its running ones are done.
+        """A worker group takes no new sequences, and those it has go on in other groups of
+        its model, by recompute, as soon as the results of its steps under way are in.
+        What no other group can hold goes on here, until one joins that can or it ends.
+        Then the group's workers are told to stop; a process that is to serve again is
+        started again. Answered at once; until it is gone, GetStatus has the group as
+        DRAINING, with the sequences that still run. NOT_FOUND if there is no such group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,13 @@ class SchedulerServiceStub:
     WatchStatus: _grpc.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceWatchStatusRequest, _scheduler_service_pb2.SchedulerServiceWatchStatusResponse]
     """The snapshot again and again."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainWorkerRequest, _scheduler_service_pb2.DrainWorkerResponse]
-    """A worker group takes no new sequences and stops when its running ones are done."""
+    """A worker group takes no new sequences, and those it has go on in other groups of
+    its model, by recompute, as soon as the results of its steps under way are in.
+    What no other group can hold goes on here, until one joins that can or it ends.
+    Then the group's workers are told to stop; a process that is to serve again is
+    started again. Answered at once; until it is gone, GetStatus has the group as
+    DRAINING, with the sequences that still run. NOT_FOUND if there is no such group.
+    """
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -78,7 +84,13 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     WatchStatus: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceWatchStatusRequest, _scheduler_service_pb2.SchedulerServiceWatchStatusResponse]  # type: ignore[assignment]
     """The snapshot again and again."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.DrainWorkerRequest, _scheduler_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """A worker group takes no new sequences and stops when its running ones are done."""
+    """A worker group takes no new sequences, and those it has go on in other groups of
+    its model, by recompute, as soon as the results of its steps under way are in.
+    What no other group can hold goes on here, until one joins that can or it ends.
+    Then the group's workers are told to stop; a process that is to serve again is
+    started again. Answered at once; until it is gone, GetStatus has the group as
+    DRAINING, with the sequences that still run. NOT_FOUND if there is no such group.
+    """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The core's side of every internal link that is dialled to it."""
@@ -143,6 +155,12 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_service_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.DrainWorkerResponse, _abc.Awaitable[_scheduler_service_pb2.DrainWorkerResponse]]:
-        """A worker group takes no new sequences and stops when its running ones are done."""
+        """A worker group takes no new sequences, and those it has go on in other groups of
+        its model, by recompute, as soon as the results of its steps under way are in.
+        What no other group can hold goes on here, until one joins that can or it ends.
+        Then the group's workers are told to stop; a process that is to serve again is
+        started again. Answered at once; until it is gone, GetStatus has the group as
+        DRAINING, with the sequences that still run. NOT_FOUND if there is no such group.
+        """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -191,7 +191,7 @@ async def test_a_registration_without_facts_is_an_error(core: SchedulerServiceSt
 
 
 @pytest.mark.parametrize("by", ["operator", "worker"])
-async def test_a_drained_group_finishes_what_runs_and_stops(
+async def test_a_drained_group_without_another_finishes_what_runs_and_stops(
     service: CoreService, fleet: Fleet, core: SchedulerServiceStub, by: str
 ) -> None:
     worker = await fleet.start(FakeWorker("leaving"))
@@ -289,8 +289,7 @@ async def test_a_summary_is_logged_when_something_happened(
     async with AttachedFrontend(service.address) as frontend:
         await frontend.submit(1, [3], max_tokens=7)
         await frontend.wait_finished(1)
-    await until(lambda: "summary" in caplog.text, "a summary was logged")
-    assert "num_finished=1" in caplog.text
+    await until(lambda: "num_finished=1" in caplog.text, "a summary was logged")
     logging_summaries.cancel()
 
 
