@@ -106,6 +106,13 @@ def scheduler(
             help="Share no KV blocks between tenants.",
         ),
     ] = CORE.isolate_tenants,
+    max_worker_losses: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_WORKER_LOSSES",
+            help="A request that was on a worker at its death so many times fails.",
+        ),
+    ] = CORE.max_worker_losses,
     lease_ms: Annotated[
         int,
         typer.Option(
@@ -166,6 +173,7 @@ def scheduler(
                 default_tenant=limits.default,
                 tenants=limits.named,
                 isolate_tenants=isolate_tenants,
+                max_worker_losses=max_worker_losses,
             ),
         )
 
