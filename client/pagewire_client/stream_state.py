@@ -113,9 +113,9 @@ def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
         logprobs = [_position_logprobs(position) for position in delta.logprobs]
         choice.logprobs = choice.logprobs or []
         choice.logprobs.extend(logprobs)
-        choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(
-            position.token.logprob for position in delta.logprobs
-        )
+        # One by one, as the server does: the last bits must not depend on how deltas were cut.
+        for position in delta.logprobs:
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + position.token.logprob
     if delta.HasField("cumulative_logprob"):
         choice.cumulative_logprob = delta.cumulative_logprob
     choice.finish_reason = _FINISH_REASONS.get(delta.finish_reason)
