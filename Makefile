@@ -14,9 +14,11 @@ SOURCES := PYTHONPATH=.:kernels:client:protos
 PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
   $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
   $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
+# Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
+CHAOS ?=
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long lint format bench bench-gpu protos clean
+.PHONY: demo test test-gpu test-long chaos lint format bench bench-gpu protos clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -42,6 +44,10 @@ test: $(VENV)/.ready client/node/node_modules/.ready
 ## test-long: the randomised tests at full length
 test-long: $(VENV)/.ready client/node/node_modules/.ready
 	$(BIN)/python -m pytest -m "not gpu"
+
+## chaos: kill, stop and cut off processes at random; all streams must be as if nothing had been
+chaos: $(VENV)/.ready
+	$(SOURCES) $(BIN)/python -m tests.chaos $(CHAOS)
 
 ## test-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
 test-gpu:

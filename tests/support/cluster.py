@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -44,8 +44,10 @@ class Service:
         command: Sequence[str],
         log: Path,
         program: Sequence[str] = (sys.executable, "-m"),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`command`: what follows the program, for our own services a module and its flags."""
+        """`command`: what follows the program, for our own services a module and its flags;
+        `variables`: of its environment, besides those of `environment`."""
         self.name = name
         self.log_path = log
         with log.open("ab") as output:
@@ -53,7 +55,7 @@ class Service:
                 [*program, *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment() | dict(variables or {}),
                 cwd=log.parent,
             )
 

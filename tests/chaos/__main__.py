@@ -1,0 +1,89 @@
+"""`python -m tests.chaos`: a long run, with a report at its end.
+
+python -m tests.chaos --kills 200 --streams 500 --dtype bfloat16 --seed 7
+"""
+
+import asyncio
+import signal
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tests.chaos.run import ChaosConfig, Report, run_chaos
+from tests.chaos.timeline import Timeline
+
+DEFAULT = ChaosConfig()
+
+
+def main(
+    kills: Annotated[int, typer.Option(help="SIGKILLs, at least.")] = 200,
+    streams: Annotated[int, typer.Option(help="Streams, at least.")] = 500,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds after which it is enough all the same.")
+    ] = DEFAULT.time_limit_s,
+    requests: Annotated[int, typer.Option(help="Different requests among them.")] = 120,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULT.dtype,
+    seed: Annotated[int, typer.Option(help="Of requests and disturbances.")] = DEFAULT.seed,
+    workers: Annotated[int, typer.Option()] = DEFAULT.num_workers,
+    frontends: Annotated[int, typer.Option()] = DEFAULT.num_frontends,
+    open_streams: Annotated[int, typer.Option(help="At a time.")] = 24,
+    at_once: Annotated[int, typer.Option(help="Disturbances at a time.")] = DEFAULT.num_monkeys,
+    pause: Annotated[
+        float, typer.Option(help="Mean seconds between disturbances.")
+    ] = DEFAULT.mean_pause_s,
+    lease: Annotated[float, typer.Option(help="Seconds.")] = DEFAULT.lease_s,
+    patience: Annotated[
+        float, typer.Option(help="Seconds without news after which a stream hangs.")
+    ] = DEFAULT.patience_s,
+    network: Annotated[str, typer.Option(help="namespaces, relays or auto.")] = DEFAULT.network,
+    output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
+) -> None:
+    """Kill, stop and cut off processes at random, and compare every stream with a quiet run."""
+    config = ChaosConfig(
+        seed=seed,
+        num_kills=kills,
+        num_streams=streams,
+        time_limit_s=time_limit,
+        num_asks=requests,
+        dtype=dtype,
+        num_workers=workers,
+        num_frontends=frontends,
+        max_open_streams=open_streams,
+        num_monkeys=at_once,
+        mean_pause_s=pause,
+        lease_s=lease,
+        patience_s=patience,
+        network=network,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    print(f"timeline and logs: {folder}", flush=True)
+    report = asyncio.run(_run(config, folder, Timeline(folder / "timeline.txt")))
+    _show(report)
+    if output is not None:
+        report.write(output)
+    sys.exit(1 if report.faults else 0)
+
+
+async def _run(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
+    """Orderly also when told to end: no process and no namespace stays behind."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await run_chaos(config, folder, timeline)
+
+
+def _show(report: Report) -> None:
+    for name, value in asdict(report).items():
+        if name != "faults":
+            print(f"{name}: {value}")
+    print(f"faults: {len(report.faults)}")
+    for fault in report.faults:
+        print(fault)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,171 @@
+"""A core, frontends and workers, each on a host of its own, that are started again and again."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import grpc
+
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire.v1.status_pb2 import EngineStatus
+from tests.chaos.network import CLIENT, Network
+from tests.chaos.ticks import ticks
+from tests.chaos.timeline import Timeline
+from tests.support.cluster import ROOT, SERVING, Service, environment, health
+
+CORE = "core"
+
+POLL_S = 0.2
+START_TIMEOUT_S = 240.0
+"""For a process that starts on a machine that is busy with many others."""
+END_TIMEOUT_S = 120.0
+"""For a process that was told to end, beyond its grace period."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the services are started with, besides addresses."""
+
+    core: Sequence[str]
+    frontend: Sequence[str]
+    worker: Sequence[str]
+
+
+class Member:
+    """One host's service, whose processes follow one another."""
+
+    def __init__(self, host: str, start: Callable[[], Service], address: str) -> None:
+        """`address`: where the harness reaches it."""
+        self.host = host
+        self.role = host.partition("-")[0]
+        self.address = address
+        self.is_expected_to_run = False
+        """Whether an end of its process would be a fault."""
+        self._start = start
+        self._service: Service | None = None
+
+    def start(self) -> None:
+        """Start a process; the former one must have ended."""
+        assert self._service is None or self._service.process.poll() is not None
+        self._service = self._start()
+        self.is_expected_to_run = True
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether its process has ended, and nobody wanted that."""
+        ended = self._service is not None and self._service.process.poll() is not None
+        return ended and self.is_expected_to_run
+
+    @property
+    def log(self) -> Path | None:
+        """What all its processes have said."""
+        return None if self._service is None else self._service.log_path
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to its process; those that end it are meant to."""
+        assert self._service is not None
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self.is_expected_to_run = False
+        self._service.process.send_signal(number)
+
+    async def wait_ended(self) -> int:
+        """The exit code of a process that was told to end. Raises TimeoutError."""
+        assert self._service is not None
+        async with asyncio.timeout(END_TIMEOUT_S):
+            async for _ in ticks(POLL_S / 4):
+                if (code := self._service.process.poll()) is not None:
+                    break
+        return code
+
+    async def wait_ready(self) -> None:
+        """Wait until its process can do its part. Raises TimeoutError, or gives up if it ends."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            async for _ in ticks(POLL_S):
+                if self.has_crashed or await self._is_ready():
+                    break
+
+    async def _is_ready(self) -> bool:
+        state = await asyncio.to_thread(health, self.address)
+        # Whether the others can serve depends on more than themselves.
+        return state == SERVING if self.role == "worker" else state is not None
+
+
+class ChaosCluster:
+    """All members, started by `async with` and killed at its end."""
+
+    def __init__(self, network: Network, folder: Path, flags: Flags, timeline: Timeline) -> None:
+        self.network = network
+        self.timeline = timeline
+        self._folder = folder
+        self._flags = flags
+        self.members = {host: self._make(host) for host in network.hosts}
+
+    @property
+    def frontend_addresses(self) -> list[str]:
+        """Where clients call."""
+        return [member.address for member in self.with_role("frontend")]
+
+    def with_role(self, role: str) -> list[Member]:
+        """All members of a role: core, frontend or worker."""
+        return [member for member in self.members.values() if member.role == role]
+
+    async def status(self) -> EngineStatus:
+        """The core's view of everything. Raises grpc.RpcError."""
+        async with grpc.aio.insecure_channel(self.members[CORE].address) as channel:
+            request = scheduler_pb.SchedulerServiceGetStatusRequest()
+            answer = await SchedulerServiceStub(channel).GetStatus(request, timeout=10)
+            status: EngineStatus = answer.status
+            return status
+
+    def tell_stacks(self) -> None:
+        """Have every process write down what it is doing, into its log."""
+        for member in self.members.values():
+            if member.is_expected_to_run:
+                member.send(signal.SIGUSR1)
+
+    def logs_with(self, words: str) -> list[str]:
+        """The names of logs in which these words are."""
+        logs = [member.log for member in self.members.values()]
+        return [log.name for log in logs if log and words in log.read_text(errors="replace")]
+
+    async def __aenter__(self) -> Self:
+        for member in self.members.values():
+            member.start()
+        await asyncio.gather(*(member.wait_ready() for member in self.members.values()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for member in self.members.values():
+            member.send(signal.SIGKILL)
+        await asyncio.gather(*(member.wait_ended() for member in self.members.values()))
+
+    def _make(self, host: str) -> Member:
+        def start() -> Service:
+            program = [*self.network.program(host), sys.executable, "-m"]
+            return Service(
+                host, self._command(host), self._folder / f"{host}.log", program, _variables()
+            )
+
+        return Member(host, start, self.network.address(CLIENT, host))
+
+    def _command(self, host: str) -> list[str]:
+        listen = ["--listen", self.network.listen_address(host)]
+        role = host.partition("-")[0]
+        if role == CORE:
+            return ["scheduler_service", "scheduler", *listen, *self._flags.core]
+        core = ["--core", self.network.address(host, CORE)]
+        if role == "frontend":
+            return ["scheduler_service", "frontend", *listen, *core, *self._flags.frontend]
+        advertise = ["--advertise", self.network.address(CORE, host)]
+        return ["worker_service", *listen, *core, *advertise, *self._flags.worker]
+
+
+def _variables() -> dict[str, str]:
+    """Has `inside/sitecustomize.py` run first in each process."""
+    inside = ROOT / "tests/chaos/inside"
+    return {"PYTHONPATH": f"{inside}:{environment()['PYTHONPATH']}"}

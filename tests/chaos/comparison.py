@@ -1,0 +1,112 @@
+"""What must be the same of an answer, and where two of them differ."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pagewire_client import RequestOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """All of one choice."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[tuple[tuple[int, float, int, str], ...], ...] | None
+    """By position: token, log probability, rank, text."""
+    cumulative_logprob: float | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """All of an answer but where its time went and how much of its prompt was cached."""
+
+    seed: int | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[Any, ...] | None
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def answer_of(output: RequestOutput) -> Answer:
+    """What of a finished output is compared."""
+    assert output.usage is not None
+    return Answer(
+        seed=output.seed,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        prompt_logprobs=_positions(output.prompt_logprobs),
+        choices=tuple(
+            Choice(
+                index=choice.index,
+                token_ids=tuple(choice.token_ids),
+                text=choice.text,
+                logprobs=_positions(choice.logprobs),
+                cumulative_logprob=choice.cumulative_logprob,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for choice in output.outputs
+        ),
+        prompt_tokens=output.usage.prompt_tokens,
+        completion_tokens=output.usage.completion_tokens,
+    )
+
+
+def differences(got: Answer, expected: Answer) -> list[str]:
+    """Every field that is not the same; empty for equal answers. Floats are compared exactly."""
+    found = list(_differing("", got, expected, skip="choices"))
+    if len(got.choices) != len(expected.choices):
+        return [*found, f"{len(got.choices)} choices instead of {len(expected.choices)}"]
+    for ours, theirs in zip(got.choices, expected.choices, strict=True):
+        found += _differing(f"choice {theirs.index}: ", ours, theirs)
+    return found
+
+
+def is_repetition(got: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether tokens came more than once: leaving out some in a row, just after the like of them,
+    gives the expected ones."""
+    surplus = len(got) - len(expected)
+    return surplus > 0 and any(
+        [*got[:end], *got[end + surplus :]] == list(expected)
+        and list(got[end - surplus : end]) == list(got[end : end + surplus])
+        for end in range(surplus, len(expected) + 1)
+    )
+
+
+def _differing(where: str, got: Any, expected: Any, skip: str = "") -> Iterator[str]:
+    for field in fields(expected):
+        ours, theirs = getattr(got, field.name), getattr(expected, field.name)
+        if field.name != skip and ours != theirs:
+            yield f"{where}{field.name}: {_first_difference(ours, theirs)}"
+
+
+def _first_difference(got: Any, expected: Any) -> str:
+    if not (isinstance(got, tuple | str) and isinstance(expected, tuple | str)):
+        return f"{got!r} instead of {expected!r}"
+    if isinstance(got, tuple) and is_repetition(got, expected):
+        return f"{len(got) - len(expected)} entries came twice"
+    shared = min(len(got), len(expected))
+    at = next((i for i in range(shared) if got[i] != expected[i]), shared)
+    return (
+        f"length {len(got)} instead of {len(expected)}; from {at} on "
+        f"{got[at : at + 3]!r} instead of {expected[at : at + 3]!r}"
+    )
+
+
+def _positions(positions: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    """Log probabilities as values that compare; a prompt's first position has none."""
+    if positions is None:
+        return None
+    return tuple(
+        None
+        if position is None
+        else tuple(
+            sorted((token, p.logprob, p.rank, p.decoded_token) for token, p in position.items())
+        )
+        for position in positions
+    )

@@ -1,0 +1,27 @@
+"""Runs of the harness, each made once."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.run import ChaosConfig, Report, run_chaos
+from tests.chaos.timeline import Timeline
+
+
+def run_to_end(config: ChaosConfig, folder: Path) -> Report:
+    """A run, which prints how to run it again if there are faults."""
+    timeline = Timeline()
+    try:
+        report = asyncio.run(run_chaos(config, folder, timeline))
+    except BaseException:
+        print(timeline)
+        raise
+    if report.faults:
+        print(f"{config}\n{timeline}\nlogs: {folder}")
+    return report
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return run_to_end(ChaosConfig(), tmp_path_factory.mktemp("chaos"))

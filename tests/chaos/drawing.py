@@ -1,0 +1,75 @@
+"""Which disturbance comes next: drawn at random, but such that the cluster can go on."""
+
+from collections.abc import Collection
+from random import Random
+
+from tests.chaos.disturbances import Cut, Disturbance, Drain, Kill, Pause, PowerCut
+from tests.chaos.network import CLIENT, Link
+
+KINDS = {Kill: 11, PowerCut: 2, Pause: 3, Cut: 3, Drain: 2}
+"""How often each happens, relative to the others."""
+
+ROLES = {"worker": 5, "frontend": 3, "core": 2}
+"""How often each is the victim."""
+
+MAX_ABSENCE_S = 3.0
+
+
+class Drawing:
+    """Draws one disturbance after another.
+
+    Of several workers, or frontends, one is always left in peace; the core may go at any time.
+    """
+
+    def __init__(self, draw: Random, links: Collection[Link], lease_s: float) -> None:
+        self._draw = draw
+        self._links = [link for link in links if not _is_for_harness(link)]
+        self._lease_s = lease_s
+        ends = {end for link in links for end in (link.one, link.other)} - {CLIENT}
+        self._hosts = sorted(ends)
+
+    def next(self, disturbed: Collection[str]) -> Disturbance | None:
+        """What happens next, to none of the hosts that are disturbed already; None if there is no
+        host that can be spared."""
+        victims = [host for host in self._hosts if self._can_be_spared(host, disturbed)]
+        if not victims:
+            return None
+        weights = [ROLES[_role(host)] / len(self._peers(host)) for host in victims]
+        [victim] = self._draw.choices(victims, weights)
+        [kind] = self._draw.choices(list(KINDS), list(KINDS.values()))
+        absence_s = self._draw.uniform(0, MAX_ABSENCE_S)
+        if kind is Cut:
+            return self._draw_cut(victim)
+        if kind is Pause:
+            return Pause(victim=victim, duration_s=self._draw_duration_s())
+        return kind(victim=victim, absence_s=absence_s)
+
+    def _can_be_spared(self, host: str, disturbed: Collection[str]) -> bool:
+        if host in disturbed:
+            return False
+        others = [peer for peer in self._peers(host) if peer != host]
+        return not others or any(peer not in disturbed for peer in others)
+
+    def _peers(self, host: str) -> list[str]:
+        return [peer for peer in self._hosts if _role(peer) == _role(host)]
+
+    def _draw_cut(self, victim: str) -> Cut:
+        link = self._draw.choice([link for link in self._links if victim in link])
+        there, back = (link.one, link.other), (link.other, link.one)
+        directions = self._draw.choice(([there], [back], [there, back]))
+        return Cut(victim=victim, directions=directions, duration_s=self._draw_duration_s())
+
+    def _draw_duration_s(self) -> float:
+        """As often shorter than a lease as longer."""
+        if self._draw.random() < 0.5:
+            return self._draw.uniform(0.05, 0.8) * self._lease_s
+        return self._draw.uniform(1.2, 2.5) * self._lease_s
+
+
+def _role(host: str) -> str:
+    return host.partition("-")[0]
+
+
+def _is_for_harness(link: Link) -> bool:
+    """Links that only the harness uses, to see whether a process is ready."""
+    return CLIENT in link and _role(link.end_opposite(CLIENT)) != "frontend"

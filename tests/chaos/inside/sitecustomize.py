@@ -1,0 +1,33 @@
+"""Runs first in every process of a cluster under test; Python imports it by its name.
+
+A process tells on SIGUSR1 what its threads and tasks are doing, and does not outlive its starter.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import signal
+import sys
+from types import FrameType
+
+PR_SET_PDEATHSIG = 1
+
+
+def tell(number: int, frame: FrameType | None) -> None:
+    """Print all stacks to stderr."""
+    del number, frame
+    print("--- threads", file=sys.stderr)
+    faulthandler.dump_traceback(all_threads=True)
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:  # no loop runs here yet
+        return
+    print(f"--- {len(tasks)} tasks", file=sys.stderr)
+    for task in tasks:
+        task.print_stack(file=sys.stderr)
+    sys.stderr.flush()
+
+
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+signal.signal(signal.SIGUSR1, tell)

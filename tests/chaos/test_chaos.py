@@ -1,0 +1,40 @@
+"""Whatever dies, stands still or is cut off: every stream is that of an undisturbed run.
+
+A short run; `make chaos` makes long ones.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import run_to_end
+from tests.chaos.run import ChaosConfig, Report
+from tests.chaos.workload import CHOOSING, EXTRAS, draw_asks
+
+
+def test_no_stream_is_lost_repeated_different_or_hung(short_run: Report) -> None:
+    assert short_run.faults == []
+
+
+def test_enough_was_killed_and_enough_was_streamed(
+    short_run: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        print(f"\n{short_run.num_streams} streams, kills: {short_run.kills}")
+    assert sum(short_run.kills.values()) >= 20
+    assert set(short_run.kills) == {"core", "frontend", "worker"}
+    assert short_run.num_streams >= 40
+    assert set(short_run.kinds) >= set(CHOOSING)
+
+
+def test_requests_are_of_every_kind() -> None:
+    kinds = {kind for ask in draw_asks(0, 200) for kind in ask.kinds}
+    assert kinds >= {*CHOOSING, *EXTRAS, "text", "token ids", "long token ids", "chat"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_long_runs_find_nothing_either(dtype: str, seed: int, tmp_path: Path) -> None:
+    config = ChaosConfig(seed=seed, dtype=dtype, num_kills=40, num_streams=120, num_asks=60)
+    assert run_to_end(config, tmp_path).faults == []

@@ -1,0 +1,11 @@
+"""Looking again and again at what tells nobody when it changes: processes, sockets, clocks."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+
+async def ticks(period_s: float) -> AsyncIterator[None]:
+    """Now, and again every `period_s` seconds."""
+    while True:
+        yield
+        await asyncio.sleep(period_s)
