@@ -7,13 +7,14 @@ import asyncio
 import signal
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tests.chaos.run import ChaosConfig, Report, run_chaos
+from tests.chaos.config import ChaosConfig
+from tests.chaos.report import Report
+from tests.chaos.run import run_chaos
 from tests.chaos.timeline import Timeline
 
 DEFAULT = ChaosConfig()
@@ -62,7 +63,7 @@ def main(
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"timeline and logs: {folder}", flush=True)
     report = asyncio.run(_run(config, folder, Timeline(folder / "timeline.txt")))
-    _show(report)
+    print(report)
     if output is not None:
         report.write(output)
     sys.exit(1 if report.faults else 0)
@@ -74,15 +75,6 @@ async def _run(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await run_chaos(config, folder, timeline)
-
-
-def _show(report: Report) -> None:
-    for name, value in asdict(report).items():
-        if name != "faults":
-            print(f"{name}: {value}")
-    print(f"faults: {len(report.faults)}")
-    for fault in report.faults:
-        print(fault)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pagewire_client import RequestOutput
+from pagewire_client import CompletionOutput, RequestOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,17 @@ def differences(got: Answer, expected: Answer) -> list[str]:
     for ours, theirs in zip(got.choices, expected.choices, strict=True):
         found += _differing(f"choice {theirs.index}: ", ours, theirs)
     return found
+
+
+def is_beginning(got: CompletionOutput, expected: Choice) -> bool:
+    """Whether what has come of a choice is how the expected one begins."""
+    num_tokens = len(got.token_ids)
+    logprobs = None if expected.logprobs is None else expected.logprobs[:num_tokens]
+    return (
+        tuple(got.token_ids) == expected.token_ids[:num_tokens]
+        and expected.text.startswith(got.text)
+        and (_positions(got.logprobs) == logprobs or num_tokens == 0)
+    )
 
 
 def is_repetition(got: Sequence[int], expected: Sequence[int]) -> bool:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.run import ChaosConfig, Report, run_chaos
+from tests.chaos.config import ChaosConfig
+from tests.chaos.report import Report
+from tests.chaos.run import run_chaos
 from tests.chaos.timeline import Timeline
 
 

@@ -41,10 +41,17 @@ class Kill(Disturbance):
     """The process is gone between two instructions; its kernel resets its connections."""
 
     absence_s: float
+    youth_s: float | None = None
+    """Age at which the next process is killed as well, mostly before it is ready; None: never."""
 
     async def happen(self, cluster: ChaosCluster) -> None:
         """See the class."""
         await _end(cluster, self.victim, signal.SIGKILL, self.absence_s)
+        if self.youth_s is not None:
+            cluster.timeline.note(self.victim, f"starts for {self.youth_s:.2f} s")
+            cluster.members[self.victim].start()
+            await asyncio.sleep(self.youth_s)
+            await _end(cluster, self.victim, signal.SIGKILL, self.absence_s)
         await _start(cluster, self.victim)
 
 

@@ -14,6 +14,9 @@ ROLES = {"worker": 5, "frontend": 3, "core": 2}
 
 MAX_ABSENCE_S = 3.0
 
+DIES_YOUNG, MAX_YOUTH_S = 0.25, 3.0
+"""Share of killed processes whose next one is killed while it starts, and how old that gets."""
+
 
 class Drawing:
     """Draws one disturbance after another.
@@ -42,6 +45,9 @@ class Drawing:
             return self._draw_cut(victim)
         if kind is Pause:
             return Pause(victim=victim, duration_s=self._draw_duration_s())
+        if kind is Kill and self._draw.random() < DIES_YOUNG:
+            youth_s = self._draw.uniform(0, MAX_YOUTH_S)
+            return Kill(victim=victim, absence_s=absence_s, youth_s=youth_s)
         return kind(victim=victim, absence_s=absence_s)
 
     def _can_be_spared(self, host: str, disturbed: Collection[str]) -> bool:
@@ -60,10 +66,11 @@ class Drawing:
         return Cut(victim=victim, directions=directions, duration_s=self._draw_duration_s())
 
     def _draw_duration_s(self) -> float:
-        """As often shorter than a lease as longer."""
-        if self._draw.random() < 0.5:
-            return self._draw.uniform(0.05, 0.8) * self._lease_s
-        return self._draw.uniform(1.2, 2.5) * self._lease_s
+        """Half of them shorter than a lease; a few longer than connections are kept alive."""
+        least, most = self._draw.choices(((0.05, 0.8), (1.2, 2.5), (4.0, 5.0)), weights=(5, 4, 1))[
+            0
+        ]
+        return self._draw.uniform(least, most) * self._lease_s
 
 
 def _role(host: str) -> str:

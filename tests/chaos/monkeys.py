@@ -28,7 +28,7 @@ class Monkeys:
     ) -> None:
         """`mean_pause_s`: between one disturbance's end and the next one's begin."""
         self.kills: Counter[str] = Counter()
-        """Processes killed, by role."""
+        """Processes killed, by role; those that were killed while they started do not count."""
         self.disturbances: Counter[str] = Counter()
         """By kind and role."""
         self.running: dict[str, Disturbance] = {}
@@ -76,6 +76,8 @@ class Monkeys:
         self.disturbances[f"{disturbance.kind} {role}"] += 1
         if isinstance(disturbance, Kill | PowerCut):
             self.kills[role] += 1
+        if isinstance(disturbance, Kill) and disturbance.youth_s is not None:
+            self.disturbances[f"young {role}"] += 1
         try:
             await disturbance.happen(self._cluster)
         finally:

@@ -2,20 +2,19 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
 
-from pagewire_client import AsyncClient, RetryPolicy
+from pagewire_client import AsyncClient, RequestOutput
+from pagewire_client.batch import BatchProgress
 from pagewire_client.errors import PagewireError
-from tests.chaos.comparison import Answer, answer_of, differences
+from tests.chaos.clients import clients
+from tests.chaos.comparison import Answer, answer_of, differences, is_beginning
 from tests.chaos.ticks import ticks
 from tests.chaos.timeline import Timeline
 from tests.chaos.workload import Ask
-
-PATIENCE = RetryPolicy(max_retries=1_000_000, recovery_timeout_s=600.0)
-"""A client that does not give up while a frontend is started again on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -27,12 +26,20 @@ class Progress:
     at_s: float
     """When it last got something."""
 
+    def add(self, num_tokens: int, now_s: float) -> None:
+        """Something has come."""
+        self.num_tokens += num_tokens
+        self.at_s = now_s
+
 
 @dataclass
 class Tally:
     """What has become of all streams so far."""
 
     num_ended: int = 0
+    """Streams that were read to their end."""
+    num_left: int = 0
+    """Streams whose clients went away in the middle."""
     num_tokens: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     """Of streams that ended well, what they asked for."""
@@ -83,57 +90,89 @@ class Streams:
     async def _read_all(self, client: AsyncClient) -> None:
         while not self._is_finishing:
             number = next(self._numbers)
-            await self._read(client, number, number % len(self._asks))
+            read = WAYS.get(number % NUM_TURNS, Streams._read_to_end)
+            at = number % len(self._asks)
+            progress = Progress(self._asks[at], 0, self._timeline.now_s)
+            self.open[f"stream-{number}"] = progress
+            try:
+                await read(self, client, f"stream-{number}", at, progress)
+            finally:
+                del self.open[f"stream-{number}"]
+            self.tally.num_tokens += progress.num_tokens
 
-    async def _read(self, client: AsyncClient, number: int, at: int) -> None:
-        ask, name = self._asks[at], f"stream-{number}"
-        progress = self.open[name] = Progress(ask, 0, self._timeline.now_s)
+    async def _read_to_end(
+        self, client: AsyncClient, name: str, at: int, progress: Progress
+    ) -> None:
+        """One request, as a stream."""
+        ask = self._asks[at]
+        outcome: RequestOutput | PagewireError
         try:
             async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
                 async for delta in stream:
-                    progress.num_tokens += len(delta.token_ids)
-                    progress.at_s = self._timeline.now_s
-                self._compare(name, ask, answer_of(stream.output), self._expected[at])
+                    progress.add(len(delta.token_ids), self._timeline.now_s)
+                outcome = stream.output
         except PagewireError as error:
-            self.tally.lost.append(f"{name} {ask}: {type(error).__name__} {error.reason} {error}")
-            self._timeline.note(name, f"lost: {error}")
-        finally:
-            del self.open[name]
+            outcome = error
+        self._judge(name, at, outcome)
+
+    async def _read_and_leave(
+        self, client: AsyncClient, name: str, at: int, progress: Progress
+    ) -> None:
+        """One request, whose client goes away in the middle of it."""
+        ask, stays_for = self._asks[at], 10 + at % 50
+        try:
+            async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
+                async for delta in stream:
+                    progress.add(len(delta.token_ids), self._timeline.now_s)
+                    if progress.num_tokens > stays_for:
+                        break
+        except PagewireError as error:
+            self._judge(name, at, error)
+            return
+        self.tally.num_left += 1
+        choices = self._expected[at].choices
+        for got in stream.output.outputs:
+            if not is_beginning(got, choices[got.index]):
+                self._note_different(name, at, [f"choice {got.index} does not begin so: {got}"])
+
+    async def _read_batch(
+        self, client: AsyncClient, name: str, at: int, progress: Progress
+    ) -> None:
+        """Some requests on one stream of many."""
+
+        def on_progress(batch: BatchProgress) -> None:
+            progress.add(0, self._timeline.now_s)
+
+        numbers = [(at + place) % len(self._asks) for place in range(BATCH_SIZE)]
+        asks = [self._asks[number] for number in numbers]
+        outcomes = await client.try_generate_many(
+            [ask.prompt for ask in asks], [ask.params for ask in asks], on_progress=on_progress
+        )
+        for number, outcome in zip(numbers, outcomes, strict=True):
+            if isinstance(outcome, RequestOutput):
+                progress.num_tokens += sum(len(c.token_ids) for c in outcome.outputs)
+            self._judge(f"{name} of many", number, outcome)
+
+    def _judge(self, name: str, at: int, outcome: RequestOutput | PagewireError) -> None:
+        ask = self._asks[at]
         self.tally.num_ended += 1
-        self.tally.num_tokens += progress.num_tokens
-
-    def _compare(self, name: str, ask: Ask, got: Answer, expected: Answer) -> None:
-        found = differences(got, expected)
-        if found:
-            self.tally.different.append("\n    ".join([f"{name} {ask}:", *found]))
-            self._timeline.note(name, f"different: {found[0]}")
+        if isinstance(outcome, PagewireError):
+            what = f"{type(outcome).__name__} {outcome.reason}: {outcome}"
+            self.tally.lost.append(f"{name}, {ask}: {what}")
+            self._timeline.note(name, f"lost: {what}")
+            return
         self.tally.kinds.update(ask.kinds)
+        if found := differences(answer_of(outcome), self._expected[at]):
+            self._note_different(name, at, found)
+
+    def _note_different(self, name: str, at: int, found: list[str]) -> None:
+        self.tally.different.append("\n    ".join([f"{name}, {self._asks[at]}:", *found]))
+        self._timeline.note(name, f"different: {found[0]}")
 
 
-@asynccontextmanager
-async def clients(frontends: Sequence[str]) -> AsyncIterator[list[AsyncClient]]:
-    """One for each frontend, which falls back to the others."""
-    each = [
-        AsyncClient([*frontends[first:], *frontends[:first]], retry=PATIENCE)
-        for first in range(len(frontends))
-    ]
-    try:
-        yield each
-    finally:
-        for client in each:
-            await client.close()
-
-
-async def run_undisturbed(frontend: str, asks: Sequence[Ask], *, max_open: int) -> list[Answer]:
-    """The answers, in order, of a deployment to which nothing happens."""
-    places = asyncio.Semaphore(max_open)
-    async with clients([frontend]) as [client]:
-
-        async def answer(ask: Ask) -> Answer:
-            async with places:
-                return answer_of(await client.generate(ask.prompt, ask.params))
-
-        return list(await asyncio.gather(*map(answer, asks)))
+NUM_TURNS, BATCH_SIZE = 10, 3
+WAYS = {3: Streams._read_batch, 7: Streams._read_and_leave}
+"""Which of so many streams are not simply read to their end."""
 
 
 async def watch(streams: Streams, timeline: Timeline, patience_s: float) -> None:

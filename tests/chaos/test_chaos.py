@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.config import ChaosConfig
 from tests.chaos.conftest import run_to_end
-from tests.chaos.run import ChaosConfig, Report
+from tests.chaos.report import Report
 from tests.chaos.workload import CHOOSING, EXTRAS, draw_asks
 
 

@@ -1,0 +1,51 @@
+"""What the services of a run are started with, and the network between them."""
+
+from random import Random
+
+from tests.chaos.cluster import CORE, Flags
+from tests.chaos.config import ChaosConfig
+from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
+from tests.chaos.network import Network, star
+from tests.chaos.relays import RelayNetwork
+
+BLOCK_BYTES = {"float32": 32768, "bfloat16": 16384}
+"""A KV block of the embedded model."""
+
+
+def make_network(config: ChaosConfig) -> Network:
+    """Of the kind that is asked for, or can be had."""
+    links = star(
+        CORE,
+        [f"frontend-{index}" for index in range(config.num_frontends)],
+        [f"worker-{index}" for index in range(config.num_workers)],
+    )
+    kind = config.network
+    if kind == "auto":
+        kind = "namespaces" if namespaces_permitted() else "relays"
+    return {"namespaces": NamespaceNetwork, "relays": RelayNetwork}[kind](links)
+
+
+def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
+    """Little memory and small steps, so that streams are preempted, swapped and computed in
+    chunks as well. Nothing is poisonous here: every death has its cause."""
+    core = {
+        "--lease-ms": round(config.lease_s * 1000),
+        "--grace-period": 3,
+        "--max-num-seqs": draw.choice((8, 16)),
+        "--max-num-batched-tokens": draw.choice((48, 128)),
+        "--preemption-mode": draw.choice(("auto", "swap", "recompute")),
+        "--pipeline-depth": draw.choice((1, 2, 2, 3)),
+        "--max-worker-losses": 1_000_000,
+    }
+    worker = {
+        "--dtype": config.dtype,
+        "--threads": 1,
+        "--grace-period": 20,
+        "--kv-cache-memory": BLOCK_BYTES[config.dtype] * 150,
+        "--swap-space": BLOCK_BYTES[config.dtype] * 50,
+    }
+    return Flags(
+        core=[str(word) for flag in core.items() for word in flag],
+        frontend=["--grace-period", "3"],
+        worker=[str(word) for flag in worker.items() for word in flag],
+    )

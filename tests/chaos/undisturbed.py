@@ -1,0 +1,35 @@
+"""The answers of a deployment to which nothing happens, and which has memory for all."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.chaos.clients import clients
+from tests.chaos.comparison import Answer, answer_of
+from tests.chaos.workload import Ask
+from tests.support.cluster import Cluster
+
+MAX_OPEN = 32
+
+
+async def run_undisturbed(asks: Sequence[Ask], dtype: str, folder: Path) -> list[Answer]:
+    """In their order, of one worker; its log is kept in a folder of its own."""
+    quiet = folder / "undisturbed"
+    quiet.mkdir()
+    cluster = Cluster(quiet, worker_flags=["--dtype", dtype])
+    try:
+        await asyncio.to_thread(cluster.start)
+        return await _answers(cluster.frontend_address(), asks)
+    finally:
+        await asyncio.to_thread(cluster.stop)
+
+
+async def _answers(frontend: str, asks: Sequence[Ask]) -> list[Answer]:
+    places = asyncio.Semaphore(MAX_OPEN)
+    async with clients([frontend]) as [client]:
+
+        async def answer(ask: Ask) -> Answer:
+            async with places:
+                return answer_of(await client.generate(ask.prompt, ask.params))
+
+        return list(await asyncio.gather(*map(answer, asks)))
