@@ -13,7 +13,8 @@ class ChaosConfig:
     num_streams: int = 40
     """Streams, at least."""
     time_limit_s: float = 3600.0
-    """Time after which it is enough all the same; the report says what was reached."""
+    """Time, the undisturbed run's included, after which nothing is begun; the report says what was
+    reached until then."""
     num_asks: int = 36
     """Different requests, which streams make again and again."""
     dtype: str = "float32"

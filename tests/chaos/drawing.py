@@ -12,6 +12,10 @@ KINDS = {Kill: 11, PowerCut: 2, Pause: 3, Cut: 3, Drain: 2}
 ROLES = {"worker": 5, "frontend": 3, "core": 2}
 """How often each is the victim."""
 
+MEAN_REST_S = {"worker": 2.0, "frontend": 2.0, "core": 8.0}
+"""For which a victim is left in peace when it is ready again: a cluster whose core dies every other
+second only ever begins."""
+
 MAX_ABSENCE_S = 3.0
 
 DIES_YOUNG, MAX_YOUTH_S = 0.25, 3.0
@@ -31,10 +35,14 @@ class Drawing:
         ends = {end for link in links for end in (link.one, link.other)} - {CLIENT}
         self._hosts = sorted(ends)
 
-    def next(self, disturbed: Collection[str]) -> Disturbance | None:
-        """What happens next, to none of the hosts that are disturbed already; None if there is no
-        host that can be spared."""
-        victims = [host for host in self._hosts if self._can_be_spared(host, disturbed)]
+    def next(self, disturbed: Collection[str], resting: Collection[str] = ()) -> Disturbance | None:
+        """What happens next, to none of the hosts that are disturbed already, or rest from it;
+        None if there is no host that can be spared."""
+        victims = [
+            host
+            for host in self._hosts
+            if host not in resting and self._can_be_spared(host, disturbed)
+        ]
         if not victims:
             return None
         weights = [ROLES[_role(host)] / len(self._peers(host)) for host in victims]
@@ -49,6 +57,10 @@ class Drawing:
             youth_s = self._draw.uniform(0, MAX_YOUTH_S)
             return Kill(victim=victim, absence_s=absence_s, youth_s=youth_s)
         return kind(victim=victim, absence_s=absence_s)
+
+    def rest_s(self, host: str) -> float:
+        """For how long a host rests, now that it is ready again."""
+        return self._draw.expovariate(1 / MEAN_REST_S[_role(host)])
 
     def _can_be_spared(self, host: str, disturbed: Collection[str]) -> bool:
         if host in disturbed:

@@ -26,18 +26,20 @@ class Monkeys:
         num_monkeys: int,
         mean_pause_s: float,
     ) -> None:
-        """`mean_pause_s`: between one disturbance's end and the next one's begin."""
+        """`time_limit_s`: since the timeline began; `mean_pause_s`: between one disturbance's end
+        and the next one's begin."""
         self.kills: Counter[str] = Counter()
         """Processes killed, by role; those that were killed while they started do not count."""
         self.disturbances: Counter[str] = Counter()
         """By kind and role."""
         self.running: dict[str, Disturbance] = {}
         """What is being done, by victim."""
+        self._rests_until_s: dict[str, float] = {}
         self._cluster = cluster
         self._drawing = drawing
         self._draw = draw
         self._num_kills = num_kills
-        self._end_s = cluster.timeline.now_s + time_limit_s
+        self._end_s = time_limit_s
         self._num_monkeys = num_monkeys
         self._mean_pause_s = mean_pause_s
 
@@ -65,7 +67,7 @@ class Monkeys:
             await asyncio.sleep(self._draw.expovariate(1 / self._mean_pause_s))
             if self.is_enough:
                 return
-            disturbance = self._drawing.next(self.running)
+            disturbance = self._drawing.next(self.running, self._resting())
             if disturbance is not None:
                 await self._do(disturbance)
 
@@ -82,3 +84,8 @@ class Monkeys:
             await disturbance.happen(self._cluster)
         finally:
             del self.running[victim]
+        self._rests_until_s[victim] = self._cluster.timeline.now_s + self._drawing.rest_s(victim)
+
+    def _resting(self) -> list[str]:
+        now_s = self._cluster.timeline.now_s
+        return [host for host, until_s in self._rests_until_s.items() if now_s < until_s]
