@@ -62,7 +62,10 @@ def main(
     )
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"timeline and logs: {folder}", flush=True)
-    report = asyncio.run(_run(config, folder, Timeline(folder / "timeline.txt")))
+    try:
+        report = asyncio.run(_run(config, folder, Timeline(folder / "timeline.txt")))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
     print(report)
     if output is not None:
         report.write(output)

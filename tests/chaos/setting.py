@@ -8,8 +8,8 @@ from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import Network, star
 from tests.chaos.relays import RelayNetwork
 
-BLOCK_BYTES = {"float32": 32768, "bfloat16": 16384}
-"""A KV block of the embedded model."""
+BYTES_PER_TOKEN = {"float32": 2048, "bfloat16": 1024}
+"""Of KV, in the embedded model."""
 
 
 def make_network(config: ChaosConfig) -> Network:
@@ -41,8 +41,8 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--dtype": config.dtype,
         "--threads": 1,
         "--grace-period": 20,
-        "--kv-cache-memory": BLOCK_BYTES[config.dtype] * 150,
-        "--swap-space": BLOCK_BYTES[config.dtype] * 50,
+        "--kv-cache-memory": BYTES_PER_TOKEN[config.dtype] * 2400,
+        "--swap-space": BYTES_PER_TOKEN[config.dtype] * 800,
     }
     return Flags(
         core=[str(word) for flag in core.items() for word in flag],
