@@ -46,6 +46,7 @@ How it is made, from the outside in:
     beam_group.py     which sequences hold which beams; beam_scheduling.py has them in the batch,
                       beam_delivery.py tells what was found
     rates.py          what steps cost, from the results
+    step_times.py     when a step is overdue
     sequence.py       one choice; one request's choices
     frontends.py      who gets which news
     request_clock.py  where a request's time goes

@@ -102,14 +102,23 @@ class Batch:
                 plan.sample = [True] * num_decodes + self._prefill_samples
                 pairs = zip(self.rows, plan.sample, strict=True)
                 sampled = [seq for seq, sample in pairs if sample]
-        num_moved_blocks = (len(self.swap_out) + len(self.swap_in)) // 2
-        work = StepWork(
-            num_prefill_tokens=self.num_prefill_tokens,
-            num_moved_blocks=num_moved_blocks,
-            swaps_in=bool(self.swap_in),
-        )
         return plan, InFlightStep(
-            step_id, self.rows, sampled, self._prefills, self._lockstep_rows, work
+            step_id, self.rows, sampled, self._prefills, self._lockstep_rows, self._work()
+        )
+
+    def _work(self) -> StepWork:
+        num_decodes = len(self.rows) - len(self._prefill_tokens)
+        pairs = sum([seq.length for seq in self.rows[:num_decodes]])
+        for num_tokens, (_, num_computed, _) in zip(
+            self._prefill_tokens, self._prefills, strict=True
+        ):
+            pairs += num_tokens * num_computed
+        return StepWork(
+            num_tokens=num_decodes + self.num_prefill_tokens,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_moved_blocks=(len(self.swap_out) + len(self.swap_in)) // 2,
+            swaps_in=bool(self.swap_in),
+            num_attended_pairs=pairs,
         )
 
     def _in_batch_order(self) -> list[NewSequence]:

@@ -18,6 +18,7 @@ from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.policies import POLICIES
+from scheduler_service.core.rates import StepWork
 from scheduler_service.core.registry import Registry
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import to_us
@@ -197,6 +198,10 @@ class SchedulerCore:
             plan = scheduler.schedule(to_us(now))
             has_ended = self._close_ended(model.schedulers, now)
         return plan
+
+    def newest_work(self, group_id: str) -> StepWork:
+        """What the step that was planned last for a group, and is open, takes its worker."""
+        return self._schedulers[group_id].newest_work
 
     def add_plan_time(self, group_id: str, seconds: float) -> None:
         """Time the caller spent on planning for a group (schedule, serialise, update) and has not

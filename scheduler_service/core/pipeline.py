@@ -49,6 +49,11 @@ class Pipeline:
         """The number of the next plan, from 1."""
         return self._num_planned + 1
 
+    @property
+    def newest_work(self) -> StepWork:
+        """What the newest open step takes."""
+        return self._steps[-1].work
+
     def open_rows(self) -> set[Sequence]:
         """Sequences with rows in flight."""
         return {seq for step in self._steps for seq in step.rows}

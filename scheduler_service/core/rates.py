@@ -49,13 +49,18 @@ class MovingRatio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """What a step's result took the worker."""
+    """What there is to do for the worker in a step."""
 
+    num_tokens: int
+    """Tokens computed, of prefills and decodes."""
     num_prefill_tokens: int
     num_moved_blocks: int
     """Blocks swapped out and in."""
     swaps_in: bool
     """Whether any of them were swapped in, which the worker may do beside the rest."""
+    num_attended_pairs: int
+    """Pairs of a token that is computed and one that it attends to, a little rounded up: every token
+    of a chunk counts as its last."""
 
 
 class StepRates:

@@ -20,7 +20,7 @@ from scheduler_service.core.policies import Policy
 from scheduler_service.core.preemption import Preemption
 from scheduler_service.core.prefilling import Prefilling
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.rates import StepRates
+from scheduler_service.core.rates import StepRates, StepWork
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -128,6 +128,11 @@ class Scheduler:
     def max_step_tokens(self) -> int:
         """Tokens of the largest step."""
         return self._config.max_num_batched_tokens
+
+    @property
+    def newest_work(self) -> StepWork:
+        """What the newest open step takes the worker."""
+        return self._pipeline.newest_work
 
     @property
     def num_sequences(self) -> int:

@@ -18,6 +18,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
+from scheduler_service.core.rates import StepWork
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.outcomes import Outcomes, to_text
 from scheduler_service.replay.recording import CODEC, PARAMETERS, Header, encode_header
@@ -121,6 +122,9 @@ class RecordingCore:
 
     def next_deadline(self) -> float | None:
         return self._core.next_deadline()
+
+    def newest_work(self, group_id: str) -> StepWork:
+        return self._core.newest_work(group_id)
 
     def snapshot(self) -> CoreSnapshot:
         return self._core.snapshot()

@@ -6,8 +6,9 @@ from scheduler_service.core import SchedulerConfig, StepPlan
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.moving_costs import is_fetch_cheaper
 from scheduler_service.core.plan import StepResult
-from scheduler_service.core.rates import StepRates, StepWork
+from scheduler_service.core.rates import StepRates
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.steps import make_work
 from tests.support.symbolic_worker import Sampling
 
 PROMPTS = [[(3 * i * i + k * i + k) % 31 for i in range(24)] for k in range(6)]
@@ -15,7 +16,7 @@ PROMPTS = [[(3 * i * i + k * i + k) % 31 for i in range(24)] for k in range(6)]
 
 def measured(*, us_per_prefill_token: int, us_per_moved_block: int) -> StepRates:
     rates = StepRates()
-    work = StepWork(num_prefill_tokens=10, num_moved_blocks=10, swaps_in=False)
+    work = make_work(num_prefill_tokens=10, num_moved_blocks=10, swaps_in=False)
     ops_us = 10 * us_per_moved_block
     busy_us = ops_us + 10 * us_per_prefill_token
     result = StepResult(step_id=1, token_ids=[1], busy_us=busy_us, cache_ops_us=ops_us)

@@ -8,17 +8,18 @@ from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.moving_costs import is_swap_cheaper
 from scheduler_service.core.plan import StepResult
-from scheduler_service.core.rates import StepRates, StepWork
+from scheduler_service.core.rates import StepRates
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.steps import make_work
 from tests.support.symbolic_worker import Sampling
 
 
 def measured(*, us_per_prefill_token: int, us_per_moved_block: int) -> StepRates:
     rates = StepRates()
-    work = StepWork(num_prefill_tokens=10, num_moved_blocks=0, swaps_in=False)
+    work = make_work(num_prefill_tokens=10, num_moved_blocks=0, swaps_in=False)
     busy_us = 10 * us_per_prefill_token
     rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
-    work = StepWork(num_prefill_tokens=0, num_moved_blocks=10, swaps_in=False)
+    work = make_work(num_prefill_tokens=0, num_moved_blocks=10, swaps_in=False)
     ops_us = 10 * us_per_moved_block
     rates.note(work, StepResult(step_id=1, token_ids=[], busy_us=ops_us, cache_ops_us=ops_us))
     return rates

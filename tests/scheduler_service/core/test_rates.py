@@ -1,7 +1,8 @@
 """What a worker group's steps cost, as its results tell."""
 
 from scheduler_service.core.plan import StepResult
-from scheduler_service.core.rates import StepRates, StepWork
+from scheduler_service.core.rates import StepRates
+from tests.support.steps import make_work
 
 
 def note(
@@ -13,7 +14,7 @@ def note(
     swaps_in: bool = False,
     ops_us: int = 0,
 ) -> None:
-    work = StepWork(num_prefill_tokens=prefill, num_moved_blocks=moved, swaps_in=swaps_in)
+    work = make_work(num_prefill_tokens=prefill, num_moved_blocks=moved, swaps_in=swaps_in)
     result = StepResult(step_id=1, token_ids=[1], busy_us=busy_us, cache_ops_us=ops_us)
     rates.note(work, result)
 

@@ -1,0 +1,17 @@
+"""What there is to do in a step, where a test cares for some of it only."""
+
+from typing import Any
+
+from scheduler_service.core.rates import StepWork
+
+
+def make_work(**fields: Any) -> StepWork:
+    """A step of the given fields; of a single decode otherwise."""
+    work = {
+        "num_tokens": 1,
+        "num_prefill_tokens": 0,
+        "num_moved_blocks": 0,
+        "swaps_in": False,
+        "num_attended_pairs": 1,
+    }
+    return StepWork(**(work | fields))
