@@ -59,8 +59,8 @@ class StepWork:
     swaps_in: bool
     """Whether any of them were swapped in, which the worker may do beside the rest."""
     num_attended_pairs: int
-    """Pairs of a token that is computed and one that it attends to, a little rounded up: every token
-    of a chunk counts as its last."""
+    """Pairs of a token that is computed and one that it attends to, rounded up: every token of a
+    chunk counts as its last."""
 
 
 class StepRates:

@@ -74,14 +74,17 @@ class StepTimes:
         self._prefills = _Average()
         self._num_seen: Counter[tuple[bool, int]] = Counter()
 
+    @property
+    def least_limit_s(self) -> float:
+        """No limit is below this; infinite if there are none."""
+        return self._timeout.floor_s or float("inf")
+
     def limit_s(self, work: StepWork) -> float:
         """Seconds after which a step is overdue."""
         bounds = [*self._decodes.bounds(work), *self._prefills.bounds(work)]
         is_first = not bounds or self._is_first(work)
         floor_s = self._timeout.first_floor_s if is_first else self._timeout.floor_s
-        if not self._timeout.floor_s:
-            return float("inf")
-        return max(floor_s, self._timeout.factor * min(bounds, default=0.0))
+        return max(self.least_limit_s, floor_s, self._timeout.factor * min(bounds, default=0.0))
 
     def note(self, work: StepWork, seconds: float) -> None:
         """Take in what a step has taken."""

@@ -13,7 +13,8 @@ core needs no lock; after each the driver hands out news and wakes whoever may h
 `registry.py`     one stream per worker: registration, heartbeats, lease, directives
 `worker_group.py` the ranks of a group: whole or not, and its link while it is
 `worker_link.py`  dials a group's workers, sizes their caches, keeps them stepping, dials again
-`step_stream.py`  the hot path: plans go out ahead of the results that come in
+`step_stream.py`  the hot path: plans go out ahead of the results that come in, or are overdue
+`hangs.py`        when a group has hung too often
 `assets.py`       the models' files, fetched from a worker once
 `status.py`       the snapshot for operators
 `servicer.py`     the rpcs, each a line or two
@@ -25,7 +26,9 @@ frontends.
 
 Promises. A worker that breaks its stream, its lease or the contract is out at once: its sequences
 go back to the core's queue and on elsewhere. While its lease holds it is dialled again, each time
-with a greater epoch, so that whatever an older stream still says counts for nothing. A frontend's
-requests end with its stream. On SIGTERM the accepted requests may finish within the grace period;
-then the streams end with UNAVAILABLE, and frontends and workers look for the next core.
+with a greater epoch, so that whatever an older stream still says counts for nothing. A worker whose
+steps do not come back is out as well, and after some such in a row until it registers anew. A
+frontend's requests end with its stream. On SIGTERM the accepted requests may finish within the
+grace period; then the streams end with UNAVAILABLE, and frontends and workers look for the next
+core.
 """

@@ -7,6 +7,7 @@ import typer
 
 from scheduler_service.command_line import LogLevel, run_service
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
+from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
@@ -120,6 +121,28 @@ def scheduler(
             help="Milliseconds without a heartbeat after which a worker counts as lost.",
         ),
     ] = SERVICE.lease_ms,
+    step_timeout: Annotated[
+        float,
+        typer.Option(
+            envvar="PAGEWIRE_STEP_TIMEOUT",
+            help="Seconds that any step may take before its worker counts as hung, though its "
+            "heartbeats go on; 0: for ever.",
+        ),
+    ] = SERVICE.step_timeout.floor_s,
+    first_step_timeout: Annotated[
+        float,
+        typer.Option(
+            envvar="PAGEWIRE_FIRST_STEP_TIMEOUT",
+            help="The same for the first steps of each size, which may compile.",
+        ),
+    ] = SERVICE.step_timeout.first_floor_s,
+    step_timeout_factor: Annotated[
+        float,
+        typer.Option(
+            envvar="PAGEWIRE_STEP_TIMEOUT_FACTOR",
+            help="How many times longer than expected, by those before it, a step may take.",
+        ),
+    ] = SERVICE.step_timeout.factor,
     grace_period: Annotated[
         float,
         typer.Option(
@@ -156,6 +179,11 @@ def scheduler(
         return CoreServiceConfig(
             listen=listen,
             lease_ms=lease_ms,
+            step_timeout=StepTimeout(
+                floor_s=step_timeout,
+                first_floor_s=max(first_step_timeout, step_timeout),
+                factor=step_timeout_factor,
+            ),
             grace_period_s=grace_period,
             record=record,
             record_plans=record_plans,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from scheduler_service.addresses import check_address
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.step_times import StepTimeout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +17,9 @@ class CoreServiceConfig:
 
     lease_ms: int = 2000
     """Time without a heartbeat after which a worker counts as lost."""
+
+    step_timeout: StepTimeout = field(default_factory=StepTimeout)
+    """When a step counts as hung, though its worker's heartbeats go on."""
 
     grace_period_s: float = 30.0
     """Seconds in which running requests may finish when the service is told to end."""

@@ -16,6 +16,7 @@ import grpc
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
 from scheduler_service.core_service.worker_link import WorkerLink
@@ -42,12 +43,14 @@ class WorkerRegistry:
         *,
         lease_s: float,
         scheduler_config: SchedulerConfig,
+        step_timeout: StepTimeout,
         on_change: Callable[[], None],
     ) -> None:
         """`on_change` is called when a worker became ready or is no longer."""
         self._driver = driver
         self._lease_s = lease_s
         self._scheduler_config = scheduler_config
+        self._step_timeout = step_timeout
         self._on_change = on_change
         self._groups: dict[str, WorkerGroup] = {}
 
@@ -180,7 +183,14 @@ class WorkerRegistry:
     def _make_group(self, registration: pb.WorkerRegistration) -> WorkerGroup:
         return WorkerGroup(
             registration,
-            lambda ranks: WorkerLink(ranks, self._driver, self._scheduler_config, self._on_change),
+            lambda ranks, former_epoch: WorkerLink(
+                ranks,
+                self._driver,
+                self._scheduler_config,
+                self._on_change,
+                self._step_timeout,
+                former_epoch,
+            ),
         )
 
     def _leave(self, worker: Worker, group: WorkerGroup) -> None:

@@ -49,6 +49,7 @@ class CoreService:
             self.driver,
             lease_s=config.lease_ms / 1000,
             scheduler_config=config.scheduler,
+            step_timeout=config.step_timeout,
             on_change=self._on_workers_changed,
         )
         self.assets = AssetCache(self.registry)

@@ -10,6 +10,7 @@ import grpc
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service import wire
+from scheduler_service.core.step_times import StepTimes, StepWatch
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.tasks import run_until_first
 
@@ -21,8 +22,23 @@ Call: TypeAlias = grpc.aio.StreamStreamCall[
 ]
 
 
+HELD_UP_SHARE = 0.1
+"""Share of a step's least limit granted on top: a loop that was held up reads waiting results in
+it."""
+
+
 class LinkFailed(Exception):
     """The line to a worker broke, or the worker does not keep to the contract."""
+
+
+class StepOverdue(LinkFailed):
+    """A step takes much longer than it should, though the worker is there."""
+
+    def __init__(self, step_id: int, limit_s: float) -> None:
+        super().__init__(f"step {step_id} is overdue: not all results within {limit_s:.3g} s")
+        self.num_done = step_id - 1
+        """Steps of the stream before it."""
+        self.limit_s = limit_s
 
 
 class StepStream:
@@ -42,6 +58,7 @@ class StepStream:
         sampler: int,
         group_id: str,
         epoch: int,
+        times: StepTimes,
     ) -> None:
         self.num_steps = 0
         """Steps whose results are back."""
@@ -53,16 +70,22 @@ class StepStream:
         self._epoch = epoch
         self._num_in_flight = 0
         self._draining = False
+        self._watch = StepWatch(times, len(calls))
+        self._least_limit_s = times.least_limit_s
+        self._sent = asyncio.Event()
 
     async def run(self, work: asyncio.Event) -> None:
         """Plan whenever `work` is set, until the group is drained.
 
-        Raises LinkFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot go on.
+        Raises LinkFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot go on;
+        StepOverdue, a LinkFailed, when a result does not come.
         """
         followers = [
             self._follow(rank) for rank in range(len(self._calls)) if rank != self._sampler
         ]
-        await run_until_first(self._send_plans(work), self._receive_results(), *followers)
+        await run_until_first(
+            self._send_plans(work), self._receive_results(), self._watch_steps(), *followers
+        )
 
     def drain(self) -> None:
         """Let `run` return once the group has nothing left; set its `work` event after this."""
@@ -83,6 +106,8 @@ class StepStream:
         plan = self._driver.next_plan(self._group_id)
         if plan is None:
             return None
+        self._watch.sent(self._driver.core.newest_work(self._group_id), started_at)
+        self._sent.set()
         request = worker_pb.ExecuteStepsRequest(plan=wire.encode_plan(plan, self._epoch))
         self._driver.core.add_plan_time(self._group_id, self._driver.clock() - started_at)
         return request
@@ -114,6 +139,7 @@ class StepStream:
             self._check(result.epoch, result.step_id)
             self._num_in_flight -= 1
             self.num_steps += 1
+            self._watch.answered(self._sampler, self._driver.clock())
             self._apply(result)
         raise LinkFailed("the worker ended the stream")
 
@@ -133,7 +159,28 @@ class StepStream:
                 )
             if result.token_ids or result.candidates or result.errors:
                 raise LinkFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
+            self._watch.answered(rank, self._driver.clock())
         raise LinkFailed(f"rank {rank} ended the stream")
+
+    async def _watch_steps(self) -> None:
+        """Raise StepOverdue when the oldest open step takes too long, however it was held up."""
+        while True:
+            self._sent.clear()
+            if self._watch.overdue_at is None:
+                await self._sent.wait()
+            # A step that begins meanwhile is not overdue before this has passed.
+            await asyncio.sleep(min(self._left_s(), self._least_limit_s))
+            if self._left_s() > 0:
+                continue
+            num_done, limit_s = self._watch.num_done, self._watch.limit_s
+            await asyncio.sleep(self._least_limit_s * HELD_UP_SHARE)
+            if self._watch.num_done == num_done:
+                raise StepOverdue(num_done + 1, limit_s)
+
+    def _left_s(self) -> float:
+        """Until the oldest open step is overdue."""
+        overdue_at = self._watch.overdue_at
+        return self._least_limit_s if overdue_at is None else overdue_at - self._driver.clock()
 
     def _apply(self, result: plan_pb2.StepResult) -> None:
         started_at = self._driver.clock()

@@ -2,7 +2,7 @@
 
 A group steps while it is whole, that is while every rank is registered. Whoever is lost takes the
 group's link along: its sequences go back to the core's queue at once, and the other ranks wait,
-with their weights, until the missing one has come again.
+with their weights, until the missing one has come again. So they do when one hangs too often.
 """
 
 import asyncio
@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
-from scheduler_service.core_service.worker_link import CannotServe, WorkerLink
+from scheduler_service.core_service.hangs import GroupHung
+from scheduler_service.core_service.worker_link import CannotServe, TakenOver, WorkerLink
 from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 
-MakeLink = Callable[[Sequence[pb.WorkerRegistration]], WorkerLink]
+MakeLink = Callable[[Sequence[pb.WorkerRegistration], int], WorkerLink]
+"""From the ranks, in order, and the greatest epoch that was drawn for them before."""
 
 _COMMON_FACTS = (
     "name",
@@ -48,8 +50,12 @@ class Worker:
         """End the stream; with a reason, tell the process to end."""
         self.stop_reason = stop_reason
         if stop_reason is not None:
-            self.directives.put_nowait(pb.WorkerDirective(stop=pb.Stop(reason=stop_reason)))
+            self.tell_to_stop(stop_reason)
         self.dismissed.set()
+
+    def tell_to_stop(self, reason: str) -> None:
+        """Tell the process to end; the stream goes on for as long as it does not."""
+        self.directives.put_nowait(pb.WorkerDirective(stop=pb.Stop(reason=reason)))
 
 
 class WorkerGroup:
@@ -59,10 +65,13 @@ class WorkerGroup:
         self.group_id = first.group_id
         self.world_size = max(1, first.world_size)
         self.is_draining = False
+        self.is_hung = False
+        """Whether it has hung too often, and no rank has registered since."""
         self._make_link = make_link
         self._workers: dict[int, Worker] = {}
         self._link: WorkerLink | None = None
         self._num_former_steps = 0
+        self._former_epoch = 0
         self._changed = asyncio.Event()
         """Set when the ranks are others than they were; then there is a new event."""
         self._linking = asyncio.Lock()
@@ -97,14 +106,17 @@ class WorkerGroup:
         """Where the group stands. Once it drains it does so until it is gone."""
         if self.is_draining:
             return status_pb2.WORKER_STATE_DRAINING
-        return self._link.state if self._link is not None else status_pb2.WORKER_STATE_STARTING
+        if self._link is not None:
+            return self._link.state
+        return status_pb2.WORKER_STATE_HUNG if self.is_hung else status_pb2.WORKER_STATE_STARTING
 
     @property
     def epoch(self) -> int:
         """Of the latest step stream."""
         if self._link is not None:
             return self._link.epoch
-        return max((worker.registration.last_epoch for worker in self.workers), default=0)
+        epochs = [worker.registration.last_epoch for worker in self.workers]
+        return max([self._former_epoch, *epochs])
 
     @property
     def num_steps(self) -> int:
@@ -150,6 +162,7 @@ class WorkerGroup:
                 else f"replaced in its group by worker {worker.registration.worker_id}"
             )
         self.world_size = max(1, worker.registration.world_size)
+        self.is_hung = False
         self._workers[rank] = worker
         self._has_changed()
 
@@ -187,7 +200,10 @@ class WorkerGroup:
         await asyncio.Event().wait()
 
     async def _run_link(self) -> None:
-        link = self._link = self._make_link([worker.registration for worker in self.workers])
+        workers = self.workers
+        link = self._link = self._make_link(
+            [worker.registration for worker in workers], self._former_epoch
+        )
         if self.is_draining:
             link.drain()
         try:
@@ -195,15 +211,24 @@ class WorkerGroup:
         except CannotServe as error:
             logger.warning("group unusable group_id=%s reason=%s", self.group_id, error)
             self._dismiss_all(str(error))
+        except TakenOver as error:
+            logger.warning("group taken over group_id=%s reason=%s", self.group_id, error)
+            self._dismiss_all(None)  # whoever is still ours registers anew
+        except GroupHung as error:
+            logger.error("group put aside group_id=%s reason=%s", self.group_id, error)
+            self.is_hung = True
+            for rank in error.ranks:
+                workers[rank].tell_to_stop(str(error))
         else:
             self._dismiss_all("drained")
         finally:
-            self._num_former_steps, self._link = self.num_steps, None
+            self._num_former_steps, self._former_epoch = self.num_steps, link.epoch
+            self._link = None
 
     def _has_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _dismiss_all(self, stop_reason: str) -> None:
+    def _dismiss_all(self, stop_reason: str | None) -> None:
         for worker in self.workers:
             worker.dismiss(stop_reason)

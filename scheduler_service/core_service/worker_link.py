@@ -2,13 +2,14 @@
 
     GetInfo ──▶ ProfileBlocks, once ──▶ InitializeCache(epoch) ──▶ ExecuteSteps ──▶ drained
        ▲                                                                │
-       └────────────── a greater epoch, after a pause ◀─── broken ──────┘
+       └────────── a greater epoch, after a pause ◀─── broken, or a step overdue
 
 Most groups are one worker. Of several ranks all are called alike: the least of what they profiled
 is made on each, under the same epoch, and each gets the same plans.
 
 While the workers' leases hold, the link tries again; when one ends, the link is cancelled. Either
-way the group's sequences go back to the core's queue at once.
+way the group's sequences go back to the core's queue at once. Two things end it for good: steps
+that hang again and again, and an epoch that another core has drawn, whose worker it is then.
 """
 
 import asyncio
@@ -25,8 +26,10 @@ from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.pipeline import ResultMismatch
+from scheduler_service.core.step_times import StepTimeout, StepTimes
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.step_stream import LinkFailed, StepStream
+from scheduler_service.core_service.hangs import GroupHung, Hangs
+from scheduler_service.core_service.step_stream import LinkFailed, StepOverdue, StepStream
 from scheduler_service.errors import PagewireError
 from scheduler_service.grpc_options import channel_options
 from scheduler_service.tasks import run_all
@@ -54,6 +57,10 @@ class CannotServe(Exception):
     """The worker is sound, but this core can never use it; trying again would not help."""
 
 
+class TakenOver(Exception):
+    """Another core plans for the worker."""
+
+
 class WorkerLink:
     """From the first calls to a group's registered workers to its last step."""
 
@@ -63,10 +70,13 @@ class WorkerLink:
         driver: CoreDriver,
         config: SchedulerConfig,
         on_change: Callable[[], None],
+        step_timeout: StepTimeout,
+        former_epoch: int = 0,
     ) -> None:
-        """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
+        """ranks: all of them, in order. `on_change` is called whenever `state` has changed.
+        former_epoch: the greatest that this core has drawn for any of them."""
         self.state = status_pb2.WORKER_STATE_STARTING
-        self.epoch = max(rank.last_epoch for rank in ranks)
+        self.epoch = max(former_epoch, *(rank.last_epoch for rank in ranks))
         self._ranks = ranks
         self._group_id = ranks[0].group_id
         self._driver = driver
@@ -76,6 +86,8 @@ class WorkerLink:
         self._blocks: worker_pb.ProfileBlocksResponse | None = None
         self._stream: StepStream | None = None
         self._draining = asyncio.Event()
+        self._step_times = StepTimes(step_timeout)
+        self._hangs = Hangs()
 
     @property
     def is_draining(self) -> bool:
@@ -96,7 +108,10 @@ class WorkerLink:
             self._set_state(status_pb2.WORKER_STATE_DRAINING)
 
     async def run(self) -> None:
-        """Keep the group busy until it is drained; raises CannotServe."""
+        """Keep the group busy until it is drained.
+
+        Raises CannotServe, TakenOver or GroupHung.
+        """
         pause_s = MIN_PAUSE_S
         async with AsyncExitStack() as stack:
             stubs = [
@@ -120,9 +135,12 @@ class WorkerLink:
             await self._execute_steps(stubs, await self._prepare(stubs))
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
+        except StepOverdue as error:
+            self._hangs.note(error)
+            return str(error)
         except (LinkFailed, ResultMismatch, PagewireError) as error:
             return str(error)
-        except CannotServe:
+        except (CannotServe, TakenOver, GroupHung):
             raise
         except Exception as error:
             logger.exception("unexpected error in a worker's link group_id=%s", self._group_id)
@@ -132,8 +150,12 @@ class WorkerLink:
     async def _prepare(self, stubs: Stubs) -> GroupCapacity:
         """Draw a new epoch and have the caches made for it."""
         infos = await run_all(*map(self._get_info, stubs, self._ranks))
+        self._hangs.check(infos)
+        last_epoch = max(info.last_epoch for info in infos)
+        if last_epoch > self.epoch:
+            raise TakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
         blocks = self._blocks = self._blocks or await self._profile_blocks(stubs)
-        self.epoch = max(self.epoch, *(info.last_epoch for info in infos)) + 1
+        self.epoch += 1
         request = worker_pb.InitializeCacheRequest(
             num_gpu_blocks=blocks.num_gpu_blocks,
             num_cpu_blocks=blocks.num_cpu_blocks,
@@ -204,6 +226,7 @@ class WorkerLink:
             sampler=self._sampler(),
             group_id=self._group_id,
             epoch=self.epoch,
+            times=self._step_times,
         )
         try:
             work = self._add_group(capacity)

@@ -180,6 +180,12 @@ class FakeWorker(WorkerServiceServicer):
         self.advertise: str | None = None
         """The address to register, when it is not the real one."""
         self.num_profiles = 0
+        self.busy_us = 0
+        """What it says of itself when it is asked."""
+        self.last_epoch = 0
+        """Of another core."""
+        self.may_read = asyncio.Event()
+        self.may_read.set()
         self._server: grpc.aio.Server | None = None
         self._stream_broken = asyncio.Event()
         self._registration: asyncio.Task[None] | None = None
@@ -274,7 +280,8 @@ class FakeWorker(WorkerServiceServicer):
         return worker_service_pb2.GetInfoResponse(
             worker_id=self.worker_id,
             model=self.model,
-            last_epoch=max(self.epochs, default=0),
+            last_epoch=max([self.last_epoch, *self.epochs]),
+            busy_us=self.busy_us,
         )
 
     async def GetModelAssets(
@@ -328,6 +335,7 @@ class FakeWorker(WorkerServiceServicer):
 
     async def _read_plans(self, context: Any, results: Any) -> None:
         step_id = 0
+        await self.may_read.wait()
         while (request := await context.read()) is not grpc.aio.EOF:
             plan, step_id = request.plan, step_id + 1
             self.plans.append(plan)

@@ -35,6 +35,10 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """Taking no new sequences."""
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     """Its lease ran out or its stream broke."""
+    WORKER_STATE_HUNG: _WorkerState.ValueType  # 5
+    """Its steps did not come back several times in a row: it was told to stop, and is
+    not used until it registers anew.
+    """
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """Where a worker stands."""
@@ -49,6 +53,10 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
 """Taking no new sequences."""
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 """Its lease ran out or its stream broke."""
+WORKER_STATE_HUNG: WorkerState.ValueType  # 5
+"""Its steps did not come back several times in a row: it was told to stop, and is
+not used until it registers anew.
+"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final

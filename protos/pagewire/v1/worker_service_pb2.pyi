@@ -48,6 +48,7 @@ class GetInfoResponse(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     NUM_WEIGHT_LOADS_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    BUSY_US_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     device: _builtins.str
@@ -60,6 +61,10 @@ class GetInfoResponse(_message.Message):
     """Times weights were loaded since the process started."""
     last_epoch: _builtins.int
     """The greatest epoch seen, 0 if none."""
+    busy_us: _builtins.int
+    """How long the worker has been at what it is doing now, such as one step, in
+    microseconds; 0 when idle, or when it does not tell.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
@@ -74,10 +79,11 @@ class GetInfoResponse(_message.Message):
         pid: _builtins.int = ...,
         num_weight_loads: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
+        busy_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
