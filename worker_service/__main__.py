@@ -389,7 +389,14 @@ async def _run(config: "WorkerConfig") -> None:
 
     worker = Worker(config, _executor_of(config))
     worker.handle_signals()
-    await worker.run()
+    try:
+        await worker.run()
+    finally:
+        if worker.is_stuck:
+            logger = logging.getLogger(__name__)
+            logger.error("the model thread is stuck, the process ends without it")
+            logging.shutdown()
+            os._exit(1)
 
 
 async def _launch(world_size: int, group_id: str | None, listen: str, advertise: str | None) -> int:

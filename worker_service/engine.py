@@ -15,6 +15,9 @@ from worker_service.step_stream import StepStream
 
 logger = logging.getLogger(__name__)
 
+STOP_WAIT_S = 2.0
+"""For the model thread to finish what it is at; one that takes longer may be stuck for ever."""
+
 
 class Engine:
     """An executor of plans and at most one stream of them."""
@@ -41,6 +44,11 @@ class Engine:
         self._check_loaded()
         assert self._facts is not None
         return self._facts
+
+    @property
+    def busy_s(self) -> float:
+        """How long the model has been at what it does now, such as one step; 0 when idle."""
+        return self._thread.busy_s
 
     @property
     def num_steps(self) -> int:
@@ -138,10 +146,13 @@ class Engine:
         """End the trace; returns the file it was written to."""
         return await self._thread.run(self._executor.stop_profile)
 
-    def stop(self) -> None:
-        """Drop the stream there is, and end the model thread."""
+    def stop(self) -> bool:
+        """Drop the stream there is, and end the model thread; whether that was possible.
+
+        A model that is being loaded is not waited for.
+        """
         self.close_any_stream()
-        self._thread.stop(wait=self._facts is not None)
+        return self._thread.stop(wait_s=STOP_WAIT_S if self._facts is not None else 0.0)
 
     def _check_loaded(self) -> None:
         if self._facts is None:

@@ -48,6 +48,8 @@ class Worker:
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         """Set once the model is loaded."""
+        self.is_stuck = False
+        """After `run`: whether the model thread has not ended, and the process might not either."""
 
     async def run(self) -> None:
         """Serve until told to end. Raises WorkerError if it cannot, or was sent away."""
@@ -60,7 +62,7 @@ class Worker:
                 await self._serve()
         finally:
             await self._server.stop(STOP_GRACE_S)
-            self._engine.stop()
+            self.is_stuck = not self._engine.stop()
         if self._sent_away is not None:
             raise SentAway(f"the core ended this worker: {self._sent_away}")
 
@@ -150,6 +152,7 @@ class Worker:
 
     def _stop_as_told(self, reason: str) -> None:
         """The core has no use for us: at once, and an error unless we were draining anyway."""
+        logger.warning("told to stop reason=%s", reason)
         if not self._end.is_set():
             self._sent_away = reason
         self.end_at_once()

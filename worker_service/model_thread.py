@@ -14,6 +14,7 @@ the lock when the next step lets go of it, that is, while the device computes.
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
@@ -29,9 +30,17 @@ class ModelThread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._sequels: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._busy_since: dict[str, float] = {}
+        """Monotonic seconds, by thread; of those that are at something."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
         threading.Thread(target=self._follow, name="model-sequels", daemon=True).start()
+
+    @property
+    def busy_s(self) -> float:
+        """How long the threads have been at what they do now, the longer of both; 0 when idle."""
+        since = list(self._busy_since.values())
+        return time.monotonic() - min(since) if since else 0.0
 
     def post(self, job: Callable[[], None]) -> None:
         """Have `job` done; it must handle its own exceptions."""
@@ -68,23 +77,29 @@ class ModelThread:
         """
         self._sequels.put(sequel)
 
-    def stop(self, *, wait: bool) -> None:
-        """End the thread once what was handed over is done; wait for that, or let it be."""
+    def stop(self, *, wait_s: float) -> bool:
+        """End the thread once what was handed over is done; wait for that, but no longer than told.
+
+        Whether it has ended: a thread that is stuck never will.
+        """
         self._jobs.put(None)
-        if wait:
-            self._thread.join()
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:  # a bug in a job; the steps of all later streams need this thread
-                logger.exception("unhandled error on the model thread")
+        self._work_off(self._jobs)
         self._sequels.put(None)
 
     def _follow(self) -> None:
-        while (sequel := self._sequels.get()) is not None:
+        self._work_off(self._sequels)
+
+    def _work_off(self, jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+        name = threading.current_thread().name
+        while (job := jobs.get()) is not None:
+            self._busy_since[name] = time.monotonic()
             try:
-                sequel()
-            except Exception:  # a bug; what follows later steps needs this thread
-                logger.exception("unhandled error beside the model thread")
+                job()
+            except Exception:  # a bug in a job; all later streams need this thread
+                logger.exception("unhandled error thread=%s", name)
+            finally:
+                del self._busy_since[name]

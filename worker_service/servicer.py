@@ -70,6 +70,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             pid=os.getpid(),
             num_weight_loads=self._engine.num_weight_loads,
             last_epoch=self._engine.last_epoch,
+            busy_us=round(self._engine.busy_s * 1e6),
         )
 
     # The two streaming rpcs write to the context instead of yielding, so that they are coroutines

@@ -79,7 +79,7 @@ def empty_plan(step_id: int) -> StepPlan:
 async def thread() -> AsyncIterator[ModelThread]:
     thread = ModelThread()
     yield thread
-    thread.stop(wait=True)
+    thread.stop(wait_s=10)
 
 
 async def submit(stream: StepStream, thread: ModelThread, count: int) -> None:
