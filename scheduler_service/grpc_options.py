@@ -8,16 +8,36 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_PUBLIC_MESSAGE_BYTES = 16 << 20
 """Largest message a client may send: a prompt of four million token ids."""
 
-KEEPALIVE_MS = 10_000
-"""Time without traffic after which a peer is pinged."""
+KEEPALIVE_MS = 5_000
+"""Time in which nothing came from a peer after which it is pinged."""
 
 KEEPALIVE_TIMEOUT_MS = 5_000
-"""Time after which a peer that does not answer pings counts as gone."""
+"""Time after which a peer that does not answer pings, or acknowledge data, counts as gone."""
+
+MIN_PING_INTERVAL_MS = 1_000
+"""Pings of a peer that come this far apart are never held against it, whatever they are for. No
+gRPC library of ours pings more often."""
 
 MAX_RECONNECT_BACKOFF_MS = 1_000
 """Longest pause between two attempts to reach a peer: a restarted process is found soon."""
 
 Options = list[tuple[str, Any]]
+
+
+def keepalive_options(
+    interval_ms: int = KEEPALIVE_MS, timeout_ms: int = KEEPALIVE_TIMEOUT_MS
+) -> Options:
+    """Have either end of a connection notice, by itself, that the other is gone or unreachable.
+
+    After `keepalive_timeout_ms` without an answer gRPC calls a connection dead only if the ping's
+    own timeout is not longer, and that is a minute unless set.
+    """
+    return [
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
 
 
 def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -30,11 +50,10 @@ def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # Half our peers' ping interval: pings from an honest peer never count as abuse.
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        # Clients of other makes may ping while they have no calls.
+        ("grpc.keepalive_permit_without_calls", 1),
+        *keepalive_options(),
     ]
 
 
@@ -49,9 +68,7 @@ def channel_options() -> Options:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
+        *keepalive_options(),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),

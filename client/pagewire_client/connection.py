@@ -22,9 +22,11 @@ _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A peer that vanished without a word is noticed, but only while calls are open.
-    ("grpc.keepalive_time_ms", 30_000),
+    # A peer that vanished without a word is noticed, but only while calls are open. A ping has a
+    # timeout of its own, and the longer of the two counts.
+    ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     # A server that restarts is found again within the first retries.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

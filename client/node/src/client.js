@@ -22,6 +22,9 @@ const FINISH_REASONS = {
   FINISH_REASON_LENGTH: "length",
 };
 
+/** A server that vanished without a word is noticed while calls are open. */
+const KEEPALIVE = { "grpc.keepalive_time_ms": 15_000, "grpc.keepalive_timeout_ms": 10_000 };
+
 /** Talks to one frontend. Errors are those of @grpc/grpc-js: `code` and `details` say what. */
 export class Client {
   #service;
@@ -34,7 +37,8 @@ export class Client {
    * @param {grpc.ChannelCredentials} [options.credentials] default: no encryption
    */
   constructor(address = "127.0.0.1:7600", { token, credentials } = {}) {
-    this.#service = new InferenceService(address, credentials ?? grpc.credentials.createInsecure());
+    const secured = credentials ?? grpc.credentials.createInsecure();
+    this.#service = new InferenceService(address, secured, KEEPALIVE);
     if (token) this.#metadata.set("authorization", `Bearer ${token}`);
   }
 
