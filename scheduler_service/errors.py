@@ -11,6 +11,7 @@
     ├── UnknownRequest         no such request is live
     ├── UnknownWorkerGroup     no worker of such a group is registered
     ├── DuplicateRequest       a request with this id is live
+    ├── RequestTakenOver       its client goes on with it elsewhere
     ├── RequestAborted         the client, or somebody for it, ended the request
     ├── DeadlineExceeded       the request's time is up
     ├── Unavailable            no worker, or shutting down; safe to retry
@@ -107,6 +108,12 @@ class DuplicateRequest(PagewireError):
     """A live request has this id."""
 
     reason = "DUPLICATE_REQUEST"
+
+
+class RequestTakenOver(PagewireError):
+    """A later try at the request has taken it over; nobody waits for this one any more."""
+
+    reason = "TAKEN_OVER"
 
 
 class RequestAborted(PagewireError):

@@ -36,6 +36,7 @@ STATUS_CODES: dict[type[errors.PagewireError], grpc.StatusCode] = {
     errors.UnknownRequest: grpc.StatusCode.NOT_FOUND,
     errors.UnknownWorkerGroup: grpc.StatusCode.NOT_FOUND,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.RequestTakenOver: grpc.StatusCode.ABORTED,
     errors.RequestAborted: grpc.StatusCode.CANCELLED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,

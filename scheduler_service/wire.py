@@ -147,6 +147,11 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         deadline=now + submit.timeout_us / 1e6 if submit.HasField("timeout_us") else None,
         beam_search=_decode_beam_search(submit),
         generated={entry.choice_index: _decode_generated(entry) for entry in submit.generated},
+        attempt=submit.attempt,
+        fingerprint=submit.fingerprint,
+        was_accepted=submit.was_accepted,
+        waited_us=submit.waited_us,
+        num_worker_losses=submit.num_worker_losses,
     )
 
 
@@ -203,6 +208,7 @@ def encode_outbox(outbox: Outbox) -> scheduler_service_pb2.SchedulerMessage:
         ],
         requests_finished=[_encode_finished(request) for request in outbox.requests_finished],
         requests_failed=[encode_failed(*failed) for failed in outbox.requests_failed],
+        worker_losses=to_column(outbox.worker_losses),
     )
 
 

@@ -42,7 +42,8 @@ class Client:
     ) -> None:
         """Nothing is dialled before the first call.
 
-        `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between.
+        `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
+        with commas between them.
         `token`: sent as `authorization: Bearer TOKEN`.
         """
         connections = Connections(connection_options(address, tls, token), sync_channel)

@@ -98,8 +98,10 @@ class ConnectionOptions:
 def connection_options(
     address: Address | Sequence[Address], tls: TlsOptions | None, token: str | None
 ) -> ConnectionOptions:
-    """Options from what a client's constructor takes."""
-    addresses = (address,) if isinstance(address, str) else tuple(address)
+    """Options from what a client's constructor takes; several addresses may also stand in one
+    text, with commas between them."""
+    texts = (address,) if isinstance(address, str) else address
+    addresses = tuple(each for text in texts for each in text.split(","))
     return ConnectionOptions(addresses=addresses, tls=tls, token=token)
 
 

@@ -74,7 +74,8 @@ class Overloaded(PagewireError):
 
 
 class RequestAborted(PagewireError):
-    """The request was ended by its client, or by somebody for it."""
+    """The request was ended by its client, or by somebody for it; `reason` is TAKEN_OVER where a
+    later try at it goes on elsewhere."""
 
 
 class DeadlineExceeded(PagewireError, TimeoutError):
@@ -106,7 +107,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.CANCELLED: RequestAborted,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.ABORTED: ServerError,
+    grpc.StatusCode.ABORTED: RequestAborted,
     grpc.StatusCode.DATA_LOSS: ServerError,
     grpc.StatusCode.INTERNAL: ServerError,
     grpc.StatusCode.UNKNOWN: ServerError,

@@ -1,6 +1,6 @@
 """One request's answer as it grows, and what to say to continue it elsewhere.
 
-A pure fold: responses go in, deltas come out, and at any point `next_request()` is the request
+Responses go in, deltas come out, and at any point `next_request()` is the request
 that continues from here. Clients of either kind, and streams of many requests, share it.
 """
 
@@ -38,15 +38,19 @@ class StreamState:
         assert request.request_id, "a request needs an id to be continued"
         self._request = request
         self._started = False
+        self._num_attempts = 0
         prompt = request.text if request.WhichOneof("prompt") == "text" else None
         self.output = RequestOutput(request_id=request.request_id, prompt=prompt)
 
     def next_request(self) -> pb.GenerateRequest:
-        """What to send to get the rest: the request itself as long as nothing was received."""
-        if not self._started:
-            return self._request
+        """What to send to get the rest; each time it is a later attempt, which takes the request
+        over from the one before, should that still be live."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
+        request.attempt = self._num_attempts
+        self._num_attempts += 1
+        if not self._started:
+            return request
         assert self.output.seed is not None
         request.sampling_params.seed = self.output.seed
         request.model = self.output.model

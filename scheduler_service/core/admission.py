@@ -126,7 +126,7 @@ def check_tenant(
     A request that goes on after a loss was accepted before, and is not refused.
     """
     tenant = group.tenant
-    if group.request.generated:
+    if group.request.is_continued:
         return
     details: dict[str, object] = {"tenant": tenant.name}
     max_requests, max_tokens = tenant.config.max_requests, tenant.config.max_queued_tokens
@@ -166,7 +166,7 @@ def check_queue(
     """
     num_waiting = sum(map(len, queues))
     num_waiting_tokens = sum(queue.num_tokens for queue in queues)
-    if request.generated or num_waiting == 0:
+    if request.is_continued or num_waiting == 0:
         return
     details = {"num_waiting": num_waiting, "num_waiting_tokens": num_waiting_tokens}
     requests_over = num_waiting + 1 - config.max_queue_requests

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 
+from scheduler_service.attempts import taken_over
 from scheduler_service.core import delivery
 from scheduler_service.core.admission import (
     Queue,
@@ -25,6 +26,7 @@ from scheduler_service.core.request_clock import to_us
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import CoreSnapshot, Totals
+from scheduler_service.core.takeover import check_takes_over, continuation
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import (
     DuplicateRequest,
@@ -76,20 +78,20 @@ class SchedulerCore:
 
     def remove_group(self, group_id: str, now: float) -> None:
         """A worker group is gone: what it had goes to the head of the queue, with the tokens it
-        has. What was on the worker too many times at its death fails; one that drained was to go,
-        and does not count. Unknown: no effect."""
+        has. What a worker was computing at its death, once too often, fails; one that drained was
+        to go, and does not count. Unknown: no effect."""
         scheduler = self._schedulers.pop(group_id, None)
         if scheduler is None:
             return
         model = self._models[scheduler.capacity.model]
         model.schedulers.remove(scheduler)
-        groups, on_worker = scheduler.lose(to_us(now))
+        groups, computing = scheduler.lose(to_us(now))
         # One without requests was drained, most likely: nobody is hurt.
         level = logging.WARNING if groups else logging.INFO
         logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
         model.queue_again(groups)
         for group in groups:
-            if group in on_worker and not scheduler.is_draining:
+            if group in computing and not scheduler.is_draining:
                 self._count_loss(group, now)
 
     def drain_group(self, group_id: str, now: float) -> None:
@@ -111,16 +113,23 @@ class SchedulerCore:
     # Requests.
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request; it shows in its frontend's outbox as accepted.
+        """Queue a request; it shows in its frontend's outbox as accepted. If it is a later try at
+        a live one, that one ends.
 
-        Raises InvalidArgument, DuplicateRequest, UnknownModel, PromptTooLong, TenantLimit,
-        QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if it had never
-        been.
+        Raises InvalidArgument, DuplicateRequest, RequestTakenOver, UnknownModel, PromptTooLong,
+        TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if
+        it had never been.
         """
         check_request(request, self._config)
-        if self._registry.is_taken(request):
+        former = self._registry.find(request.request_id)
+        if former is not None:
+            check_takes_over(request, former.request)
+            request = continuation(request, former, to_us(now))
+        if self._registry.has_handles_of(request):
             raise DuplicateRequest(
-                f"request {request.request_id} is live", details={"request_id": request.request_id}
+                f"the frontend has a live request of handle {request.handle}",
+                reason="DUPLICATE_HANDLE",
+                details={"request_id": request.request_id},
             )
         self._check_model(request.model)
         group = self._registry.make_group(request, to_us(now))
@@ -132,6 +141,11 @@ class SchedulerCore:
         check_tenant(group, drains, self._config)
         check_queue(request, self._queues(), drains, self._config)
         check_deadline(group, model, self._registry.groups, now)
+        if former is not None:
+            group.is_charged = former.is_charged
+            error = taken_over(request.request_id, request.attempt)
+            self._end(former, ABORTED, error, now)
+        self._suspect(group)
         self._accept(group, now)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
@@ -338,7 +352,7 @@ class SchedulerCore:
                 self._end(group, SequenceStatus.FINISHED_IGNORED, error, now)
 
     def _count_loss(self, group: SequenceGroup, now: float) -> None:
-        """Note that a group was on a worker that died; it may be the cause."""
+        """Note that a worker died that was computing a group; it may be the cause."""
         group.num_worker_losses += 1
         if group.num_worker_losses >= self._config.max_worker_losses:
             error = GenerationFailed(
@@ -347,6 +361,16 @@ class SchedulerCore:
                 details={"num_worker_losses": group.num_worker_losses},
             )
             self._end(group, SequenceStatus.FINISHED_ERROR, error, now)
+        else:
+            group.frontend.outbox.worker_losses.append(group.request.handle)
+            self._suspect(group)
+
+    def _suspect(self, group: SequenceGroup) -> None:
+        """Keep a group that the next worker's death would fail from others of its kind, until it
+        is past the steps that were in flight."""
+        is_last = group.num_worker_losses == self._config.max_worker_losses - 1
+        if is_last and group.num_worker_losses and group.num_unfinished:
+            group.suspect_length = group.max_known_tokens + self._config.pipeline_depth
 
     def _scheduler_of(self, group: SequenceGroup) -> Scheduler | None:
         """Where a live group is placed."""

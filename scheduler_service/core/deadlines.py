@@ -42,7 +42,7 @@ def check_deadline(
     A request that goes on after a loss was accepted before, and is not refused.
     """
     deadline = group.request.deadline
-    if deadline is None or model is None or group.request.generated:
+    if deadline is None or model is None or group.request.is_continued:
         return
     left_us = to_us(deadline - now)
     if left_us <= 0:

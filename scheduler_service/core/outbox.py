@@ -53,6 +53,8 @@ class Outbox:
     requests_finished: list[RequestFinished] = field(default_factory=list)
     requests_failed: list[tuple[int, Exception]] = field(default_factory=list)
     """(request handle, an error of `scheduler_service.errors`)."""
+    worker_losses: list[int] = field(default_factory=list)
+    """Handles of requests that lost a worker that was computing them, and go on."""
 
     def __bool__(self) -> bool:
         """Whether there is any news."""
@@ -67,4 +69,5 @@ class Outbox:
             or self.choices_finished
             or self.requests_finished
             or self.requests_failed
+            or self.worker_losses
         )

@@ -131,7 +131,7 @@ def us_per_token(scheduler: Scheduler) -> float | None:
 def _wait_us(group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float) -> float:
     """The time until a worker group has room that has none now. Prompts that wait are no part of
     it: they are in the cost."""
-    if scheduler.ahead or scheduler.swapping:
+    if scheduler.ahead or scheduler.swapping or scheduler.has_other_suspect(group):
         return float("inf")
     shortage = scheduler.shortage(group)
     if shortage == 0:

@@ -19,7 +19,9 @@ class Registry:
     Numbers of sequences are not used again before all others have been.
     """
 
-    def __init__(self, rank: Callable[[Request, int], tuple[int, ...]], tenants: Tenants) -> None:
+    def __init__(
+        self, rank: Callable[[Request, tuple[int, int]], tuple[int, ...]], tenants: Tenants
+    ) -> None:
         self._rank = rank
         self._tenants = tenants
         self._groups: dict[str, SequenceGroup] = {}
@@ -50,10 +52,10 @@ class Registry:
         frontend = self._frontends.get(frontend_id)
         return frontend.sequences.get(handle) if frontend is not None else None
 
-    def is_taken(self, request: Request) -> bool:
-        """Whether a live request has its id or one of its handles."""
+    def has_handles_of(self, request: Request) -> bool:
+        """Whether a live request of its frontend has one of its handles."""
         handles = range(request.handle, request.handle + request.num_choices)
-        return request.request_id in self._groups or any(
+        return any(
             self.find_sequence(request.frontend_id, handle) is not None for handle in handles
         )
 
@@ -61,13 +63,14 @@ class Registry:
         """A group for a request, not live yet, with what was generated of it before."""
         self._num_arrivals += 1
         frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
-        phase = Phase.RECOVERY if request.generated else Phase.QUEUE
+        phase = Phase.RECOVERY if request.is_continued else Phase.QUEUE
         group = SequenceGroup(
             request=request,
             tenant=self._tenants.find(request.tenant),
             frontend=frontend,
-            rank=self._rank(request, self._num_arrivals),
+            rank=self._rank(request, (now_us - request.waited_us, self._num_arrivals)),
             clock=RequestClock.start(now_us, phase),
+            num_worker_losses=request.num_worker_losses,
         )
         beam_search = request.beam_search
         num_sequences = request.num_choices if beam_search is None else beam_search.width

@@ -42,3 +42,20 @@ class Request:
     """Beam search for the `num_choices` best; None: sampling."""
     generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
     """By choice index."""
+    attempt: int = 0
+    """Its client's number of this try at it."""
+    fingerprint: bytes = b""
+    """What all tries at it have in common, and no other request has; empty if there is no other
+    try."""
+    was_accepted: bool = False
+    """Whether a core has accepted it before."""
+    waited_us: int = 0
+    """How long its frontend has had it."""
+    num_worker_losses: int = 0
+    """Times it was being computed by a worker that died, as former cores know."""
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether it goes on after a loss: having been let in once, it is not refused for what
+        has come since."""
+        return self.was_accepted or bool(self.generated)

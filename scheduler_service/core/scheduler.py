@@ -186,7 +186,9 @@ class Scheduler:
 
     def can_take(self, group: SequenceGroup) -> bool:
         """Whether the group would find places and blocks here now, beside those that wait."""
-        return self.has_room and self.fits(group) and self.shortage(group) == 0
+        if not self.has_room or self.has_other_suspect(group):
+            return False
+        return self.fits(group) and self.shortage(group) == 0
 
     def shortage(self, group: SequenceGroup) -> float:
         """The share of the sequences here that must end before the group finds places and blocks
@@ -207,7 +209,14 @@ class Scheduler:
         of, be they running or waiting."""
         if self.ahead or not self.fits(group):
             return False
+        if self.has_other_suspect(group):
+            return False
         return self._making_way.find(group, self.groups) is not None
+
+    def has_other_suspect(self, group: SequenceGroup) -> bool:
+        """Whether the group is a suspect, and may not be here with another one: were the worker
+        to die, both would fail."""
+        return group.is_suspect and any(other.is_suspect for other in self.groups)
 
     @property
     def num_tokens_to_prefill(self) -> int:
@@ -267,9 +276,8 @@ class Scheduler:
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """The worker is gone: all groups, to start again with the tokens they have; and those
-        that were on it. Nothing may be scheduled here any more."""
-        on_worker = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
-        on_worker |= {group for group in self.groups if group.num_running}
+        that it was computing. Nothing may be scheduled here any more."""
+        computing = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
         self.waiting.take_all()
         self.ahead.take_all()
         for group in self.groups:
@@ -279,7 +287,7 @@ class Scheduler:
             for seq in group.unfinished():
                 seq.restart()
                 seq.length = seq.num_known
-        return list(self.groups), on_worker
+        return list(self.groups), computing
 
     def snapshot(self) -> GroupSnapshot:
         """Counts of the present state."""

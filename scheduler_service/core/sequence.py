@@ -157,7 +157,9 @@ class SequenceGroup:
     num_running: int = 0
     """Sequences that are RUNNING."""
     num_worker_losses: int = 0
-    """Times it was on a worker that died."""
+    """Times that a worker was computing it and died."""
+    suspect_length: int = 0
+    """Tokens up to which it is a suspect: see `is_suspect`."""
     prompt_logprobs_start: int = 0
     """Prompt position up to which log probabilities were delivered; 0 if none were."""
     num_cached_tokens: int = 0
@@ -199,6 +201,14 @@ class SequenceGroup:
     def max_known_tokens(self) -> int:
         """Tokens of its longest unfinished sequence: what a worker must at least hold."""
         return self.longest.num_known
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether another worker's death would fail it, and it has not come further than it was at
+        the last one. Computed alone, it can neither hide behind others nor be taken for them."""
+        return self.suspect_length > 0 and self.suspect_length > min(
+            seq.num_known for seq in self.unfinished()
+        )
 
     def choices(self) -> list[Sequence]:
         """Those that its frontend has handles of."""

@@ -199,3 +199,4 @@ def merge(pending: Outbox, news: Outbox) -> None:
     pending.choices_finished.extend(news.choices_finished)
     pending.requests_finished.extend(news.requests_finished)
     pending.requests_failed.extend(news.requests_failed)
+    pending.worker_losses.extend(news.worker_losses)

@@ -11,8 +11,8 @@ makes a request wait instead of failing it.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -21,7 +21,7 @@ from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
 from scheduler_service.columns import from_column
-from scheduler_service.errors import InvalidArgument, PagewireError, QueueFull, UnknownModel
+from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.outgoing import Outgoing
 from scheduler_service.frontend.request_stream import RequestStream
@@ -158,11 +158,17 @@ class CoreLink:
         for handle in from_column(message.accepted, "accepted"):
             if request := self._requests.get(handle):
                 request.receive_accepted()
+        for handle in from_column(message.worker_losses, "worker_losses"):
+            if request := self._requests.get(handle):
+                request.num_worker_losses += 1
         for request in self._deliver(message):
-            self._advance(request)
+            with self._failing_alone(request):
+                for choice in request.advance():
+                    self._outgoing.stop(request, choice)
         for finished in message.requests_finished:
             if request := self._requests.get(finished.handle):
-                request.receive_finished(finished)
+                with self._failing_alone(request):
+                    request.receive_finished(finished)
         for failed in message.requests_failed:
             if request := self._requests.get(failed.handle):
                 self._fail(request, _error_of(failed, request))
@@ -182,7 +188,8 @@ class CoreLink:
                 known[1].receive_logprobs(entry)
         for update in message.prompt_logprobs:
             if request_ := self._requests.get(update.handle):
-                request_.receive_prompt_logprobs(update)
+                with self._failing_alone(request_):
+                    request_.receive_prompt_logprobs(update)
                 touched[request_] = None
         for finished in message.choices_finished:
             if known := self._choices.get(finished.handle):
@@ -193,25 +200,15 @@ class CoreLink:
     def _fail(self, request: RequestStream, error: PagewireError) -> None:
         """Pass a refusal on, unless it is a matter of time for a request that is good.
 
-        A core that is going leaves it to the next one, which finds out anew which models it has
-        and how many requests were accepted before.
+        A core that is going leaves it to the next one, which finds out anew which models it has.
         """
         if isinstance(error, UnknownModel):
             self._without_model[request] = None
-        elif isinstance(error, QueueFull) and request.is_accepted:
-            delay_s = error.retry_delay_s or MAX_BACKOFF_S
-            loop = asyncio.get_running_loop()
-            loop.call_later(delay_s, self._submit_again, request, self._outgoing)
         elif error.reason != "SHUTTING_DOWN":
             request.receive_failed(error)
             return
         logger.info("request waits request_id=%s reason=%s", request.request_id, error.reason)
         request.stopwatch.lost()
-
-    def _submit_again(self, request: RequestStream, outgoing: Outgoing) -> None:
-        """Submit on the stream that refused it; a newer stream has it already."""
-        if self._requests.get(request.handle) is request and outgoing is self._outgoing:
-            outgoing.submit(request)
 
     def _take_models(self, models: Sequence[model_pb2.ModelInfo]) -> None:
         self._on_models(models)
@@ -220,11 +217,11 @@ class CoreLink:
             del self._without_model[request]
             self._outgoing.submit(request)
 
-    def _advance(self, request: RequestStream) -> None:
-        """Let a request make text of its tokens; a failure there is that request's alone."""
+    @contextmanager
+    def _failing_alone(self, request: RequestStream) -> Iterator[None]:
+        """Whatever goes wrong inside ends this request with an error, and no other."""
         try:
-            for choice in request.advance():
-                self._outgoing.stop(request, choice)
+            yield
         except Exception:
             logger.exception("request failed request_id=%s", request.request_id)
             request.fail(PagewireError("internal error"))

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
+from scheduler_service import attempts
 from scheduler_service.errors import (
     DeadlineExceeded,
-    DuplicateRequest,
     PagewireError,
     QueueFull,
     RequestAborted,
@@ -22,6 +22,7 @@ from scheduler_service.errors import (
 )
 from scheduler_service.frontend import validation
 from scheduler_service.frontend.core_link import CoreLink
+from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.frontend.settled import draw_request_id, prompt_tokens, settle
@@ -39,6 +40,7 @@ RETRY_DELAY_S = 1.0
 @dataclass(slots=True)
 class _Open:
     stream: RequestStream
+    request: inference_pb.GenerateRequest
     preparing: asyncio.Task[None]
     timer: asyncio.TimerHandle | None
 
@@ -73,7 +75,8 @@ class OpenRequests:
         deadline: float | None,
         on_news: Callable[[RequestStream], None],
     ) -> RequestStream:
-        """Take a request in; `close` must follow.
+        """Take a request in; `close` must follow. If it is a later try at an open one, that one
+        ends.
 
         `deadline` is on the monotonic clock. Raises what makes the request unacceptable here and
         now; all that is found out later comes as the stream's error.
@@ -82,16 +85,20 @@ class OpenRequests:
             raise _shutting_down()
         validation.check_request(request)
         request_id = request.request_id or draw_request_id()
-        if request_id in self._open:
-            raise DuplicateRequest(
-                f"a request with id {request_id} is live", details={"request_id": request_id}
-            )
-        self._check_room()
+        former = self._open.get(request_id)
+        if former is None:
+            self._check_room()
+        else:
+            _check_takes_over(request, former.request)
         if deadline is None and self._default_timeout_s is not None:
             deadline = time.monotonic() + self._default_timeout_s
         stream = RequestStream(request_id, deadline, on_news)
+        if former is not None:
+            stream.take_over(former.stream)
+            self._fail(former, attempts.taken_over(request_id, request.attempt))
         self._open[request_id] = _Open(
             stream,
+            request,
             preparing=asyncio.create_task(self._prepare(stream, request)),
             timer=self._start_timer(stream),
         )
@@ -180,6 +187,18 @@ def _begin(
 ) -> None:
     """Tokenize, fill in what is open, set up the choices."""
     stream.begin(settle(request, stream.request_id, model, prompt_tokens(request, model)))
+
+
+def _check_takes_over(
+    request: inference_pb.GenerateRequest, live: inference_pb.GenerateRequest
+) -> None:
+    """Raise an error unless a request is a later try at the live one that has its id."""
+    attempts.check_later(
+        request.request_id,
+        request.attempt,
+        live_attempt=live.attempt,
+        is_same=fingerprint(request) == fingerprint(live),
+    )
 
 
 def _shutting_down() -> Unavailable:

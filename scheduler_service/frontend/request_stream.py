@@ -46,6 +46,8 @@ class RequestStream:
         """Whether the last response was taken."""
         self.handle = 0
         """The link's number for the first choice; 0 before it is submitted."""
+        self.num_worker_losses = 0
+        """Workers that died while they were computing it, as its cores have told."""
         self.choices: list[ChoiceStream] = []
         """As the core knows them."""
         self.has_ended_at_core = False
@@ -57,6 +59,9 @@ class RequestStream:
         self._prompt_logprobs: PromptLogprobs | None = None
         self.is_accepted = False
         """Whether a core has ever taken it in."""
+        self._was_accepted_before = False
+        """Whether one took in the try that it follows."""
+        self._arrived = time.monotonic()
         self._started_sent = False
         self._finished: scheduler_pb.RequestFinished | None = None
         self._timings: inference_pb.Timings | None = None
@@ -66,6 +71,12 @@ class RequestStream:
         """The model it was settled for."""
         assert self._request is not None
         return self._request.model.info.name
+
+    def take_over(self, former: "RequestStream") -> None:
+        """Be a later try at a request, with its place and its history at the core."""
+        self._was_accepted_before = former.is_accepted or former._was_accepted_before
+        self._arrived = former._arrived
+        self.num_worker_losses = former.num_worker_losses
 
     def begin(self, request: SettledRequest) -> None:
         """Set up the choices, with what a resumed request brings.
@@ -96,8 +107,12 @@ class RequestStream:
             submit.generated.extend(
                 choice.generated() for choice in self.choices if choice.token_ids or choice.finish
             )
+        now = time.monotonic()
         if self.deadline is not None:
-            submit.timeout_us = max(1, round((self.deadline - time.monotonic()) * 1e6))
+            submit.timeout_us = max(1, round((self.deadline - now) * 1e6))
+        submit.was_accepted = self.is_accepted or self._was_accepted_before
+        submit.waited_us = round((now - self._arrived) * 1e6)
+        submit.num_worker_losses = self.num_worker_losses
         return submit
 
     def client_field(self, field: str) -> str:

@@ -14,6 +14,7 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong
 from scheduler_service.frontend.detokenizer import Detokenizer, NoText
+from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.model_assets import ServedModel
 from scheduler_service.frontend.stop_strings import StopStrings
 
@@ -33,7 +34,7 @@ class SettledRequest:
     """What a stream needs to know of its request, and what the core is told of it."""
 
     submit: scheduler_pb.Submit
-    """Complete but for handle, timeout and generated tokens."""
+    """Complete but for handle, timeout, generated tokens, and what became of it so far."""
     model: ServedModel
     prompt_token_ids: Sequence[int]
     num_choices: int
@@ -133,6 +134,8 @@ def settle(
             sampling=_sampler_params(params, model, seed, stop_token_ids),
             # A stop string is found here: held back, its tokens would be followed by useless ones.
             max_hold_ms=0 if params.stop else request.max_hold_ms,
+            attempt=request.attempt,
+            fingerprint=fingerprint(request),
         ),
         model=model,
         prompt_token_ids=prompt,

@@ -21,7 +21,7 @@ from scheduler_service.core import (
     StepResult,
 )
 from scheduler_service.core.beam_search import BeamParams
-from scheduler_service.errors import PagewireError, RequestAborted
+from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
 from scheduler_service.replay.recorder import RecordingCore
 from tests.support.symbolic_worker import (
     Sampling,
@@ -43,6 +43,23 @@ class ChoiceRecord:
     finish_reason: str | None = None
     stopped_by_frontend: bool = False
 
+    def received(self, most: int) -> "ChoiceRecord":
+        """The same with the first tokens alone."""
+        if len(self.tokens) <= most:
+            return replace(self, tokens=list(self.tokens), num_logprobs=0)
+        return ChoiceRecord(self.tokens[:most])
+
+
+def _generated(choices: list[ChoiceRecord]) -> dict[int, GeneratedTokens]:
+    return {
+        index: GeneratedTokens(
+            token_ids=list(choice.tokens),
+            finished=choice.finish_reason is not None or choice.stopped_by_frontend,
+        )
+        for index, choice in enumerate(choices)
+        if choice.tokens or choice.stopped_by_frontend
+    }
+
 
 @dataclass
 class RequestRecord:
@@ -58,6 +75,7 @@ class RequestRecord:
     error: PagewireError | None = None
     num_prompt_logprobs: int = 0
     num_losses: int = 0
+    """Workers that died and had been computing it, as its frontend was told."""
 
     @property
     def is_live(self) -> bool:
@@ -150,15 +168,10 @@ class CoreDriver:
 
     def _submit_again(self, record: RequestRecord) -> None:
         request = record.request
-        generated = {
-            index: GeneratedTokens(
-                token_ids=list(choice.tokens),
-                finished=choice.finish_reason is not None or choice.stopped_by_frontend,
-            )
-            for index, choice in enumerate(record.choices)
-            if choice.tokens or choice.stopped_by_frontend
-        }
-        request.generated = generated
+        request.generated = _generated(record.choices)
+        request.was_accepted = record.accepted
+        request.num_worker_losses = record.num_losses
+        request.waited_us += round((self.now - record.submitted) * 1e6)
         record.accepted = False
         record.submitted = self.now
         record.num_prompt_logprobs = 0
@@ -210,11 +223,39 @@ class CoreDriver:
             wants_prompt_logprobs=sampling.prompt_logprobs,
             beam_search=beam_search,
             deadline=None if timeout is None else self.now + timeout,
+            fingerprint=b"of this request",
         )
         self.core.submit(request, self.now)
         record = RequestRecord(request, self.now, [ChoiceRecord() for _ in range(n)])
         self.records[frontend_id, handle] = record
         return record
+
+    def try_again(
+        self, record: RequestRecord, frontend_id: str, most_received: int
+    ) -> RequestRecord:
+        """Its client tries again with what it has of each choice, `most_received` tokens at most,
+        while its frontend still has the former try, ended or not. Raises what the core raises."""
+        self.collect()
+        handle = self.next_handle
+        choices = [choice.received(most_received) for choice in record.choices]
+        request = replace(
+            record.request,
+            frontend_id=frontend_id,
+            handle=handle,
+            attempt=record.request.attempt + 1,
+            generated=_generated(choices),
+            was_accepted=False,
+            waited_us=0,
+            num_worker_losses=0,
+        )
+        was_live = record.is_live
+        self.core.submit(request, self.now)
+        self.next_handle += request.num_choices
+        later = RequestRecord(request, self.now, choices, num_losses=record.num_losses)
+        self.records[frontend_id, handle] = later
+        self.collect()
+        assert isinstance(record.error, RequestTakenOver) or not was_live
+        return later
 
     def cancel(self, record: RequestRecord) -> None:
         """Its client goes away."""
@@ -333,6 +374,8 @@ class CoreDriver:
             assert tokens == list(prompt[update.start : update.start + count])
             assert len(update.logprobs) == len(update.token_ids)
             record.num_prompt_logprobs += count
+        for handle in outbox.worker_losses:
+            self.records[frontend_id, handle].num_losses += 1
         new_tokens = self._read_tokens(frontend_id, outbox)
         for handle, logprobs in outbox.logprobs:
             choice = self._choice(frontend_id, handle)[1]
@@ -457,6 +500,8 @@ class CoreDriver:
         if record.error.reason == "NON_FINITE_LOGITS":
             fails_at = record.request.sampling.fails_at
             assert fails_at in [len(choice.tokens) for choice in record.choices]
+        if record.error.reason == "WORKERS_LOST":
+            assert record.num_losses == self.config.max_worker_losses - 1
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             longest = len(record.request.prompt_token_ids) + max(lengths)
             assert longest > self.least_cache_tokens

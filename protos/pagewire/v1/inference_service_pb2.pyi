@@ -66,10 +66,13 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. A
-    second one that is live is refused with ALREADY_EXISTS. Absent: the frontend
-    draws one and reports it in Started.
+    """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. While
+    it is live, on whichever frontend, a second one with the key is refused with
+    ALREADY_EXISTS, unless it is a later try at the same request: see `attempt`.
+    So nothing runs twice. Absent: the frontend draws one and reports it in the first
+    response; a client that wants to try again must bring its own.
     """
     model: _builtins.str
     """A served model's name. May be absent when one model is served."""
@@ -86,6 +89,15 @@ class GenerateRequest(_message.Message):
     strings are given or other requests on the frontend wait for their tokens.
     Default 0.
     """
+    attempt: _builtins.int
+    """Which of the client's tries at this request it is, from 0. A client that has lost
+    its connection cannot know whether its former try is still live, here or on
+    another frontend. A greater number than that one's, with the same prompt and
+    parameters (but for the seed, which the client may not know yet) and the same
+    tenant, takes the request over: the former stream ends with ABORTED and the reason
+    TAKEN_OVER, and this one goes on from `resume`. A lower number than that of the
+    live one ends so itself: it has been on its way for too long.
+    """
     @_builtins.property
     def token_ids(self) -> Global___PromptTokens:
         """Token ids, taken as they are. Not empty."""
@@ -101,7 +113,8 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
         """Continues a request that was cut off: what was received of each choice. Needs
-        request_id, the same prompt and parameters, and the seed from Started.
+        request_id, a greater `attempt`, the same prompt and parameters, and the seed from
+        Started.
         """
 
     def __init__(
@@ -116,10 +129,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int | None = ...,
         resume: _abc.Iterable[Global___ResumedChoice] | None = ...,
         max_hold_ms: _builtins.int | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "attempt", b"attempt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_hold_ms: _TypeAlias = _typing.Literal["max_hold_ms"]  # noqa: Y015
     _WhichOneofArgType__max_hold_ms: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms"]  # noqa: Y015

@@ -130,12 +130,17 @@ class Submit(_message.Message):
     TIMEOUT_US_FIELD_NUMBER: _builtins.int
     GENERATED_FIELD_NUMBER: _builtins.int
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WAS_ACCEPTED_FIELD_NUMBER: _builtins.int
+    WAITED_US_FIELD_NUMBER: _builtins.int
+    NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's number for the request's first choice; choice i is handle + i.
     Unique on the stream while the request lives; positive, below 2^31.
     """
     request_id: _builtins.str
-    """Unique among all live requests of the core."""
+    """Unique among all live requests of the core: see `attempt`."""
     model: _builtins.str
     """A served model's name."""
     tenant: _builtins.str
@@ -159,6 +164,25 @@ class Submit(_message.Message):
     while no request of the frontend says 0. All other news are told at once, and
     take the tokens with them.
     """
+    attempt: _builtins.int
+    """As in GenerateRequest. Where request_id is live with the same tenant, model and
+    fingerprint, the greater attempt gets the request, whichever comes first; the other
+    fails with ABORTED and the reason TAKEN_OVER. Otherwise, and where they are equal,
+    the one that comes fails with ALREADY_EXISTS.
+    """
+    fingerprint: _builtins.bytes
+    """What two tries at a request have in common, and two requests have not: a hash of
+    16 bytes of all that the client asks for, but for its seed. Empty: no two are tries
+    at the same.
+    """
+    was_accepted: _builtins.bool
+    """A core has accepted the request before: it is not refused for queues that are full."""
+    waited_us: _builtins.int
+    """Time since the request came to the frontend, in microseconds. It keeps its place
+    among those that came later.
+    """
+    num_worker_losses: _builtins.int
+    """How often former cores have told of it in `worker_losses`."""
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with no default left open; `sampling` then has num_candidates, at
@@ -192,10 +216,15 @@ class Submit(_message.Message):
         timeout_us: _builtins.int | None = ...,
         generated: _abc.Iterable[Global___GeneratedTokens] | None = ...,
         max_hold_ms: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        fingerprint: _builtins.bytes = ...,
+        was_accepted: _builtins.bool = ...,
+        waited_us: _builtins.int = ...,
+        num_worker_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
     _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015
@@ -278,12 +307,18 @@ class SchedulerMessage(_message.Message):
     CHOICES_FINISHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FINISHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
+    WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bytes
     """Requests that were accepted (first handle of each). int32 column."""
     token_handles: _builtins.bytes
     """New tokens: handles of choices; a choice may occur more than once. int32 column."""
     token_ids: _builtins.bytes
     """New tokens: one per handle above. int32 column."""
+    worker_losses: _builtins.bytes
+    """Requests that a worker was computing at its death, and that go on (first handle of
+    each). Too many deaths fail a request, and a new core must know of those before.
+    int32 column.
+    """
     @_builtins.property
     def models(self) -> Global___ServedModels:
         """All models that can be served now, whenever that changes, and in the stream's
@@ -322,10 +357,11 @@ class SchedulerMessage(_message.Message):
         choices_finished: _abc.Iterable[Global___ChoiceFinished] | None = ...,
         requests_finished: _abc.Iterable[Global___RequestFinished] | None = ...,
         requests_failed: _abc.Iterable[Global___RequestFailed] | None = ...,
+        worker_losses: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "models", b"models"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "accepted", b"accepted", "choices_finished", b"choices_finished", "logprobs", b"logprobs", "models", b"models", "prompt_logprobs", b"prompt_logprobs", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "token_handles", b"token_handles", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "accepted", b"accepted", "choices_finished", b"choices_finished", "logprobs", b"logprobs", "models", b"models", "prompt_logprobs", b"prompt_logprobs", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "token_handles", b"token_handles", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__models: _TypeAlias = _typing.Literal["models"]  # noqa: Y015
     _WhichOneofArgType__models: _TypeAlias = _typing.Literal["_models", b"_models"]  # noqa: Y015

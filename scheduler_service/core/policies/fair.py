@@ -61,10 +61,10 @@ class Fair(Policy):
         return len(self._accounts)
 
     @staticmethod
-    def rank(request: Request, arrival: int) -> tuple[int, ...]:
+    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
         """The arrival alone."""
         del request
-        return (arrival,)
+        return arrival
 
     def lane(self, tenant: Tenant) -> str:
         """One for each."""

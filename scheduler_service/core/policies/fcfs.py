@@ -8,7 +8,7 @@ class FirstComeFirstServed(Policy):
     """In the order of arrival."""
 
     @staticmethod
-    def rank(request: Request, arrival: int) -> tuple[int, ...]:
+    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
         """The arrival alone."""
         del request
-        return (arrival,)
+        return arrival

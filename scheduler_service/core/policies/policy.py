@@ -24,9 +24,10 @@ class Policy(ABC):
 
     @staticmethod
     @abstractmethod
-    def rank(request: Request, arrival: int) -> tuple[int, ...]:
-        """The request's place for life, the lowest first. `arrival` counts up by one per accepted
-        request and must be part of the rank, so that no two are equal."""
+    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
+        """The request's place for life, the lowest first. `arrival` is when it came to its
+        frontend, in microseconds, and a number that counts up; it must be part of the rank, so
+        that no two are equal."""
 
     def lane(self, tenant: Tenant) -> str | None:
         """The lane of a tenant's requests; None is the one that tenants share.

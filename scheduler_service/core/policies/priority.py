@@ -11,9 +11,9 @@ class Priority(Policy):
     """Lower numbers first; among equal ones in the order of arrival."""
 
     @staticmethod
-    def rank(request: Request, arrival: int) -> tuple[int, ...]:
+    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
         """The request's priority, then its arrival."""
-        return (request.priority, arrival)
+        return (request.priority, *arrival)
 
     def yielding(
         self, group: SequenceGroup, others: Iterable[SequenceGroup]

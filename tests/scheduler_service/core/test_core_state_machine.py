@@ -6,6 +6,7 @@ same.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,7 +23,13 @@ from scheduler_service.core import (
     TenantConfig,
 )
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.errors import InvalidArgument, PromptTooLong, QueueFull, TenantLimit
+from scheduler_service.errors import (
+    InvalidArgument,
+    PromptTooLong,
+    QueueFull,
+    RequestTakenOver,
+    TenantLimit,
+)
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
 from tests.support.recorded import Recorder
 from tests.support.symbolic_worker import Sampling
@@ -39,7 +46,7 @@ TENANTS = {
 REFUSALS = (QueueFull, TenantLimit, PromptTooLong, InvalidArgument)
 
 GROUP_EVENTS = ["join", "lose", "drain", "drain", "part"]
-REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire"]
+REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
 EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend"]
 
 
@@ -281,10 +288,22 @@ class CoreMachine(RuleBasedStateMachine):
             self.driver.cancel(record)
         elif event == "abort":
             self.driver.abort(record)
+        elif event == "again":
+            self.try_again(record, pick)
         elif event == "stop":
             index = pick % len(record.choices)
             num_tokens = pick % (len(record.choices[index].tokens) + 1)
             self.driver.stop_choice(record, index, num_tokens)
+
+    def try_again(self, record: RequestRecord, pick: int) -> None:
+        """Its client has lost its frontend; then, late, comes what the former try has left."""
+        driver = self.driver
+        former = replace(record.request, frontend_id="late", handle=10**6)
+        later = driver.try_again(record, f"f{pick % 2}", most_received=pick % 9)
+        if later.is_live:
+            with pytest.raises(RequestTakenOver):
+                driver.core.submit(former, driver.now)
+        driver.core.check()
 
     # Steps.
 

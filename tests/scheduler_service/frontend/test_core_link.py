@@ -126,17 +126,6 @@ async def test_a_core_that_does_not_know_the_model_yet_gets_the_request_when_it_
     assert (await read_all(call))[-1].usage.completion_tokens == 2
 
 
-async def test_a_request_that_was_accepted_before_is_not_refused_for_a_full_queue(
-    served: Served,
-) -> None:
-    call, request = await started(served)
-    request.attachment.break_off()
-    again = await served.core.next_request()
-    await again.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_delay_us=1000)
-    await (await served.core.next_request()).complete(letters("ok"))
-    assert text_of(await read_all(call)) == "ok"
-
-
 @pytest.mark.parametrize(
     ("sampling", "field", "name"),
     [
@@ -307,6 +296,27 @@ async def test_an_unforeseen_failure_ends_its_own_request_only(
     await other.finish_choice()
     await other.finish()
     assert text_of(await read_all(other_call)) == "b"
+
+
+@pytest.mark.parametrize("news", ["prompt_logprobs", "requests_finished"])
+async def test_news_that_cannot_be_understood_end_their_own_request_only(
+    served: Served, news: str
+) -> None:
+    call, request = await started(served, prompt_logprobs=1)
+    other_call, other = await started(served)
+    kind = {"prompt_logprobs": scheduler_pb.PromptLogprobsUpdate}.get(
+        news, scheduler_pb.RequestFinished
+    )
+    message: Any = kind(handle=request.handle)
+    if isinstance(message, scheduler_pb.PromptLogprobsUpdate):
+        message.token_ids = b"abc"
+    await request.attachment.send(**{news: [message]})
+    error = await error_of(call)
+    assert error.code() == grpc.StatusCode.INTERNAL
+    await other.complete(letters("b"))
+    assert text_of(await read_all(other_call)) == "b"
+    assert request.attachment is other.attachment
+    assert request.attachment.is_open
 
 
 async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:

@@ -1,0 +1,231 @@
+"""A later try at a live request takes it over; whatever the order, only one runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_service.core import GeneratedTokens, PolicyName, SchedulerConfig
+from scheduler_service.errors import (
+    DuplicateRequest,
+    InvalidArgument,
+    QueueFull,
+    RequestTakenOver,
+)
+from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_queue_requests=1)
+
+
+def make_driver(config: SchedulerConfig = CONFIG) -> CoreDriver:
+    driver = CoreDriver(config)
+    driver.add_group(make_capacity())
+    return driver
+
+
+def running(driver: CoreDriver, **fields: object) -> RequestRecord:
+    """A request in the middle of its answer, with a step in flight."""
+    record = driver.submit(prompt=[1, 2, 3, 4, 5], max_tokens=20, **fields)  # type: ignore[arg-type]
+    for _ in range(6):
+        driver.schedule("g0")
+        driver.deliver("g0")
+    driver.schedule("g0")
+    driver.collect()
+    return record
+
+
+def test_the_later_try_goes_on_from_what_its_client_has_and_the_former_ends_with_an_error() -> None:
+    driver = make_driver()
+    record = running(driver, n=2)
+    later = driver.try_again(record, "f1", most_received=3)
+    assert isinstance(record.error, RequestTakenOver)
+    assert record.error.details == {"request_id": record.request.request_id, "attempt": "1"}
+    assert driver.core.snapshot().num_waiting == 1
+    driver.run_until_idle()
+    assert later.finished is not None, "with the tokens of an undisturbed run, as the driver checks"
+    driver.check_empty()
+
+
+def test_what_the_former_try_has_computed_is_found() -> None:
+    driver = make_driver()
+    driver.try_again(running(driver), "f1", most_received=4)
+    plan = driver.schedule("g0")
+    assert plan is not None
+    (sequence,) = plan.new_sequences
+    assert sequence.num_computed_tokens == 8, "both full blocks of the nine tokens"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"attempt": 0}, DuplicateRequest),
+        ({"attempt": 1, "fingerprint": b"another"}, DuplicateRequest),
+        ({"attempt": 1, "fingerprint": b""}, DuplicateRequest),
+        ({"attempt": 1, "tenant": "another"}, DuplicateRequest),
+        ({"attempt": 1, "prompt_token_ids": []}, InvalidArgument),
+    ],
+)
+def test_what_is_no_later_try_is_refused_and_changes_nothing(
+    changes: dict[str, object], error: type[Exception]
+) -> None:
+    driver = make_driver()
+    record = running(driver)
+    other = replace(record.request, frontend_id="f1", **changes)  # type: ignore[arg-type]
+    with pytest.raises(error):
+        driver.core.submit(other, driver.now)
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
+def test_an_empty_fingerprint_is_like_no_other() -> None:
+    driver = make_driver()
+    record = running(driver)
+    record.request.fingerprint = b""
+    with pytest.raises(DuplicateRequest):
+        driver.try_again(record, "f1", most_received=0)
+
+
+def test_an_earlier_try_that_comes_late_ends_itself() -> None:
+    driver = make_driver()
+    record = running(driver)
+    later = driver.try_again(record, "f1", most_received=2)
+    with pytest.raises(RequestTakenOver):
+        driver.core.submit(replace(record.request, handle=77), driver.now)
+    driver.run_until_idle()
+    assert later.finished is not None
+
+
+def test_a_later_try_keeps_its_place_and_is_not_refused_for_a_full_queue() -> None:
+    driver = make_driver(replace(CONFIG, max_num_seqs=1))
+    first = driver.submit(prompt=[1], max_tokens=2)
+    driver.schedule("g0")
+    driver.now += 1
+    waits = driver.submit(prompt=[2], max_tokens=2)
+    with pytest.raises(QueueFull):
+        driver.submit(prompt=[3], max_tokens=2)
+    driver.now += 1
+    later = driver.try_again(waits, "f1", most_received=0)
+    driver.try_again(first, "f1", most_received=0)
+    plans = []
+    driver.on_plan = lambda _, plan: plans.append(plan)
+    driver.run_until_idle()
+    assert [plan.new_sequences[0].token_ids[:1] for plan in plans if plan.new_sequences] == [
+        [1],
+        [2],
+    ]
+    assert later.finished is not None
+
+
+def test_one_of_two_tries_that_are_submitted_to_a_new_core_runs_whichever_comes_first() -> None:
+    for order in (1, -1):
+        driver = make_driver()
+        former = running(driver)
+        request = former.request
+        later = replace(request, frontend_id="f1", handle=9, attempt=1, was_accepted=True)
+        fresh = make_driver()
+        errors = []
+        for each in (request, later)[::order]:
+            try:
+                fresh.core.submit(each, fresh.now)
+            except RequestTakenOver as error:
+                errors.append(error)
+        told = fresh.core.take_outboxes()
+        assert told["f1"].accepted == [9]
+        failed = told["f0"].requests_failed if "f0" in told else []
+        assert len(errors) + len(failed) == 1
+        assert fresh.core.snapshot().num_waiting == 1
+
+
+# Workers that died with it.
+
+
+def lose_with(driver: CoreDriver, times: int) -> None:
+    """The group dies with a step in flight, again and again."""
+    for _ in range(times):
+        driver.schedule("g0")
+        driver.lose_group("g0")
+        driver.add_group(make_capacity())
+    driver.collect()
+
+
+def test_what_was_not_being_computed_when_its_worker_died_is_not_to_blame() -> None:
+    driver = make_driver(replace(CONFIG, max_worker_losses=1))
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=5)
+    driver.schedule("g0")
+    driver.deliver("g0")
+    driver.lose_group("g0")  # between two steps
+    driver.add_group(make_capacity())
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
+@pytest.mark.parametrize("again", ["core", "frontend"])
+def test_losses_count_on_at_a_new_core_and_for_a_later_try(again: str) -> None:
+    driver = make_driver()
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=5)
+    lose_with(driver, 2)
+    assert record.num_losses == 2
+    if again == "core":
+        driver.lose_core()
+    else:
+        record = driver.try_again(record, "f1", most_received=0)
+    lose_with(driver, 1)
+    assert record.error is not None
+    assert record.error.reason == "WORKERS_LOST"
+
+
+def test_one_that_kills_its_workers_does_not_take_its_neighbours_along() -> None:
+    driver = make_driver(replace(CONFIG, pipeline_depth=2, max_queue_requests=9))
+    poison = driver.submit(prompt=[9] * 4, max_tokens=8)
+    innocent = [driver.submit(prompt=[k] * 4, max_tokens=8) for k in range(3)]
+    for _ in range(20):
+        plan = driver.schedule("g0")
+        live = poison.is_live and plan is not None
+        if live and [9] * 4 in [list(new.token_ids) for new in plan.new_sequences]:  # type: ignore[union-attr]
+            driver.lose_group("g0")
+            driver.add_group(make_capacity())
+            driver.collect()
+        else:
+            driver.deliver("g0")
+    driver.run_until_idle()
+    assert poison.error is not None
+    assert poison.error.reason == "WORKERS_LOST"
+    assert all(record.finished is not None for record in innocent)
+    assert [record.num_losses for record in innocent] == [2, 2, 2]
+
+
+def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
+    driver = make_driver(replace(CONFIG, max_worker_losses=2, max_queue_requests=9))
+    records = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(2)]
+    lose_with(driver, 1)
+    rows = []
+    driver.on_plan = lambda _, plan: rows.append(len(plan.seq_ids))
+    driver.run_until_idle()
+    assert rows[0] == 1, "alone at first"
+    assert max(rows) == 2, "then beside the other"
+    assert all(record.finished is not None for record in records)
+
+
+def test_a_request_of_an_older_frontend_keeps_its_place_at_a_new_core() -> None:
+    for policy in (PolicyName.FCFS, PolicyName.PRIORITY, PolicyName.FAIR):
+        driver = make_driver(replace(CONFIG, policy=policy, max_num_seqs=1, max_queue_requests=9))
+        young = driver.submit(prompt=[1], max_tokens=1)
+        old = replace(young.request, frontend_id="f1", request_id="old", waited_us=10**6)
+        old = replace(old, was_accepted=True, prompt_token_ids=[2])
+        driver.core.submit(old, driver.now)
+        plan = driver.schedule("g0")
+        assert plan is not None
+        assert plan.new_sequences[0].token_ids == [2]
+
+
+def test_a_resumed_request_of_another_tenants_id_is_refused() -> None:
+    driver = make_driver()
+    record = running(driver, tenant="one")
+    stolen = replace(
+        record.request,
+        frontend_id="f1",
+        tenant="two",
+        attempt=5,
+        generated={0: GeneratedTokens(token_ids=[1])},
+    )
+    with pytest.raises(DuplicateRequest):
+        driver.core.submit(stolen, driver.now)
