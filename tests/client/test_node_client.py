@@ -10,6 +10,7 @@ import pytest
 from tests.support.fake_frontend import (
     DRAWN_SEED,
     MODEL,
+    UNAVAILABLE,
     Break,
     Failure,
     FakeFrontend,
@@ -61,6 +62,39 @@ def test_a_chat_message_and_a_token_are_sent(frontend: FakeFrontend) -> None:
     assert frontend.metadata[0]["authorization"] == "Bearer secret"
 
 
+def whole_text(seed: int, num_tokens: int) -> str:
+    return "".join(piece(token("Hello", seed, 0, position)) for position in range(num_tokens))
+
+
+@pytest.mark.parametrize("failure", [UNAVAILABLE, None])
+@pytest.mark.parametrize("after_tokens", [0, 3])
+def test_a_stream_that_breaks_goes_on_where_it_was(
+    frontend: FakeFrontend, failure: Failure | None, after_tokens: int
+) -> None:
+    frontend.breaks.append(Break(after_tokens=after_tokens, failure=failure))
+    run = run_node("--address", frontend.address, "--max-tokens", "6", "Hello")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == whole_text(DRAWN_SEED, 6) + "\n"
+    first, again = frontend.requests
+    assert first.request_id == again.request_id != ""
+    assert (first.attempt, again.attempt) == (0, 1)
+    received = [list(choice.token_ids) for choice in again.resume]
+    expected = [token("Hello", DRAWN_SEED, 0, position) for position in range(after_tokens)]
+    assert received == ([expected] if expected else [])
+
+
+def test_a_stream_goes_on_through_another_frontend(frontend: FakeFrontend) -> None:
+    with FakeFrontend() as other:
+        frontend.breaks.append(Break(after_tokens=2, failure=UNAVAILABLE))
+        addresses = f"{frontend.address},{other.address}"
+        run = run_node("--address", addresses, "--max-tokens", "6", "--json", "Hello")
+        assert run.returncode == 0, run.stderr
+        (choice,) = json.loads(run.stdout)["outputs"]
+        assert choice["text"] == whole_text(DRAWN_SEED, 6)
+        assert choice["finishReason"] == "length"
+        assert len(frontend.requests) == len(other.requests) == 1
+
+
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
@@ -72,7 +106,7 @@ def test_an_error_is_one_line_and_an_exit_code(
     frontend: FakeFrontend, failure: Failure | None, words: str
 ) -> None:
     frontend.breaks.append(Break(after_tokens=1, failure=failure))
-    run = run_node("--address", frontend.address, "Hello")
+    run = run_node("--address", frontend.address, "--recovery-timeout", "0", "Hello")
     assert run.returncode == 1
     assert run.stderr.strip() == words
 

@@ -14,6 +14,7 @@ const { values, positionals } = parseArgs({
     temperature: { type: "string" },
     seed: { type: "string" },
     timeout: { type: "string" },
+    "recovery-timeout": { type: "string", default: "60" },
     token: { type: "string" },
     chat: { type: "boolean", default: false },
     json: { type: "boolean", default: false },
@@ -27,7 +28,10 @@ if (values.seed !== undefined) samplingParams.seed = values.seed;
 const options = {};
 if (values.timeout !== undefined) options.timeoutMs = 1000 * Number(values.timeout);
 
-const client = new Client(values.address, { token: values.token });
+const client = new Client(values.address, {
+  token: values.token,
+  recoveryTimeoutMs: 1000 * Number(values["recovery-timeout"]),
+});
 try {
   if (values.json) {
     console.log(JSON.stringify(await client.generate(prompt, samplingParams, options)));

@@ -1,10 +1,15 @@
 // A small client of Pagewire for Node. It reads the contract from the .proto files, which also
 // say what each field means; their names appear here in camelCase.
 
+import { randomUUID } from "node:crypto";
+import { setTimeout as pause } from "node:timers/promises";
 import { fileURLToPath } from "node:url";
 
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
+
+import { Received } from "./received.js";
+import { Retries } from "./retries.js";
 
 const PROTOS = fileURLToPath(new URL("../../../protos", import.meta.url));
 
@@ -17,28 +22,46 @@ const definition = protoLoader.loadSync("pagewire/v1/inference_service.proto", {
 });
 const { InferenceService } = grpc.loadPackageDefinition(definition).pagewire.v1;
 
+const CHANNEL_OPTIONS = {
+  // A server that vanished without a word is noticed while calls are open.
+  "grpc.keepalive_time_ms": 15_000,
+  "grpc.keepalive_timeout_ms": 10_000,
+  // A frontend that restarts is found again within the first retries.
+  "grpc.initial_reconnect_backoff_ms": 100,
+  "grpc.max_reconnect_backoff_ms": 2000,
+};
+
 const FINISH_REASONS = {
   FINISH_REASON_STOP: "stop",
   FINISH_REASON_LENGTH: "length",
 };
 
-/** A server that vanished without a word is noticed while calls are open. */
-const KEEPALIVE = { "grpc.keepalive_time_ms": 15_000, "grpc.keepalive_timeout_ms": 10_000 };
-
-/** Talks to one frontend. Errors are those of @grpc/grpc-js: `code` and `details` say what. */
+/**
+ * Talks to one deployment through any of its frontends. A stream whose connection breaks goes on
+ * where it was, through the next frontend or the same one when it is back. Errors are those of
+ * @grpc/grpc-js: `code` and `details` say what.
+ */
 export class Client {
-  #service;
+  #services;
+  #current = 0;
   #metadata = new grpc.Metadata();
+  #recoveryTimeoutMs;
 
   /**
-   * @param {string} address `HOST:PORT` or `unix:PATH`
+   * @param {string | string[]} address `HOST:PORT` or `unix:PATH`, or several, also with commas
+   *   between them
    * @param {object} [options]
    * @param {string} [options.token] sent as a bearer token
    * @param {grpc.ChannelCredentials} [options.credentials] default: no encryption
+   * @param {number} [options.recoveryTimeoutMs] how long a stream that broke is tried again
    */
-  constructor(address = "127.0.0.1:7600", { token, credentials } = {}) {
-    const secured = credentials ?? grpc.credentials.createInsecure();
-    this.#service = new InferenceService(address, secured, KEEPALIVE);
+  constructor(address = "127.0.0.1:7600", { token, credentials, recoveryTimeoutMs = 60_000 } = {}) {
+    credentials ??= grpc.credentials.createInsecure();
+    this.#services = [address]
+      .flat()
+      .flatMap((text) => text.split(","))
+      .map((each) => new InferenceService(each, credentials, CHANNEL_OPTIONS));
+    this.#recoveryTimeoutMs = recoveryTimeoutMs;
     if (token) this.#metadata.set("authorization", `Bearer ${token}`);
   }
 
@@ -69,27 +92,47 @@ export class Client {
     return answer;
   }
 
-  /** Close the connection. */
+  /** Close the connections. */
   close() {
-    this.#service.close();
+    for (const service of this.#services) service.close();
   }
 
+  /** What comes of a request, over as many attempts as it takes. */
   async *#responses(prompt, samplingParams, { model, requestId, timeoutMs }) {
-    const request = { ...asPrompt(prompt), samplingParams, model, requestId };
     const deadline = timeoutMs === undefined ? Infinity : Date.now() + timeoutMs;
-    const call = this.#service.generate(request, this.#metadata, { deadline });
-    call.on("error", () => {}); // the loop throws it; a call cancelled after the loop has no reader
-    let complete = false;
-    try {
-      for await (const response of call) {
-        complete = response.usage !== null;
-        yield response;
+    const retries = new Retries(this.#recoveryTimeoutMs, deadline);
+    requestId ??= randomUUID(); // whoever draws it can ask for the request again
+    const received = new Received({ ...asPrompt(prompt), samplingParams, model, requestId });
+    while (!received.isComplete) {
+      const used = this.#current;
+      try {
+        for await (const response of this.#attempt(received.nextRequest(), deadline)) {
+          retries.progressed();
+          yield received.add(response);
+        }
+        if (!received.isComplete) throw incomplete();
+      } catch (error) {
+        await pause(retries.delayAfter(error));
+        if (used === this.#current) this.#current = (used + 1) % this.#services.length;
       }
+    }
+  }
+
+  async *#attempt(request, deadline) {
+    const service = this.#services[this.#current];
+    const call = service.generate(request, this.#metadata, { deadline });
+    call.on("error", () => {}); // the loop throws it; a call cancelled after the loop has no reader
+    try {
+      yield* call;
     } finally {
       call.cancel();
     }
-    if (!complete) throw new Error("the stream ended before the answer was complete");
   }
+}
+
+function incomplete() {
+  const error = new Error("the stream ended before the answer was complete");
+  return Object.assign(error, { code: grpc.status.UNAVAILABLE });
 }
 
 function asPrompt(prompt) {
