@@ -48,6 +48,15 @@ ENDURANCE: Columns = {
     "rss_mib_at_the_end": "MiB at the end",
     "bytes_per_request": "bytes per request",
 }
+RECOVERY: Columns = {
+    "victim": "killed",
+    "model": "model",
+    "kills": "times",
+    "streams": "streams",
+    "p50_ms": "next token p50, ms",
+    "p99_ms": "p99, ms",
+    "max_ms": "longest, ms",
+}
 
 WIRE_MESSAGES: Columns = {
     "case": "plan for",
@@ -119,6 +128,14 @@ def _endurance(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(ENDURANCE, results["processes"])
 
 
+def _recovery(results: Mapping[str, Any]) -> tuple[str, str]:
+    facts = (
+        f"{results['streams']} streams at a time. The budget for a worker: {results['budget_ms']} "
+        "ms, two leases, and the time to compute again what its streams had."
+    )
+    return facts, _table(RECOVERY, results["rows"])
+
+
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
     tables = (
         _table(WIRE_MESSAGES, results["messages"]),
@@ -162,6 +179,7 @@ SECTIONS: Mapping[str, Section] = {
     "scheduler_overhead": _overhead,
     "pipelining": _pipelining,
     "endurance": _endurance,
+    "recovery": _recovery,
     "wire": _wire,
     "online": _online,
     "startup": _startup,

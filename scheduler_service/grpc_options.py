@@ -18,7 +18,7 @@ MIN_PING_INTERVAL_MS = 1_000
 """Pings of a peer that come this far apart are never held against it, whatever they are for. No
 gRPC library of ours pings more often."""
 
-MAX_RECONNECT_BACKOFF_MS = 1_000
+MAX_RECONNECT_BACKOFF_MS = 500
 """Longest pause between two attempts to reach a peer: a restarted process is found soon."""
 
 Options = list[tuple[str, Any]]

@@ -31,6 +31,8 @@ class Engine:
         self._thread = ModelThread()
         self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
+        self._profiles: dict[tuple[int, int], BlockCounts] = {}
+        """What fits beside a batch, by its sequences and tokens."""
         self._stream: StepStream | None = None
         self._stream_epoch = 0
         self._num_steps_before = 0
@@ -66,18 +68,22 @@ class Engine:
         return self._executor.assets()
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        """How many KV blocks fit beside the largest batch."""
+        """How many KV blocks fit beside the largest batch: measured once for each, since memory
+        does not change, and a core that comes back is not to wait for another forward pass."""
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
             got = f"{max_num_seqs} and {max_num_batched_tokens}"
             raise InvalidPlan(
                 "max_num_batched_tokens", f"expected 1 <= max_num_seqs <= this, got {got}"
             )
         self._check_loaded()
-        return await self._thread.run(
-            lambda: self._executor.profile_blocks(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        batch = (max_num_seqs, max_num_batched_tokens)
+        if batch not in self._profiles:
+            self._profiles[batch] = await self._thread.run(
+                lambda: self._executor.profile_blocks(
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+                )
             )
-        )
+        return self._profiles[batch]
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Make the caches for an epoch that is about to begin."""

@@ -52,5 +52,5 @@ CHANNEL_OPTIONS: Options = (
     # Registration has its own backoff; the channel should try as soon as it is asked to.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
 )

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_LEASE = 4
 FIRST_RETRY_S = 0.1
-MAX_RETRY_S = 2.0
+MAX_RETRY_S = 0.5
 WELCOME_TIMEOUT_S = 10.0
 """How long the core may take to answer a registration before another is tried."""
 

@@ -30,7 +30,7 @@ from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5
 MAX_HANDLE = 2**31 - 1
 
 

@@ -1,22 +1,32 @@
-"""Any process can be killed, and the stream goes on with the tokens it would have had."""
+"""Any process can be killed, and the stream goes on with the tokens it would have had, their text,
+their log probabilities and its end."""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
 
 NUM_STREAMS = 6
+STOP = ["and that was all", "never to be seen", "happy ever after", "The end"]
+"""Phrases of which the beginnings are common: their matching is under way at any time."""
+
+Facts = list[object]
+"""Of an answer, all that must be the same."""
 
 
 def requests() -> list[pb.GenerateRequest]:
     """Sampled, with everything that depends on which tokens were generated and which given; and
     beside them what tells nothing before its end."""
+    sampled = {"temperature": 0.8, "seed": 11, "max_tokens": 400}
     streamed = [
         request_for(
             "Once upon a time",
@@ -34,6 +44,9 @@ def requests() -> list[pb.GenerateRequest]:
     beams = {"width": 3, "length_penalty": 0.5}
     return [
         *streamed,
+        request_for("One day", min_tokens=300, logprobs=2, **sampled),
+        request_for("One day", stop=STOP, ignore_eos=True, presence_penalty=0.4, **sampled),
+        request_for([5 + k % 90 for k in range(600)], prompt_logprobs=1, **sampled),
         request_for("One day", beam_search=beams, n=2, max_tokens=200, ignore_eos=True),
         request_for("One day", best_of=3, n=2, seed=5, max_tokens=200, ignore_eos=True),
     ]
@@ -72,21 +85,27 @@ class Streams:
         for _ in range(NUM_STREAMS):
             assert self.started.acquire(timeout=60)
 
-    def tokens(self) -> list[list[list[int]]]:
+    def facts(self) -> list[Facts]:
         for thread in self.threads:
             thread.join(timeout=120)
         assert self.errors == []
-        return [tokens_of(answer) for answer in self.answers]
+        return [facts_of(answer) for answer in self.answers]
 
 
-def tokens_of(answer: Answer) -> list[list[int]]:
-    return [answer.choices[index].token_ids for index in sorted(answer.choices)]
+def facts_of(answer: Answer) -> Facts:
+    assert answer.usage is not None
+    choices = [answer.choices[index] for index in sorted(answer.choices)]
+    return [
+        answer.prompt_logprobs,
+        answer.usage.completion_tokens,
+        *((c.token_ids, c.text, c.logprobs, c.finish_reason) for c in choices),
+    ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> list[list[list[int]]]:
+def undisturbed(cluster: Cluster) -> list[Facts]:
     with inference_stub(cluster.frontend_address()) as stub:
-        return [tokens_of(answer) for answer in generate_together(stub, requests())]
+        return [facts_of(answer) for answer in generate_together(stub, requests())]
 
 
 @pytest.fixture
@@ -96,18 +115,18 @@ def victims(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_streams_survive_a_killed_worker_on_another_one(
-    victims: Cluster, undisturbed: list[list[list[int]]]
+    victims: Cluster, undisturbed: list[Facts]
 ) -> None:
     victims.start(num_workers=2)
     with inference_stub(victims.frontend_address()) as stub:
         streams = Streams(stub)
         streams.wait_started()
         victims.workers[0].kill()
-        assert streams.tokens() == undisturbed
+        assert streams.facts() == undisturbed
 
 
 def test_streams_wait_for_a_new_worker_when_the_only_one_is_killed(
-    victims: Cluster, undisturbed: list[list[list[int]]]
+    victims: Cluster, undisturbed: list[Facts]
 ) -> None:
     victims.start()
     with inference_stub(victims.frontend_address()) as stub:
@@ -115,18 +134,28 @@ def test_streams_wait_for_a_new_worker_when_the_only_one_is_killed(
         streams.wait_started()
         victims.workers[0].kill()
         victims.start_worker()
-        assert streams.tokens() == undisturbed
+        assert streams.facts() == undisturbed
 
 
-def test_streams_survive_a_killed_core_and_the_worker_keeps_its_weights(
-    victims: Cluster, undisturbed: list[list[list[int]]]
+def worker_info(cluster: Cluster) -> worker_pb.GetInfoResponse:
+    with grpc.insecure_channel(f"unix:{cluster.folder}/worker-0.sock") as channel:
+        return WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=20)
+
+
+def test_streams_survive_two_killed_cores_and_the_worker_keeps_its_weights(
+    victims: Cluster, undisturbed: list[Facts]
 ) -> None:
     victims.start()
+    before = worker_info(victims)
     with inference_stub(victims.frontend_address()) as stub:
         streams = Streams(stub)
         streams.wait_started()
-        assert victims.core is not None
-        victims.core.kill()
-        victims.start_core()
-        assert streams.tokens() == undisturbed
-    assert victims.workers[0].process.poll() is None
+        for _ in range(2):
+            assert victims.core is not None
+            victims.core.kill()
+            victims.start_core()
+            victims.wait_attached()
+        assert streams.facts() == undisturbed
+    after = worker_info(victims)
+    assert (after.pid, after.num_weight_loads) == (before.pid, 1)
+    assert after.last_epoch > before.last_epoch

@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -74,6 +77,13 @@ class Service:
         return self.process.wait(timeout=timeout_s)
 
 
+def _num_frontends(stub: SchedulerServiceStub, request: Any) -> int:
+    try:
+        return stub.GetStatus(request, timeout=2, wait_for_ready=True).status.num_frontends
+    except grpc.RpcError:
+        return 0
+
+
 class Cluster:
     """A core, frontends and workers; a context manager that ends them all.
 
@@ -116,11 +126,18 @@ class Cluster:
         return self.core
 
     def start_frontend(self) -> Service:
-        index = len(self.frontends)
+        self.frontends.append(self._start_frontend(len(self.frontends)))
+        return self.frontends[-1]
+
+    def _start_frontend(self, index: int) -> Service:
         flags = ["--core", self.core_address, "--listen", self.frontend_address(index)]
         command = ["scheduler_service", "frontend", *flags, *self.frontend_flags]
-        self.frontends.append(self._start(f"frontend-{index}", command))
-        return self.frontends[-1]
+        return self._start(f"frontend-{index}", command)
+
+    def restart_frontend(self, index: int) -> Service:
+        """Start a frontend that has ended again, at its address."""
+        self.frontends[index] = self._start_frontend(index)
+        return self.frontends[index]
 
     def start_worker(self, *flags: str) -> Service:
         index = len(self.workers)
@@ -157,6 +174,16 @@ class Cluster:
                 if all(worker.process.poll() is not None for worker in self.workers):
                     raise RuntimeError(f"no worker is alive\n{self.logs()}")
                 time.sleep(0.05)
+
+    def wait_attached(self, timeout_s: float = 60) -> None:
+        """Wait until the core has a frontend, and so all its open requests."""
+        deadline = time.monotonic() + timeout_s
+        with grpc.insecure_channel(self.core_address) as channel:
+            stub = SchedulerServiceStub(channel)
+            request = scheduler_pb.SchedulerServiceGetStatusRequest()
+            while not _num_frontends(stub, request):
+                assert time.monotonic() < deadline, self.logs()
+                time.sleep(0.02)
 
     def logs(self) -> str:
         """The end of every service's log."""

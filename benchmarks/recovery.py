@@ -1,0 +1,195 @@
+"""From the SIGKILL of a process to the next token of each stream that it carried.
+
+    python -m benchmarks.recovery --kills 30
+
+A core, two frontends and two workers run as processes; the public client reads streams with the
+addresses of both frontends. In each round, when every stream has had some tokens, one process is
+killed at a random moment. The streams run to their ends, which are compared with an undisturbed
+run; only then is a killed worker or frontend started again. A killed core is started at once, as
+a supervisor would, so that its start is part of the time.
+
+What was on its way when the process died does not count as a stream's next token: its recovery is
+the time from the kill to the end of the longest pause among those that begin soon. Streams that
+were not on the killed worker are told by their timings, which have no time of recovery.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.killable import KillableServices
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from pagewire_client import AsyncClient, RequestOutput, SamplingParams
+from scheduler_service.core_service.config import CoreServiceConfig
+
+NUM_STREAMS = 8
+TOKENS_BEFORE_KILL = 16
+ON_THE_WAY_S = 0.05
+"""The time that a token may take from the worker to the client."""
+BUDGET_S = 2 * CoreServiceConfig().lease_ms / 1000
+"""For a lost worker, beside the time to compute again what its streams had: two leases."""
+
+WORKERS = {
+    "embedded": ("--model", "embedded", "--dtype", "float32"),
+    "simulated": ("--simulate", "--simulate-step-us", "5000"),
+}
+VICTIMS = ("worker", "core", "frontend")
+MAX_TOKENS = {"embedded": 400, "simulated": 400}
+
+
+@dataclass
+class Stream:
+    """One request, and when its tokens came."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrivals: list[float] = field(default_factory=list)
+    """Of responses with tokens, by the monotonic clock."""
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    output: RequestOutput | None = None
+
+    async def run(self, client: AsyncClient) -> None:
+        """Read it to its end."""
+        async with client.stream(self.prompt, self.params) as stream:
+            async for delta in stream:
+                if delta.token_ids:
+                    self.arrivals.append(time.monotonic())
+                if len(stream.output.outputs[0].token_ids) >= TOKENS_BEFORE_KILL:
+                    self.has_begun.set()
+            self.output = stream.output
+
+    def recovery_s(self, killed_at: float) -> float:
+        """From the kill to the end of the pause in which nothing was generated."""
+        pauses = [
+            (end - start, end)
+            for start, end in pairwise(self.arrivals)
+            if end > killed_at and start <= killed_at + ON_THE_WAY_S
+        ]
+        return max(pauses)[1] - killed_at
+
+
+def new_streams(model: str) -> list[Stream]:
+    """The same requests each time."""
+    return [
+        Stream(
+            [10 + number, 20, 30, 40 + number],
+            SamplingParams(
+                max_tokens=MAX_TOKENS[model], temperature=0.8, seed=number, ignore_eos=True
+            ),
+        )
+        for number in range(NUM_STREAMS)
+    ]
+
+
+class Rounds:
+    """Kills, one after the other, in one deployment."""
+
+    def __init__(self, services: KillableServices, client: AsyncClient, model: str) -> None:
+        self._services = services
+        self._client = client
+        self._model = model
+        self._draw = random.Random(0)
+        self._undisturbed: list[list[int]] = []
+
+    async def run(self, victim: str, num_kills: int) -> dict[str, object]:
+        """One line of the table."""
+        if not self._undisturbed:
+            self._undisturbed = await self._answers(new_streams(self._model))
+        recoveries: list[float] = []
+        for number in range(num_kills):
+            name = victim if victim == "core" else f"{victim}-{number % 2}"
+            recoveries += await self._kill_once(name)
+        return {
+            "victim": victim,
+            "model": self._model,
+            "kills": num_kills,
+            "streams": len(recoveries),
+            "p50_ms": round(1000 * median(recoveries), 1),
+            "p99_ms": round(1000 * float(np.percentile(recoveries, 99)), 1),
+            "max_ms": round(1000 * max(recoveries), 1),
+        }
+
+    async def _kill_once(self, name: str) -> list[float]:
+        """The recoveries, in seconds, of the streams that the process carried."""
+        await self._services.wait_whole()
+        streams = new_streams(self._model)
+        answers = asyncio.create_task(self._answers(streams))
+        for stream in streams:
+            await stream.has_begun.wait()
+        await asyncio.sleep(self._draw.uniform(0, 0.05))
+        killed_at = time.monotonic()
+        self._services.kill(name)
+        if name == "core":
+            self._services.start(name)
+        assert await answers == self._undisturbed, f"other tokens after the death of {name}"
+        if name != "core":
+            self._services.start(name)
+        return [s.recovery_s(killed_at) for s in streams if _was_hit(s, name, killed_at)]
+
+    async def _answers(self, streams: Sequence[Stream]) -> list[list[int]]:
+        async with asyncio.TaskGroup() as tasks:
+            for stream in streams:
+                tasks.create_task(stream.run(self._client))
+        return [s.output.outputs[0].token_ids for s in streams if s.output is not None]
+
+
+def _was_hit(stream: Stream, name: str, killed_at: float) -> bool:
+    """Whether a stream was on the process, and not at its end."""
+    assert stream.output is not None
+    assert stream.output.timings is not None
+    if stream.arrivals[-1] <= killed_at:
+        return False
+    return not name.startswith("worker") or stream.output.timings.recovery_us > 0
+
+
+async def measure(models: Sequence[str], num_kills: int) -> list[dict[str, object]]:
+    """All lines."""
+    rows: list[dict[str, object]] = []
+    for model in models:
+        async with KillableServices(WORKERS[model]) as services:
+            await services.wait_whole()
+            for victim in VICTIMS:
+                # A frontend that dies takes the address in use along; a client that begins anew
+                # for each victim begins with the first.
+                async with AsyncClient(services.addresses) as client:
+                    rows.append(await Rounds(services, client, model).run(victim, num_kills))
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def show(rows: Sequence[dict[str, object]]) -> None:
+    """Print the table."""
+    table = Table(*rows[0], title="milliseconds from SIGKILL to each stream's next token")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=100).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=30, help="of each kind of process")
+    parser.add_argument("--models", nargs="+", choices=list(WORKERS), default=list(WORKERS))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    args = parser.parse_args(arguments)
+    if args.kills < 1:
+        parser.error("expected at least one kill")
+    load = ForeignLoad()
+    rows = asyncio.run(measure(args.models, args.kills))
+    show(rows)
+    figures = {"streams": NUM_STREAMS, "budget_ms": round(1000 * BUDGET_S), "rows": rows}
+    print(f"written to {save('recovery', figures, load, args.results)}")
+
+
+if __name__ == "__main__":
+    main()
