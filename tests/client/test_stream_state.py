@@ -1,5 +1,7 @@
 """What a stream's responses add up to does not depend on how they were cut."""
 
+from itertools import pairwise
+
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -21,7 +23,7 @@ def response(first: int, last: int) -> pb.GenerateResponse:
 @pytest.mark.parametrize("cuts", [[0, 6], [0, 1, 6], [0, 3, 4, 6], [0, 1, 2, 3, 4, 5, 6]])
 def test_log_probabilities_add_up_to_the_same_bits_however_they_come(cuts: list[int]) -> None:
     state = StreamState(pb.GenerateRequest(request_id="x"))
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         state.receive(response(first, last))
     expected = 0.0
     for logprob in LOGPROBS:

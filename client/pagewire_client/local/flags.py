@@ -95,7 +95,9 @@ FLAGS = (
     Flag("policy", str, ("scheduler",), "fcfs, priority or fair: who is served first."),
     Flag("tenants", str, ("scheduler",), "File of tenants' weights and limits."),
     Flag("isolate_tenants", bool, ("scheduler",), "Share no KV blocks between tenants.", True),
-    Flag("max_worker_losses", int, ("scheduler",), "Deaths of its worker at which a request fails."),
+    Flag(
+        "max_worker_losses", int, ("scheduler",), "Deaths of its worker at which a request fails."
+    ),
     Flag("record", str, ("scheduler",), "File to record the schedule to, prompts included."),
     Flag("record_plans", bool, ("scheduler",), "Record whole plans, not only hashes."),
     Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
