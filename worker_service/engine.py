@@ -36,6 +36,7 @@ class Engine:
         self._stream: StepStream | None = None
         self._stream_epoch = 0
         self._num_steps_before = 0
+        self._is_loading = False
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -59,7 +60,13 @@ class Engine:
 
     async def load(self) -> None:
         """Load the model on the model thread; raises what the executor raises."""
-        self._facts = await self._thread.run(self._executor.load)
+        self._is_loading = True
+        try:
+            self._facts = await self._thread.run(self._executor.load)
+        except Exception:
+            self._is_loading = False
+            raise
+        self._is_loading = False
         self.num_weight_loads += 1
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
@@ -153,12 +160,11 @@ class Engine:
         return await self._thread.run(self._executor.stop_profile)
 
     def stop(self) -> bool:
-        """Drop the stream there is, and end the model thread; whether that was possible.
-
-        A model that is being loaded is not waited for.
-        """
+        """Drop the stream there is, and end the model thread; whether it has ended, or is loading a
+        model: that is not waited for, and ends with the process."""
         self.close_any_stream()
-        return self._thread.stop(wait_s=STOP_WAIT_S if self._facts is not None else 0.0)
+        wait_s = 0.0 if self._is_loading else STOP_WAIT_S
+        return self._thread.stop(wait_s=wait_s) or self._is_loading
 
     def _check_loaded(self) -> None:
         if self._facts is None:

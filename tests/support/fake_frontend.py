@@ -121,8 +121,9 @@ class FakeFrontend(InferenceServiceServicer):
         self.stop()
 
     def stop(self) -> None:
-        self.hold.set()
-        self._server.stop(0).wait()
+        stopped = self._server.stop(0)
+        self.hold.set()  # only now, or the answer may get through
+        stopped.wait()
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         self._note(request, context)

@@ -6,7 +6,6 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.models import Model
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.policies.fcfs import FirstComeFirstServed
-from scheduler_service.core.rates import StepWork
 from scheduler_service.core.registry import Registry
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
@@ -14,6 +13,7 @@ from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import Totals
 from scheduler_service.core.tenants import Tenants
 from tests.support.core_driver import make_capacity
+from tests.support.steps import make_work
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
 STEP_US = 1000
@@ -92,7 +92,7 @@ def make_scheduler(group_id: str, **changes: object) -> Scheduler:
 def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
     """Have it that the group's steps took so long, and a prompt's token."""
     for num_tokens in (0, 100):
-        work = StepWork(num_prefill_tokens=num_tokens, num_moved_blocks=0, swaps_in=False)
+        work = make_work(num_tokens=1 + num_tokens, num_prefill_tokens=num_tokens)
         busy_us = step_us + num_tokens * token_us
         scheduler.rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core import SchedulerConfig, SchedulerCore
+from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.registry import WorkerRegistry
 from tests.support.waiting import until
@@ -50,7 +51,11 @@ class SlowStream:
 async def test_a_drained_worker_is_told_to_stop_after_it_was_told_to_drain() -> None:
     driver = CoreDriver(SchedulerCore(SchedulerConfig()))
     registry = WorkerRegistry(
-        driver, lease_s=60, scheduler_config=SchedulerConfig(), on_change=lambda: None
+        driver,
+        lease_s=60,
+        scheduler_config=SchedulerConfig(),
+        step_timeout=StepTimeout(),
+        on_change=lambda: None,
     )
     stream = SlowStream()
     serving = asyncio.create_task(registry.serve(cast(Any, stream)))
