@@ -15,15 +15,15 @@ class ChaosConfig:
     time_limit_s: float = 3600.0
     """Time, the undisturbed run's included, after which nothing is begun; the report says what was
     reached until then."""
-    num_asks: int = 36
+    num_asks: int = 24
     """Different requests, which streams make again and again."""
     dtype: str = "float32"
     num_workers: int = 3
     num_frontends: int = 2
     max_open_streams: int = 12
-    num_monkeys: int = 3
+    num_monkeys: int = 4
     """Disturbances at a time, at most."""
-    mean_pause_s: float = 1.0
+    mean_pause_s: float = 0.5
     """Between one disturbance's end and the next one's begin."""
     lease_s: float = 5.0
     """Longer than a worker may starve on a busy machine, so that only some leases end."""

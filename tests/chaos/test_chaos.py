@@ -12,6 +12,9 @@ from tests.chaos.conftest import run_to_end
 from tests.chaos.report import Report
 from tests.chaos.workload import CHOOSING, EXTRAS, draw_asks
 
+pytestmark = pytest.mark.timeout(1200)
+"""Many times what it takes, for processes start slowly on a machine that is busy."""
+
 
 def test_no_stream_is_lost_repeated_different_or_hung(short_run: Report) -> None:
     assert short_run.faults == []
