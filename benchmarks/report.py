@@ -58,6 +58,19 @@ RECOVERY: Columns = {
     "max_ms": "longest, ms",
 }
 
+CHAOS: Columns = {
+    "dtype": "type",
+    "seed": "seed",
+    "streams": "streams",
+    "tokens": "tokens",
+    "killed_workers": "workers killed",
+    "killed_cores": "cores killed",
+    "killed_frontends": "frontends killed",
+    "killed_young": "killed while starting",
+    "other_disturbances": "stopped, cut off, drained",
+    "faults": "faults",
+}
+
 WIRE_MESSAGES: Columns = {
     "case": "plan for",
     "sequences": "sequences",
@@ -136,6 +149,13 @@ def _recovery(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(RECOVERY, results["rows"])
 
 
+def _chaos(results: Mapping[str, Any]) -> tuple[str, str]:
+    runs = results["runs"]
+    kills = sum(run[f"killed_{role}s"] for run in runs for role in ("worker", "core", "frontend"))
+    facts = f"{kills:,} kills under {sum(run['streams'] for run in runs):,} streams."
+    return facts, _table(CHAOS, runs)
+
+
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
     tables = (
         _table(WIRE_MESSAGES, results["messages"]),
@@ -180,6 +200,7 @@ SECTIONS: Mapping[str, Section] = {
     "pipelining": _pipelining,
     "endurance": _endurance,
     "recovery": _recovery,
+    "chaos": _chaos,
     "wire": _wire,
     "online": _online,
     "startup": _startup,

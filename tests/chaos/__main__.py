@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.machine import ForeignLoad
 from tests.chaos.config import ChaosConfig
 from tests.chaos.report import Report
 from tests.chaos.run import run_chaos
@@ -41,7 +42,9 @@ def main(
         float, typer.Option(help="Seconds without news after which a stream hangs.")
     ] = DEFAULT.patience_s,
     network: Annotated[str, typer.Option(help="namespaces, relays or auto.")] = DEFAULT.network,
-    output: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File of results, as JSON, that the run is added to.")
+    ] = None,
 ) -> None:
     """Kill, stop and cut off processes at random, and compare every stream with a quiet run."""
     config = ChaosConfig(
@@ -60,6 +63,7 @@ def main(
         patience_s=patience,
         network=network,
     )
+    foreign = ForeignLoad()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"timeline and logs: {folder}", flush=True)
     try:
@@ -68,7 +72,7 @@ def main(
         sys.exit(128 + signal.SIGTERM)
     print(report)
     if output is not None:
-        report.write(output)
+        report.add_to(output, foreign.cores)
     sys.exit(1 if report.faults else 0)
 
 

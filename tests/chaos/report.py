@@ -3,8 +3,11 @@
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from benchmarks.machine import describe
 from tests.chaos.config import ChaosConfig
+from tests.chaos.drawing import ROLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,36 @@ class Report:
     faults: list[str] = field(default_factory=list)
     """Everything that must not be; empty for a good run."""
 
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+    def add_to(self, path: Path, foreign_cores: float) -> None:
+        """Put it beside the other runs in a file of results, which is made if it is not there."""
+        results = json.loads(path.read_text()) if path.exists() else {"runs": []}
+        results["runs"].append(self._row() | {"foreign_cores": foreign_cores})
+        shares = [run["foreign_cores"] for run in results["runs"]]
+        results["machine"] = describe()
+        results["foreign_cores"] = round(sum(shares) / len(shares), 2)
+        path.write_text(json.dumps(results, indent=2) + "\n")
+
+    def _row(self) -> dict[str, Any]:
+        """Its figures, one beside the other."""
+        killing = ("kill ", "powercut ", "young ")
+        others = [n for name, n in self.disturbances.items() if not name.startswith(killing)]
+        return {
+            "dtype": self.config.dtype,
+            "seed": self.config.seed,
+            "network": self.network,
+            "duration_s": self.duration_s,
+            "streams": self.num_streams,
+            "left": self.num_left,
+            "tokens": self.num_tokens,
+            **{f"killed_{role}s": self.kills.get(role, 0) for role in ROLES},
+            "killed_young": sum(
+                n for name, n in self.disturbances.items() if name.startswith("young ")
+            ),
+            "other_disturbances": sum(others),
+            "faults": len(self.faults),
+            "disturbances": self.disturbances,
+            "kinds": self.kinds,
+        }
 
     def __str__(self) -> str:
         lines = [f"{name}: {value}" for name, value in asdict(self).items() if name != "faults"]

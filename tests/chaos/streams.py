@@ -23,10 +23,10 @@ class Progress:
 
     ask: Ask
     num_tokens: int
-    at_s: float
-    """When it last got something."""
+    at_s: int
+    """When it last got something, in seconds that the harness was awake for."""
 
-    def add(self, num_tokens: int, now_s: float) -> None:
+    def add(self, num_tokens: int, now_s: int) -> None:
         """Something has come."""
         self.num_tokens += num_tokens
         self.at_s = now_s
@@ -65,6 +65,9 @@ class Streams:
         self.tally = Tally()
         self.open: dict[str, Progress] = {}
         """By name."""
+        self.awake_s = 0
+        """Seconds that the harness was awake for: on a machine that lets it starve, everybody else
+        starves too, which is no stream's fault."""
         self._asks = asks
         self._expected = expected
         self._timeline = timeline
@@ -92,7 +95,7 @@ class Streams:
             number = next(self._numbers)
             read = WAYS.get(number % NUM_TURNS, Streams._read_to_end)
             at = number % len(self._asks)
-            progress = Progress(self._asks[at], 0, self._timeline.now_s)
+            progress = Progress(self._asks[at], 0, self.awake_s)
             self.open[f"stream-{number}"] = progress
             try:
                 await read(self, client, f"stream-{number}", at, progress)
@@ -109,7 +112,7 @@ class Streams:
         try:
             async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
                 async for delta in stream:
-                    progress.add(len(delta.token_ids), self._timeline.now_s)
+                    progress.add(len(delta.token_ids), self.awake_s)
                 outcome = stream.output
         except PagewireError as error:
             outcome = error
@@ -123,7 +126,7 @@ class Streams:
         try:
             async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
                 async for delta in stream:
-                    progress.add(len(delta.token_ids), self._timeline.now_s)
+                    progress.add(len(delta.token_ids), self.awake_s)
                     if progress.num_tokens > stays_for:
                         break
         except PagewireError as error:
@@ -141,7 +144,7 @@ class Streams:
         """Some requests on one stream of many."""
 
         def on_progress(batch: BatchProgress) -> None:
-            progress.add(0, self._timeline.now_s)
+            progress.add(0, self.awake_s)
 
         numbers = [(at + place) % len(self._asks) for place in range(BATCH_SIZE)]
         asks = [self._asks[number] for number in numbers]
@@ -178,10 +181,11 @@ WAYS = {3: Streams._read_batch, 7: Streams._read_and_leave}
 async def watch(streams: Streams, timeline: Timeline, patience_s: float) -> None:
     """Return once a stream is found to which nothing has come for so long; it is in the tally."""
     async for _ in ticks(1.0):
+        streams.awake_s += 1
         for name, progress in streams.open.items():
-            silent_s = timeline.now_s - progress.at_s
+            silent_s = streams.awake_s - progress.at_s
             if silent_s > patience_s:
-                where = f"{name} {progress.ask}: nothing for {silent_s:.0f} s after"
+                where = f"{name} {progress.ask}: nothing for {silent_s} s after"
                 streams.tally.hung.append(f"{where} {progress.num_tokens} tokens")
                 timeline.note(name, "hangs")
         if streams.tally.hung:

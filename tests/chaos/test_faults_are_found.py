@@ -76,13 +76,12 @@ def test_tokens_that_came_twice_are_told_from_others(
 
 
 async def test_a_silent_stream_is_found_with_the_tokens_it_had() -> None:
-    now = [0.0]
-    timeline = Timeline(clock=lambda: now[0])
+    timeline = Timeline()
     streams = Streams([], [], timeline, max_open=0)
+    streams.awake_s = 11
     ask = Ask(number=3, kinds=("greedy",), prompt="x", params=SamplingParams(temperature=0))
-    streams.open["silent"] = Progress(ask, num_tokens=17, at_s=1.0)
-    streams.open["lively"] = Progress(ask, num_tokens=5, at_s=9.0)
-    now[0] = 12.0
+    streams.open["silent"] = Progress(ask, num_tokens=17, at_s=1)
+    streams.open["lively"] = Progress(ask, num_tokens=5, at_s=9)
     await watch(streams, timeline, patience_s=10.0)
     [hung] = streams.tally.hung
     assert hung.startswith("silent request 3 (greedy)")
