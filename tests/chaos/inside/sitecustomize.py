@@ -24,7 +24,11 @@ def tell(number: int, frame: FrameType | None) -> None:
         return
     print(f"--- {len(tasks)} tasks", file=sys.stderr)
     for task in tasks:
-        task.print_stack(file=sys.stderr)
+        # Not `print_stack`, which fails for a frame that is just between two lines.
+        places = [
+            f"{f.f_code.co_filename}:{f.f_lineno} {f.f_code.co_name}" for f in task.get_stack()
+        ]
+        print(task.get_name(), *places, sep="\n    ", file=sys.stderr)
     sys.stderr.flush()
 
 
