@@ -78,7 +78,8 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.startup $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.online $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.endurance
-	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.recovery --model embedded
+	$(BIN)/python -m benchmarks.recovery --model simulated
 	$(BIN)/python -m benchmarks.report
 
 ## bench-gpu: on a machine with a GPU, with the Python that has torch and the dependencies

@@ -1,6 +1,6 @@
 """From the SIGKILL of a process to the next token of each stream that it carried.
 
-    python -m benchmarks.recovery --kills 30
+    python -m benchmarks.recovery --model embedded --kills 30
 
 A core, two frontends and two workers run as processes; the public client reads streams with the
 addresses of both frontends. In each round, when every stream has had some tokens, one process is
@@ -44,7 +44,7 @@ WORKERS = {
     "simulated": ("--simulate", "--simulate-step-us", "5000"),
 }
 VICTIMS = ("worker", "core", "frontend")
-MAX_TOKENS = {"embedded": 400, "simulated": 400}
+MAX_TOKENS = 400
 
 
 @dataclass
@@ -78,14 +78,12 @@ class Stream:
         return max(pauses)[1] - killed_at
 
 
-def new_streams(model: str) -> list[Stream]:
+def new_streams() -> list[Stream]:
     """The same requests each time."""
     return [
         Stream(
             [10 + number, 20, 30, 40 + number],
-            SamplingParams(
-                max_tokens=MAX_TOKENS[model], temperature=0.8, seed=number, ignore_eos=True
-            ),
+            SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, seed=number, ignore_eos=True),
         )
         for number in range(NUM_STREAMS)
     ]
@@ -94,24 +92,22 @@ def new_streams(model: str) -> list[Stream]:
 class Rounds:
     """Kills, one after the other, in one deployment."""
 
-    def __init__(self, services: KillableServices, client: AsyncClient, model: str) -> None:
+    def __init__(self, services: KillableServices, client: AsyncClient) -> None:
         self._services = services
         self._client = client
-        self._model = model
         self._draw = random.Random(0)
         self._undisturbed: list[list[int]] = []
 
     async def run(self, victim: str, num_kills: int) -> dict[str, object]:
         """One line of the table."""
         if not self._undisturbed:
-            self._undisturbed = await self._answers(new_streams(self._model))
+            self._undisturbed = await self._answers(new_streams())
         recoveries: list[float] = []
         for number in range(num_kills):
             name = victim if victim == "core" else f"{victim}-{number % 2}"
             recoveries += await self._kill_once(name)
         return {
             "victim": victim,
-            "model": self._model,
             "kills": num_kills,
             "streams": len(recoveries),
             "p50_ms": round(1000 * median(recoveries), 1),
@@ -122,7 +118,7 @@ class Rounds:
     async def _kill_once(self, name: str) -> list[float]:
         """The recoveries, in seconds, of the streams that the process carried."""
         await self._services.wait_whole()
-        streams = new_streams(self._model)
+        streams = new_streams()
         answers = asyncio.create_task(self._answers(streams))
         for stream in streams:
             await stream.has_begun.wait()
@@ -152,18 +148,17 @@ def _was_hit(stream: Stream, name: str, killed_at: float) -> bool:
     return not name.startswith("worker") or stream.output.timings.recovery_us > 0
 
 
-async def measure(models: Sequence[str], num_kills: int) -> list[dict[str, object]]:
+async def measure(model: str, num_kills: int) -> list[dict[str, object]]:
     """All lines."""
     rows: list[dict[str, object]] = []
-    for model in models:
-        async with KillableServices(WORKERS[model]) as services:
-            await services.wait_whole()
-            for victim in VICTIMS:
-                # A frontend that dies takes the address in use along; a client that begins anew
-                # for each victim begins with the first.
-                async with AsyncClient(services.addresses) as client:
-                    rows.append(await Rounds(services, client, model).run(victim, num_kills))
-                    print(rows[-1], flush=True)
+    async with KillableServices(WORKERS[model]) as services:
+        await services.wait_whole()
+        for victim in VICTIMS:
+            # A frontend that dies takes the address in use along; a client that begins anew for
+            # each victim begins with the first.
+            async with AsyncClient(services.addresses) as client:
+                rows.append(await Rounds(services, client).run(victim, num_kills))
+                print(rows[-1], flush=True)
     return rows
 
 
@@ -179,16 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30, help="of each kind of process")
-    parser.add_argument("--models", nargs="+", choices=list(WORKERS), default=list(WORKERS))
+    parser.add_argument("--model", choices=list(WORKERS), default="embedded")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     if args.kills < 1:
         parser.error("expected at least one kill")
     load = ForeignLoad()
-    rows = asyncio.run(measure(args.models, args.kills))
+    rows = asyncio.run(measure(args.model, args.kills))
     show(rows)
     figures = {"streams": NUM_STREAMS, "budget_ms": round(1000 * BUDGET_S), "rows": rows}
-    print(f"written to {save('recovery', figures, load, args.results)}")
+    print(f"written to {save(f'recovery_{args.model}', figures, load, args.results)}")
 
 
 if __name__ == "__main__":

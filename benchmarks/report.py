@@ -50,7 +50,6 @@ ENDURANCE: Columns = {
 }
 RECOVERY: Columns = {
     "victim": "killed",
-    "model": "model",
     "kills": "times",
     "streams": "streams",
     "p50_ms": "next token p50, ms",
@@ -199,8 +198,9 @@ SECTIONS: Mapping[str, Section] = {
     "scheduler_overhead": _overhead,
     "pipelining": _pipelining,
     "endurance": _endurance,
-    "recovery": _recovery,
     "chaos": _chaos,
+    "recovery_embedded": _recovery,
+    "recovery_simulated": _recovery,
     "wire": _wire,
     "online": _online,
     "startup": _startup,

@@ -10,8 +10,8 @@ from pagewire_client import SamplingParams
 
 
 def test_it_writes_a_line_for_each_kind_of_process(tmp_path: Path) -> None:
-    main(["--kills", "1", "--models", "simulated", "--results", str(tmp_path)])
-    rows = json.loads((tmp_path / "recovery.json").read_text())["rows"]
+    main(["--kills", "1", "--model", "simulated", "--results", str(tmp_path)])
+    rows = json.loads((tmp_path / "recovery_simulated.json").read_text())["rows"]
     assert [row["victim"] for row in rows] == ["worker", "core", "frontend"]
     assert all(row["streams"] > 0 for row in rows)
     assert all(0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in rows)

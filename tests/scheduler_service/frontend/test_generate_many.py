@@ -15,6 +15,7 @@ from tests.support.frontends import (
     error_info,
     error_of,
     generate_request,
+    read_until_error,
     running_frontend,
     text_of,
 )
@@ -189,6 +190,27 @@ async def test_a_shutdown_lets_the_streams_requests_finish(half_closed: bool) ->
         else:
             assert (await error_of(call)).code() is grpc.StatusCode.UNAVAILABLE
         await stopping
+
+
+async def test_a_shutdown_ends_each_request_that_has_not_finished_in_time_with_an_error() -> None:
+    async with (
+        FakeCore() as core,
+        running_frontend(core.address) as frontend,
+        client_of(frontend) as client,
+    ):
+        call = client.GenerateMany()
+        await send(call, "r")
+        request = await core.next_request()
+        await request.accept()
+        await request.send_tokens(letters("a"))
+        while not text_of([(await call.read()).response]):
+            pass
+        await frontend.stop()
+        responses, error = await read_until_error(call)
+        (failed,) = [response.error for response in responses]
+        assert (failed.request_id, failed.code) == ("r", grpc.StatusCode.UNAVAILABLE.value[0])
+        assert error_info(failed.status).reason == "SHUTTING_DOWN"
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_stream_without_requests_ends_when_its_client_does(served: Served) -> None:
