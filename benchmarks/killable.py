@@ -71,16 +71,26 @@ class KillableServices:
 
     def kill(self, name: str) -> None:
         """SIGKILL; the process is gone when this returns."""
-        self._processes[name].kill()
-        self._processes[name].wait()
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
 
     async def wait_whole(self) -> None:
-        """Wait until each frontend answers, and tells of every worker that it is ready."""
+        """Wait until each frontend answers, and tells of every worker that it is ready.
+
+        Raises RuntimeError if a service has ended that was not killed.
+        """
         async with asyncio.timeout(START_TIMEOUT_S):
             for address in self.addresses:
                 async with AsyncClient(address) as client:
-                    while not await _is_whole(client):  # noqa: ASYNC110 - nobody tells
+                    while not await _is_whole(client):
+                        self._require_alive()
                         await asyncio.sleep(_POLL_S)
+
+    def _require_alive(self) -> None:
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise RuntimeError(f"the {name} ended with exit code {process.returncode}")
 
     def _address(self, name: str) -> str:
         return f"unix:{Path(self._folder.name) / name}.sock"

@@ -137,8 +137,6 @@ class Batch:
 
         Raises where another is no use; every unfinished request has failed then.
         """
-        for member in self._in_flight.values():
-            member.attempts.connection_lost()
         try:
             return self._stream_attempts.delay_after(error)
         except errors.PagewireError as final:

@@ -69,7 +69,6 @@ class Attempts:
         self._draw = draw
         self._retries = 0
         self._begun = False
-        self._connection_lost = False
         self._failing_since: float | None = None
 
     def progressed(self) -> None:
@@ -77,10 +76,6 @@ class Attempts:
         self._begun = True
         self._retries = 0
         self._failing_since = None
-
-    def connection_lost(self) -> None:
-        """The connection broke while the request was on it: it may still be live over there."""
-        self._connection_lost = True
 
     def delay_after(self, error: errors.PagewireError) -> float:
         """Seconds to wait before the next attempt; raises where another is no use.
@@ -92,8 +87,6 @@ class Attempts:
             self._failing_since = now
         if not self._is_passing(error) or self._is_exhausted(error, now):
             raise error
-        if isinstance(error, errors.Unavailable):
-            self.connection_lost()
         delay = self._policy.backoff_s(self._retries, self._draw())
         delay = max(delay, error.retry_delay_s or 0.0)
         remaining = self._deadline.remaining_s()
@@ -104,16 +97,12 @@ class Attempts:
 
     def _is_passing(self, error: errors.PagewireError) -> bool:
         """Whether the same request may succeed later."""
-        if isinstance(error, errors.AlreadyExists):
-            # After a lost connection that is our own former attempt, which the server has not
-            # found dead yet; otherwise somebody else's request.
-            return self._connection_lost
         if isinstance(error, errors.Overloaded):
             return error.retry_delay_s is not None
         return isinstance(error, errors.Unavailable)
 
     def _is_exhausted(self, error: errors.PagewireError, now: float) -> bool:
         assert self._failing_since is not None
-        if self._begun or isinstance(error, errors.AlreadyExists):
+        if self._begun:
             return now - self._failing_since >= self._policy.recovery_timeout_s
         return self._retries >= self._policy.max_retries

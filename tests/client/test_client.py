@@ -158,13 +158,6 @@ def test_before_the_first_response_the_same_request_is_sent_again(
     assert first == second
 
 
-def test_our_own_former_attempt_is_waited_for(client: Any, frontend: FakeFrontend) -> None:
-    live = Failure(code=grpc.StatusCode.ALREADY_EXISTS, reason="DUPLICATE_REQUEST")
-    frontend.breaks.append(Break(after_tokens=3, failure=KILLED))
-    frontend.breaks.extend([Break(failure=live), Break(failure=live)])
-    assert client.generate("Hello", TEN).text == expected_text("Hello", 10)
-
-
 def test_another_ones_request_id_is_refused(client: Any, frontend: FakeFrontend) -> None:
     live = Failure(code=grpc.StatusCode.ALREADY_EXISTS, reason="DUPLICATE_REQUEST")
     frontend.breaks.append(Break(failure=live))

@@ -85,16 +85,6 @@ def test_progress_starts_the_count_and_the_time_anew(clock: Clock) -> None:
     assert attempts.delay_after(UNAVAILABLE) == 1.0
 
 
-def test_a_live_request_of_our_own_after_a_break_is_waited_for(clock: Clock) -> None:
-    attempts = make_attempts(clock)
-    attempts.delay_after(UNAVAILABLE)
-    for _ in range(5):
-        attempts.delay_after(errors.AlreadyExists("the former attempt"))
-    clock.now += 60.0
-    with pytest.raises(errors.AlreadyExists):
-        attempts.delay_after(errors.AlreadyExists("the former attempt"))
-
-
 def test_no_attempt_is_made_after_the_deadline(clock: Clock) -> None:
     attempts = make_attempts(clock, timeout_s=2.5)
     assert attempts.delay_after(UNAVAILABLE) == 1.0

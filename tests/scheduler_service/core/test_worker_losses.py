@@ -1,0 +1,83 @@
+"""Requests that were being computed when a worker died: who is to blame, and who is not."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_service.core import SchedulerConfig
+from tests.support.core_driver import CoreDriver, make_capacity
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+
+
+def make_driver(config: SchedulerConfig = CONFIG) -> CoreDriver:
+    driver = CoreDriver(config)
+    driver.add_group(make_capacity())
+    return driver
+
+
+def lose_with(driver: CoreDriver, times: int) -> None:
+    """The group dies with a step in flight, again and again."""
+    for _ in range(times):
+        driver.schedule("g0")
+        driver.lose_group("g0")
+        driver.add_group(make_capacity())
+    driver.collect()
+
+
+def test_what_was_not_being_computed_when_its_worker_died_is_not_to_blame() -> None:
+    driver = make_driver(replace(CONFIG, max_worker_losses=1))
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=5)
+    driver.schedule("g0")
+    driver.deliver("g0")
+    driver.lose_group("g0")  # between two steps
+    driver.add_group(make_capacity())
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
+@pytest.mark.parametrize("again", ["core", "frontend"])
+def test_losses_count_on_at_a_new_core_and_for_a_later_try(again: str) -> None:
+    driver = make_driver()
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=5)
+    lose_with(driver, 2)
+    assert record.num_losses == 2
+    if again == "core":
+        driver.lose_core()
+    else:
+        record = driver.try_again(record, "f1", most_received=0)
+    lose_with(driver, 1)
+    assert record.error is not None
+    assert record.error.reason == "WORKERS_LOST"
+
+
+def test_one_that_kills_its_workers_does_not_take_its_neighbours_along() -> None:
+    driver = make_driver()
+    poison = driver.submit(prompt=[9] * 4, max_tokens=8)
+    innocent = [driver.submit(prompt=[k] * 4, max_tokens=8) for k in range(3)]
+    for _ in range(20):
+        plan = driver.schedule("g0")
+        live = poison.is_live and plan is not None
+        if live and [9] * 4 in [list(new.token_ids) for new in plan.new_sequences]:  # type: ignore[union-attr]
+            driver.lose_group("g0")
+            driver.add_group(make_capacity())
+            driver.collect()
+        else:
+            driver.deliver("g0")
+    driver.run_until_idle()
+    assert poison.error is not None
+    assert poison.error.reason == "WORKERS_LOST"
+    assert all(record.finished is not None for record in innocent)
+    assert [record.num_losses for record in innocent] == [2, 2, 2]
+
+
+def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
+    driver = make_driver(replace(CONFIG, max_worker_losses=2))
+    records = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(2)]
+    lose_with(driver, 1)
+    rows = []
+    driver.on_plan = lambda _, plan: rows.append(len(plan.seq_ids))
+    driver.run_until_idle()
+    assert rows[0] == 1, "alone at first"
+    assert max(rows) == 2, "then beside the other"
+    assert all(record.finished is not None for record in records)
