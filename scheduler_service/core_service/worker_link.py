@@ -113,26 +113,27 @@ class WorkerLink:
         Raises CannotServe, TakenOver or GroupHung.
         """
         pause_s = MIN_PAUSE_S
-        async with AsyncExitStack() as stack:
-            stubs = [
-                WorkerServiceStub(await stack.enter_async_context(_channel(rank.address)))
-                for rank in self._ranks
-            ]
-            while not self._draining.is_set():
-                started_at = self._driver.clock()
-                failure = await self._try_session(stubs)
-                if failure is None:
-                    break
-                if self._driver.clock() - started_at > STABLE_AFTER_S:
-                    pause_s = MIN_PAUSE_S
-                await self._pause(failure, pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        while not self._draining.is_set():
+            started_at = self._driver.clock()
+            failure = await self._try_session()
+            if failure is None:
+                break
+            if self._driver.clock() - started_at > STABLE_AFTER_S:
+                pause_s = MIN_PAUSE_S
+            await self._pause(failure, pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _try_session(self, stubs: Stubs) -> str | None:
+    async def _try_session(self) -> str | None:
         """One try, from dialling to drained; why it failed, or None."""
         self._set_state(status_pb2.WORKER_STATE_STARTING)
         try:
-            await self._execute_steps(stubs, await self._prepare(stubs))
+            # On connections of its own: one that was cut off may seem to be there for long.
+            async with AsyncExitStack() as stack:
+                stubs = [
+                    WorkerServiceStub(await stack.enter_async_context(_channel(rank.address)))
+                    for rank in self._ranks
+                ]
+                await self._execute_steps(stubs, await self._prepare(stubs))
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
         except StepOverdue as error:

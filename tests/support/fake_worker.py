@@ -193,11 +193,16 @@ class FakeWorker(WorkerServiceServicer):
 
     async def start(self, core_address: str, *, last_epoch: int = 0) -> None:
         """Listen, and register with the core."""
+        if self._server is None:
+            await self.listen()
+        self.register(core_address, last_epoch=last_epoch)
+
+    async def listen(self) -> None:
+        """Serve on a free port."""
         self._server = grpc.aio.server()
         add_WorkerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
-        self.register(core_address, last_epoch=last_epoch)
 
     def register(self, core_address: str, *, last_epoch: int = 0) -> None:
         """Open a registration stream, as after losing one."""

@@ -15,6 +15,7 @@ from scheduler_service.core_service.service import CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted
+from tests.support.one_way import one_way_proxy
 from tests.support.waiting import until
 
 READY, HUNG = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_HUNG
@@ -128,7 +129,7 @@ async def test_a_worker_that_reads_no_plans_holds_up_nobody_else(
     await until(lambda: set(states(service).values()) == {READY}, "both are used")
     async with AttachedFrontend(service.address) as frontend:
         # More than a stream's window takes: the core's write waits.
-        await frontend.submit(1, [5] * 80_000, max_tokens=2, model="long")
+        await frontend.submit(1, [5] * 40_000, max_tokens=2, model="long")
         await until(lambda: 1 in frontend.accepted, "the request was accepted")
         for handle in range(2, 6):
             await frontend.submit(handle, range(handle), max_tokens=30)
@@ -143,7 +144,9 @@ async def test_a_worker_that_another_core_has_taken_over_is_left_to_it(
     service: CoreService, fleet: Fleet
 ) -> None:
     worker = await fleet.start(FakeWorker("w"))
-    await until(lambda: states(service) == {"w": READY}, "it is used")
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [7], max_tokens=3)
+        await frontend.wait_finished(1)
     worker.last_epoch = 50
     worker.break_stream()
     await until(lambda: not states(service), "it was given up")
@@ -151,3 +154,26 @@ async def test_a_worker_that_another_core_has_taken_over_is_left_to_it(
     worker.register(service.address, last_epoch=50)
     await until(lambda: states(service) == {"w": READY}, "it has come back by its own wish")
     assert worker.epochs == [1, 51]
+
+
+@pytest.mark.parametrize("way", ["loses_up", "loses_down"])
+async def test_a_worker_that_is_cut_off_in_one_direction_loses_its_requests_until_it_is_not(
+    service: CoreService, fleet: Fleet, way: str
+) -> None:
+    """Its heartbeats come by another connection, so nothing else tells."""
+    worker = FakeWorker("cut-off")
+    await worker.listen()
+    async with one_way_proxy(worker.address) as proxy:
+        worker.advertise = proxy.address
+        await fleet.start(worker)
+        async with AttachedFrontend(service.address) as frontend:
+            await frontend.submit(1, [1, 2, 3], max_tokens=300)
+            await frontend.wait_tokens(1, 5)
+            setattr(proxy, way, True)
+            await until(lambda: states(service)["cut-off"] != READY, "it is not used")
+            await fleet.start(FakeWorker("sound"))
+            await frontend.wait_finished(1)
+            assert frontend.tokens[1] == counted(3, 300)
+        setattr(proxy, way, False)
+        await until(lambda: states(service)["cut-off"] == READY, "it is used again")
+    assert worker.directives == ["serve"], "its registration went on"
