@@ -1,6 +1,7 @@
 """A TCP proxy that can lose all that goes one way, as a partition in one direction does.
 
-Both ends keep their connections: neither is told anything.
+Both ends keep their connections, and neither is told anything. A connection that has lost a part is
+of no use any more; none comes about while either way is lost, as that takes both.
 """
 
 import asyncio
@@ -36,28 +37,44 @@ class OneWayProxy:
         self._tasks.add(asyncio.create_task(self._serve(reader, writer)))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._target.rpartition(":")
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        ends = [writer]
         try:
-            await asyncio.gather(
-                self._pass_on(reader, up_writer, "loses_up"),
-                self._pass_on(up_reader, writer, "loses_down"),
-            )
+            if self.loses_up or self.loses_down:
+                await reader.read()
+            else:
+                await self._connect(reader, writer, ends)
         except OSError:
             pass  # an end broke the connection
         finally:
-            for end in (writer, up_writer):
+            for end in ends:
                 end.close()
+            await asyncio.gather(*(end.wait_closed() for end in ends), return_exceptions=True)
+
+    async def _connect(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        ends: list[asyncio.StreamWriter],
+    ) -> None:
+        host, _, port = self._target.rpartition(":")
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        ends.append(up_writer)
+        await asyncio.gather(
+            self._pass_on(reader, up_writer, "loses_up"),
+            self._pass_on(up_reader, writer, "loses_down"),
+        )
 
     async def _pass_on(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, loses: str
     ) -> None:
         """Until the sender ends; that it has ended is lost like everything else."""
+        is_lost = False
         while data := await reader.read(1 << 16):
-            if not getattr(self, loses):
+            is_lost = is_lost or getattr(self, loses)
+            if not is_lost:
                 writer.write(data)
                 await writer.drain()
-        if not getattr(self, loses):
+        if not (is_lost or getattr(self, loses)):
             writer.write_eof()
 
 
