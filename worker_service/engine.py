@@ -40,6 +40,7 @@ class Engine:
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._busy = asyncio.Event()
 
     @property
     def facts(self) -> ModelFacts:
@@ -114,8 +115,10 @@ class Engine:
         )
 
     def open_stream(self, epoch: int) -> StepStream:
-        """The stream of an epoch, which must be the greatest seen and not have had one before."""
-        self._check_serving()
+        """The stream of an epoch, which must be the greatest seen and not have had one before.
+
+        A worker that drains takes it, too: the core may not have known when it sent the first plan.
+        """
         if epoch < self.last_epoch:
             raise StaleEpoch(f"epoch {epoch} is below {self.last_epoch}, which has taken over")
         if self._runner is None:
@@ -126,6 +129,7 @@ class Engine:
         self._stream_epoch = epoch
         self._stream = StepStream(epoch, self._runner, self._thread)
         self._idle.clear()
+        self._busy.set()
         logger.info("step stream opened epoch=%d", epoch)
         return self._stream
 
@@ -144,11 +148,16 @@ class Engine:
         self._executor.interrupt()
 
     def drain(self) -> None:
-        """Accept no new stream from now on."""
+        """Begin no new epoch from now on."""
         self._is_draining = True
 
     async def wait_idle(self) -> None:
         """Wait until no stream is open."""
+        await self._idle.wait()
+
+    async def wait_closed(self) -> None:
+        """Wait until the stream that is open, or else the next one, is closed."""
+        await self._busy.wait()
         await self._idle.wait()
 
     async def start_profile(self) -> None:
@@ -188,4 +197,5 @@ class Engine:
         assert self._stream is not None
         self._num_steps_before += self._stream.num_steps
         self._stream = None
+        self._busy.clear()
         self._idle.set()

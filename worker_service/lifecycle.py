@@ -43,6 +43,8 @@ class Worker:
         self._grace_s: float | None = config.grace_period_s
         self._sent_away: str | None = None
         self._end = asyncio.Event()
+        self._released = asyncio.Event()
+        """Set when nobody is to be waited for."""
         self.address = self._listen
         """Where it listens; with the real port once it does."""
         self.listening = asyncio.Event()
@@ -57,7 +59,7 @@ class Worker:
         logger.info("listening address=%s", self.address)
         self.listening.set()
         try:
-            await self._unless_ended(self._engine.load())
+            await _until_first(self._engine.load(), self._end.wait())
             if not self._end.is_set():
                 await self._serve()
         finally:
@@ -76,6 +78,7 @@ class Worker:
 
     def end_at_once(self) -> None:
         """End without waiting for the core to finish what it has here."""
+        self._released.set()
         self._end.set()
         self._engine.close_any_stream()
 
@@ -95,34 +98,28 @@ class Worker:
         await self._server.set_serving(True)
         self.ready.set()
         async with asyncio.TaskGroup() as tasks:
-            registering = None
+            registrar = registering = None
             if self._core is not None:
-                registering = tasks.create_task(self._registrar(self._core).run())
+                registrar = self._registrar(self._core)
+                registering = tasks.create_task(registrar.run())
             await self._end.wait()
-            await self._drain()
+            await self._drain(registrar)
             if registering is not None:
                 registering.cancel()
 
-    async def _drain(self) -> None:
-        """Let the core finish what it has here, then say to all that we are gone."""
+    async def _drain(self, registrar: Registrar | None) -> None:
+        """Let the core take away, or finish, what it has here; then say to all that we are gone."""
         logger.info("draining grace_s=%s", self._grace_s)
         self._engine.drain()
         self._membership.drain()
         await self._server.set_serving(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
+                if registrar is not None:
+                    await _until_first(
+                        self._released.wait(), self._engine.wait_closed(), registrar.wait_absent()
+                    )
                 await self._engine.wait_idle()
-
-    async def _unless_ended(self, work: Coroutine[None, None, None]) -> None:
-        """Await work, but no longer than until the end."""
-        task = asyncio.ensure_future(work)
-        end = asyncio.ensure_future(self._end.wait())
-        await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
-        end.cancel()
-        if task.done():
-            task.result()
-        else:
-            task.cancel()
 
     def _registrar(self, core: address.Address) -> Registrar:
         return Registrar(
@@ -156,3 +153,16 @@ class Worker:
         if not self._end.is_set():
             self._sent_away = reason
         self.end_at_once()
+
+
+async def _until_first(*waits: Coroutine[None, None, object]) -> None:
+    """Await until one of several is done; raises what it raised, and gives up the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -69,6 +69,12 @@ class Registrar:
         self._on_stop = on_stop
         self._is_welcome = False
         self._is_stopped = False
+        self._is_absent = asyncio.Event()
+        self._is_absent.set()
+
+    async def wait_absent(self) -> None:
+        """Wait until no core has the worker registered: it is lost, or has told us to stop."""
+        await self._is_absent.wait()
 
     async def run(self) -> None:
         """Register, and register again whenever the stream breaks, until the core says stop."""
@@ -78,6 +84,7 @@ class Registrar:
             while True:
                 self._is_welcome = False
                 reason = await self._register_once(stub)
+                self._is_absent.set()
                 if self._is_stopped:
                     return
                 retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
@@ -118,6 +125,7 @@ class Registrar:
             self._obey(response.directive)
             if response.directive.HasField("serve"):
                 self._is_welcome = True
+                self._is_absent.clear()
                 lease_s: float = response.directive.serve.lease_ms / 1000
                 logger.info("registered core=%s lease_s=%.1f", self._core, lease_s)
                 return lease_s

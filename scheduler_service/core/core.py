@@ -106,9 +106,14 @@ class SchedulerCore:
             model.move_on(to_us(now))
 
     def is_drained(self, group_id: str) -> bool:
-        """Whether a group is draining and has nothing left, or is gone."""
+        """Whether a group is draining and has nothing left, or is gone. One that has is not while
+        there is a request that has begun, and that no group can go on with that does not drain."""
         scheduler = self._schedulers.get(group_id)
-        return scheduler is None or (scheduler.is_draining and not scheduler.groups)
+        if scheduler is None:
+            return True
+        if scheduler.groups or not scheduler.is_draining:
+            return False
+        return not self._models[scheduler.capacity.model].is_needed(scheduler)
 
     # Requests.
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.drain import DrainRate
@@ -87,6 +88,11 @@ class Model:
                     num_leaving,
                 )
             self.queue_again(scheduler.take_gone())
+
+    def is_needed(self, scheduler: Scheduler) -> bool:
+        """Whether something that has begun waits for a worker group although it drains."""
+        queues = chain(self.waiting, self.stranded)
+        return any(scheduler in self._suitable(group) for group in queues)
 
     def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
         others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]

@@ -199,7 +199,7 @@ class WorkerRegistry:
             del self._groups[group.group_id]
         self._on_change()
         worker_id, rank = worker.registration.worker_id, worker.registration.rank
-        if worker.dismissed.is_set():
+        if worker.dismissed.is_set() or group.is_draining:
             logger.info(
                 "worker left worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
             )

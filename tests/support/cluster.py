@@ -15,10 +15,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
+READY = status_pb2.WORKER_STATE_READY
 
 
 def environment() -> dict[str, str]:
@@ -184,6 +186,20 @@ class Cluster:
             while not _num_frontends(stub, request):
                 assert time.monotonic() < deadline, self.logs()
                 time.sleep(0.02)
+
+    def wait_num_ready(self, num_groups: int, timeout_s: float = 60) -> None:
+        """Wait until so many worker groups execute steps."""
+        deadline = time.monotonic() + timeout_s
+        with grpc.insecure_channel(self.core_address) as channel:
+            stub = SchedulerServiceStub(channel)
+            request = scheduler_pb.SchedulerServiceGetStatusRequest()
+            while True:
+                groups = stub.GetStatus(request, timeout=10).status.groups
+                if [group.state for group in groups].count(READY) == num_groups:
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not {num_groups} groups after {timeout_s} s: {groups}")
+                time.sleep(0.05)
 
     def logs(self) -> str:
         """The end of every service's log."""

@@ -101,6 +101,45 @@ async def test_a_worker_that_is_told_to_end_lets_the_core_finish_its_stream(
         await asyncio.wait_for(running.task, 10)
 
 
+async def test_an_idle_worker_that_is_told_to_end_takes_what_the_core_has_just_sent(
+    core_address: str,
+) -> None:
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        await running.initialize(1)
+        await until(lambda: len(stream.heartbeats) > 1, "the worker has been welcomed")
+        running.worker.end()
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        steps, plans = Steps(running.stub), PlanBuilder()
+        plans.add(1, [2])
+        await steps.send(plans.plan([Row(1)]))
+        assert values((await steps.result()).token_ids) == [next_token([2])]
+        assert not running.task.done()
+        assert await steps.finish() == grpc.StatusCode.OK
+        await asyncio.wait_for(running.task, 10)
+
+
+@pytest.mark.parametrize("how", ["stop", "end of the stream"])
+async def test_an_idle_worker_that_is_told_to_end_is_released_by_the_core(
+    core_address: str, how: str
+) -> None:
+    stop = scheduler_service_pb2.WorkerDirective(stop=scheduler_service_pb2.Stop(reason="drained"))
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        await until(lambda: len(stream.heartbeats) > 1, "the worker has been welcomed")
+        running.worker.end()
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        assert not running.task.done()
+        stream.directives.put_nowait(stop if how == "stop" else None)
+        await asyncio.wait_for(running.task, 10)
+
+
 async def test_the_grace_period_bounds_the_end() -> None:
     async with running_worker(grace_period_s=0.05) as running:
         await running.initialize(1)

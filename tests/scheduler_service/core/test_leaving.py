@@ -168,6 +168,29 @@ def test_a_tenants_blocks_go_along() -> None:
     assert record.finished is not None
 
 
+def test_no_group_is_drained_while_what_is_on_its_way_needs_one() -> None:
+    driver = make_driver("g0")
+    record = under_way(driver)
+    drain(driver, "g0")
+    drain(driver, "g1")
+    driver.deliver("g0")
+    driver.deliver("g0")
+    assert not driver.core.is_drained("g0")
+    assert not driver.core.is_drained("g1")
+    driver.run_until_idle()
+    assert record.finished is not None
+    assert driver.core.is_drained("g0")
+    assert driver.core.is_drained("g1")
+
+
+def test_a_group_is_drained_although_what_has_not_begun_waits() -> None:
+    driver = make_driver("g0")
+    drain(driver, "g0")
+    driver.submit(prompt=PROMPT, max_tokens=6)
+    driver.run_until_idle()
+    assert driver.core.is_drained("g0")
+
+
 def test_what_is_accepted_again_goes_on_though_all_groups_drain() -> None:
     driver = make_driver("g0")
     record = driver.submit(prompt=PROMPT, max_tokens=6)
