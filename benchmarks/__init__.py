@@ -8,6 +8,7 @@
 | `pipelining` | a device's idle time between steps, by pipeline depth |
 | `wire` | sizes of plans and results, what it takes to make and read them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
+| `scaling_out` | whether requests notice that workers come and go |
 | `frontend` | a frontend's CPU time per streamed token |
 | `online` | latencies and goodput as requests arrive faster and faster, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |

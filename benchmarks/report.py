@@ -56,6 +56,15 @@ RECOVERY: Columns = {
     "p99_ms": "p99, ms",
     "max_ms": "longest, ms",
 }
+SCALING_OUT: Columns = {
+    "num_workers": "workers",
+    "seconds": "seconds",
+    "num_requests": "answers",
+    "num_failed": "failed",
+    "num_different": "other tokens",
+    "num_moved": "moved",
+    "tokens_per_s": "tokens/s",
+}
 
 CHAOS: Columns = {
     "dtype": "type",
@@ -155,6 +164,16 @@ def _chaos(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(CHAOS, runs)
 
 
+def _scaling_out(results: Mapping[str, Any]) -> tuple[str, str]:
+    facts = (
+        f"{results['streams']} streams for {results['seconds']:g} s: {results['num_requests']:,} "
+        f"requests, {results['num_failed']} failed, {results['num_different']} with other tokens, "
+        f"{results['num_moved']} moved. {results['num_ended_workers']} workers ended by SIGTERM, "
+        f"in {results['leaving_s_median']} s at the median, {results['leaving_s_most']} s at most."
+    )
+    return facts, _table(SCALING_OUT, results["rows"])
+
+
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
     tables = (
         _table(WIRE_MESSAGES, results["messages"]),
@@ -201,6 +220,7 @@ SECTIONS: Mapping[str, Section] = {
     "chaos": _chaos,
     "recovery_embedded": _recovery,
     "recovery_simulated": _recovery,
+    "scaling_out": _scaling_out,
     "wire": _wire,
     "online": _online,
     "startup": _startup,

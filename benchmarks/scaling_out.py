@@ -1,0 +1,310 @@
+"""Whether requests notice that workers come and go.
+
+    python -m benchmarks.scaling_out --seconds 600
+
+The services of docker-compose.yml run as processes: a scheduler core, a frontend and CPU workers
+with the embedded model, in float32. What `docker compose up --scale worker-cpu=N` does is done to
+them again and again under load: one worker becomes four, then the three that have served longest
+are ended by SIGTERM. Meanwhile streams ask for greedy answers without a pause, and without retries.
+Every answer is compared, token by token, with that of an undisturbed run at the beginning, in which
+each request was alone. Exit code 1 if any request failed or was answered otherwise.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.composed import FRONTEND, SCHEDULER, WORKER, Composed, Process
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from pagewire.v1.status_pb2 import WORKER_STATE_READY
+from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
+from pagewire_client.local.health import is_serving
+
+FEW, MANY = 1, 4
+"""Workers at the ends and in between."""
+
+FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
+NUM_JOBS = 32
+_START_TIMEOUT_S = 300.0
+_POLL_S = 0.1
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A request that is made again and again."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Stage:
+    """A time in which there were so many workers, and what became of requests that ended in it."""
+
+    num_workers: int
+    started_at: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_moved: int = 0
+    """Requests that spent time between two workers."""
+    num_different: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+def draw_jobs(num_jobs: int, max_tokens: int) -> list[Job]:
+    """The same ones in every run."""
+    draw = random.Random(0)
+    return [
+        Job(
+            prompt=draw.choices(range(FIRST_TOKEN_ID, END_TOKEN_ID), k=draw.randint(4, 64)),
+            num_tokens=draw.randint(max_tokens // 4, max_tokens),
+        )
+        for _ in range(num_jobs)
+    ]
+
+
+class Load:
+    """Streams that ask for one job after the other."""
+
+    def __init__(self, client: AsyncClient, jobs: Sequence[Job]) -> None:
+        self.stages: list[Stage] = []
+        self._client = client
+        self._jobs = jobs
+        self._expected: list[list[int]] = []
+        self._is_over = False
+
+    async def run_undisturbed(self) -> None:
+        """Note what each job's answer is when it is alone."""
+        for job in self._jobs:
+            output = await self._ask(job)
+            self._expected.append(output.outputs[0].token_ids)
+
+    def begin_stage(self, num_workers: int) -> None:
+        """From now on there are so many workers, unless there were before."""
+        if self.stages and self.stages[-1].num_workers == num_workers:
+            return
+        self._end_stage()
+        self.stages.append(Stage(num_workers))
+
+    def end(self) -> None:
+        """Have each stream finish what it has asked for."""
+        self._is_over = True
+
+    async def run(self, num_streams: int) -> None:
+        """All streams, until the end."""
+        await asyncio.gather(*(self._stream(number) for number in range(num_streams)))
+        self._end_stage()
+
+    def _end_stage(self) -> None:
+        if self.stages:
+            self.stages[-1].seconds = time.monotonic() - self.stages[-1].started_at
+
+    async def _stream(self, number: int) -> None:
+        draw = random.Random(number)
+        while not self._is_over:
+            index = draw.randrange(len(self._jobs))
+            try:
+                output = await self._ask(self._jobs[index])
+            except PagewireError as error:
+                self.stages[-1].errors[f"{type(error).__name__}: {error.message}"] += 1
+                await asyncio.sleep(_POLL_S)  # not a storm of requests that fail at once
+            else:
+                self._note(output, self._expected[index])
+
+    async def _ask(self, job: Job) -> RequestOutput:
+        params = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
+        return await self._client.generate(job.prompt, params)
+
+    def _note(self, output: RequestOutput, expected: Sequence[int]) -> None:
+        stage, tokens = self.stages[-1], output.outputs[0].token_ids
+        stage.num_requests += 1
+        stage.num_tokens += len(tokens)
+        stage.num_different += tokens != expected
+        stage.num_moved += output.timings is not None and output.timings.recovery_us > 0
+
+
+class Fleet:
+    """The workers that serve, the one that has served longest first."""
+
+    def __init__(self, composed: Composed, client: AsyncClient) -> None:
+        self.ended: list[Process] = []
+        self._composed = composed
+        self._client = client
+        self._workers: list[Process] = []
+
+    def start_first(self) -> None:
+        """Before anybody could tell who is ready."""
+        self._workers.append(self._composed.start(WORKER))
+
+    async def scale(self, num_workers: int) -> None:
+        """Start workers, or end them, and wait until so many are ready and the others gone."""
+        while len(self._workers) < num_workers:
+            self._workers.append(self._composed.start(WORKER))
+        leaving = self._workers[: len(self._workers) - num_workers]
+        del self._workers[: len(leaving)]
+        await asyncio.gather(*(asyncio.to_thread(process.end) for process in leaving))
+        self.ended += leaving
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while await self._num_ready() != num_workers:
+                dead = [worker.name for worker in self._workers if worker.exit_code is not None]
+                if dead:
+                    raise RuntimeError(f"ended by itself: {', '.join(dead)}")
+                await asyncio.sleep(_POLL_S)
+
+    async def _num_ready(self) -> int:
+        status = await self._client.get_status()
+        return sum(group.state == WORKER_STATE_READY for group in status.groups)
+
+
+async def run(
+    composed: Composed, *, seconds: float, num_cycles: int, num_streams: int, jobs: Sequence[Job]
+) -> tuple[Load, Fleet]:
+    """Start, load, scale out and in `num_cycles` times within so many seconds, and end the load."""
+    composed.start(SCHEDULER)
+    composed.start(FRONTEND)
+    async with AsyncClient(composed.address, retry=NO_RETRIES) as client:
+        load, fleet = Load(client, jobs), Fleet(composed, client)
+        fleet.start_first()
+        await asyncio.to_thread(_wait_serving, composed.address)
+        await load.run_undisturbed()
+        load.begin_stage(FEW)
+        asking = asyncio.create_task(load.run(num_streams))
+        try:
+            await _scale_again_and_again(fleet, load, num_cycles, seconds)
+        finally:
+            load.end()
+            await asking
+    return load, fleet
+
+
+def _wait_serving(address: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not is_serving(address):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not serving after {_START_TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)
+
+
+async def _scale_again_and_again(fleet: Fleet, load: Load, num_cycles: int, seconds: float) -> None:
+    """An equal time at each number of workers, what it takes to get there included."""
+    started_at = time.monotonic()
+    sizes = list(itertools.islice(itertools.cycle((FEW, MANY)), 2 * num_cycles + 1))
+    for number, size in enumerate(sizes, 1):
+        await fleet.scale(size)
+        load.begin_stage(size)
+        print(f"{size} workers after {time.monotonic() - started_at:.0f} s", file=sys.stderr)
+        left_s = started_at + seconds * number / len(sizes) - time.monotonic()
+        await asyncio.sleep(max(0.0, left_s))
+
+
+def figures_of(load: Load, fleet: Fleet) -> Row:
+    """All that a run has found."""
+    leaving = [worker.leaving_s for worker in fleet.ended if worker.leaving_s is not None]
+    errors: Counter[str] = sum((stage.errors for stage in load.stages), Counter())
+    return {
+        "num_requests": sum(stage.num_requests for stage in load.stages) + errors.total(),
+        "num_failed": errors.total(),
+        "errors": dict(errors),
+        "num_different": sum(stage.num_different for stage in load.stages),
+        "num_moved": sum(stage.num_moved for stage in load.stages),
+        "num_ended_workers": len(fleet.ended),
+        "exit_codes": sorted({worker.exit_code for worker in fleet.ended if worker.exit_code}),
+        "leaving_s_median": round(median(leaving), 2) if leaving else None,
+        "leaving_s_most": round(max(leaving), 2) if leaving else None,
+        "rows": [_row(stage) for stage in load.stages],
+    }
+
+
+def _row(stage: Stage) -> Row:
+    return {
+        "num_workers": stage.num_workers,
+        "seconds": round(stage.seconds, 1),
+        "num_requests": stage.num_requests,
+        "num_failed": stage.errors.total(),
+        "num_different": stage.num_different,
+        "num_moved": stage.num_moved,
+        "tokens_per_s": round(stage.num_tokens / max(stage.seconds, 1e-9)),
+    }
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """Print the table."""
+    names = {
+        "num_workers": "workers",
+        "seconds": "seconds",
+        "num_requests": "answers",
+        "num_failed": "failed",
+        "num_different": "other tokens",
+        "num_moved": "moved",
+        "tokens_per_s": "tokens/s",
+    }
+    table = Table(*names.values(), title="requests while workers come and go")
+    for row in figures["rows"]:
+        table.add_row(*(str(row[name]) for name in names))
+    Console(width=100).print(table)
+    print(
+        f"{figures['num_requests']} requests, {figures['num_failed']} failed, "
+        f"{figures['num_different']} with other tokens, {figures['num_moved']} moved; "
+        f"{figures['num_ended_workers']} workers ended, in {figures['leaving_s_median']} s at the "
+        f"median, {figures['leaving_s_most']} s at most"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0, help="of load, in all")
+    parser.add_argument("--cycles", type=int, default=5, help="times to scale out and in")
+    parser.add_argument("--streams", type=int, default=12, help="that ask at the same time")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of the longest answer")
+    parser.add_argument("--simulate", action="store_true", help="workers without a model")
+    parser.add_argument("--logs", type=Path, help="folder for what the services say")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    return parser
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    simulated = {"PAGEWIRE_SIMULATE": "1", "PAGEWIRE_SIMULATE_STEP_US": "5000"}
+    return {"PAGEWIRE_DTYPE": "float32", **(simulated if args.simulate else {})}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
+    args = _parser().parse_args(arguments)
+    foreign = ForeignLoad()
+    with ExitStack() as stack:
+        logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        composed = stack.enter_context(Composed(_environment(args), logs))
+        work = run(
+            composed,
+            seconds=args.seconds,
+            num_cycles=args.cycles,
+            num_streams=args.streams,
+            jobs=draw_jobs(NUM_JOBS, args.max_tokens),
+        )
+        figures = figures_of(*asyncio.run(work))
+    settings = {"seconds": args.seconds, "cycles": args.cycles, "streams": args.streams}
+    show(figures)
+    print(f"written to {save('scaling_out', settings | figures, foreign, args.results)}")
+    if figures["num_failed"] or figures["num_different"] or figures["exit_codes"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
