@@ -241,6 +241,15 @@ class SchedulerCore:
 
     # News.
 
+    def take_stirred(self) -> set[str]:
+        """Worker groups that a `schedule` of any has given requests to since the last call."""
+        stirred: set[str] = set()
+        for model in self._models.values():
+            if model.stirred:
+                stirred |= model.stirred
+                model.stirred = set()
+        return stirred
+
     def take_outboxes(self) -> dict[str, Outbox]:
         """News by frontend since the last call; frontends without news are absent."""
         return self._registry.take_outboxes()

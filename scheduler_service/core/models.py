@@ -7,7 +7,7 @@ from itertools import chain
 
 from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.drain import DrainRate
-from scheduler_service.core.lanes import Kind, Lanes
+from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.placing import Placing
 from scheduler_service.core.policies import Policy
@@ -34,11 +34,13 @@ class Model:
     drain: DrainRate = field(default_factory=DrainRate)
     """How fast requests come out of `waiting`."""
 
+    stirred: set[str] = field(default_factory=set)
+    """Ids of worker groups that were given requests, since they were last asked for."""
     waiting: Lanes = field(init=False)
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups that there were when the queue was sorted, and whether they drained."""
-    _unlike_groups: list[Scheduler] = field(default_factory=list)
-    """One of each size among them."""
+    _alike: list[tuple[Scheduler, ...]] = field(default_factory=list)
+    """The same, those together to which the same requests may go."""
 
     def __post_init__(self) -> None:
         self.waiting = Lanes(self.policy, self._kind_of)
@@ -126,7 +128,7 @@ class Model:
         self._notice_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
-        placing = Placing(self.waiting, self.schedulers, self.placement, self._suitable)
+        placing = Placing(self.waiting, self.schedulers, self.policy, self.placement, self._suitable)
         while (found := placing.next(now_us)) is not None:
             group, scheduler = found
             if not is_late(group):
@@ -142,21 +144,39 @@ class Model:
             is_empty=not self.waiting,
         )
 
-    def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
-        """The worker groups that a request may go to, full or not."""
-        return _suitable_of(self.schedulers, group)
+    def _kind_of(self, group: SequenceGroup) -> tuple[tuple[Scheduler, ...], ...]:
+        """Which worker groups a request may go to, full or not: those in which it can come to have
+        the most of the tokens that it asks for, so that where it goes does not show in its answer;
+        for one that has begun that is memory's concern too. Those that drain take nothing, unless
+        it has begun and no other is left."""
+        fitting = [alike for alike in self._alike if alike[0].fits(group)]
+        suitable = [alike for alike in fitting if not alike[0].is_draining]
+        reach = Scheduler.max_length
+        if group.has_begun or group.request.generated:
+            suitable = suitable or fitting
+            reach = Scheduler.reach
+        farthest = max((reach(alike[0], group) for alike in suitable), default=0)
+        return tuple(alike for alike in suitable if reach(alike[0], group) == farthest)
 
-    def _kind_of(self, group: SequenceGroup) -> Kind:
-        """Which worker groups it may go to; equal ones count once."""
-        return frozenset(map(id, _suitable_of(self._unlike_groups, group)))
+    def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
+        """These worker groups, in the order in which they came."""
+        kind = self._kind_of(group)
+        if len(self._alike) == 1:
+            return list(chain.from_iterable(kind))
+        suitable = set(chain.from_iterable(kind))
+        return [scheduler for scheduler in self.schedulers if scheduler in suitable]
 
     def _notice_groups(self) -> None:
         """Sort the queue anew if the worker groups are others than the last time."""
         groups = [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
         if groups != self._sorted_for:
             self._sorted_for = groups
-            unlike = {_likeness(scheduler): scheduler for scheduler in self.schedulers}
-            self._unlike_groups = list(unlike.values())
+            alike: dict[object, list[Scheduler]] = {}
+            for scheduler in self.schedulers:
+                size = scheduler.capacity
+                key = size.num_gpu_blocks, size.block_size, size.max_model_len
+                alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
+            self._alike = [tuple(schedulers) for schedulers in alike.values()]
             self.waiting.sort_anew()
 
     def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
@@ -167,23 +187,4 @@ class Model:
         group.tenant.num_kv_blocks += group.num_reserved_blocks
         self.policy.note_placed(group)
         scheduler.take(group, now_us)
-
-
-def _likeness(scheduler: Scheduler) -> tuple[int, int, int, bool]:
-    """What decides of a worker group whether a request may go there."""
-    size = scheduler.capacity
-    return size.num_gpu_blocks, size.block_size, size.max_model_len, scheduler.is_draining
-
-
-def _suitable_of(schedulers: list[Scheduler], group: SequenceGroup) -> list[Scheduler]:
-    """Those in which a request can come to have the most of the tokens that it asks for, so that
-    where it goes does not show in its answer; for one that has begun that is memory's concern too.
-    Those that drain take nothing, unless it has begun and no other is left."""
-    fitting = [scheduler for scheduler in schedulers if scheduler.fits(group)]
-    suitable = [scheduler for scheduler in fitting if not scheduler.is_draining]
-    reach = Scheduler.max_length
-    if group.has_begun or group.request.generated:
-        suitable = suitable or fitting
-        reach = Scheduler.reach
-    farthest = max((reach(scheduler, group) for scheduler in suitable), default=0)
-    return [scheduler for scheduler in suitable if reach(scheduler, group) == farthest]
+        self.stirred.add(scheduler.capacity.group_id)

@@ -20,7 +20,7 @@ Nothing is drawn, and no clock is read: the same calls place alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from scheduler_service.core.rates import MovingAverage
@@ -44,14 +44,17 @@ class Offer:
     """Time to the end of the answer from when the group takes the request."""
     wait_us: float
     """Time until it can; infinite if it cannot be told."""
+    num_sequences: int
+    """That are there."""
+    waits_by_choice: bool = False
+    """Whether another has room, and this is worth the wait."""
 
     @property
     def order(self) -> tuple[float, float, int, int]:
         """The least is the best. Among equals the group with the fewest sequences, then with the
         most free blocks."""
-        blocks = self.scheduler.blocks.num_free_blocks
-        total_us = self.cost_us + self.wait_us
-        return total_us, self.cost_us, self.scheduler.num_sequences, -blocks
+        num_free = self.scheduler.blocks.num_free_blocks
+        return self.cost_us + self.wait_us, self.cost_us, self.num_sequences, -num_free
 
 
 class Placement:
@@ -64,49 +67,37 @@ class Placement:
         """An answer of so many tokens has ended."""
         self._output_tokens.add(num_tokens)
 
-    def choose(
-        self, group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int
-    ) -> Scheduler:
-        """The one of several worker groups that the request fits which is best for it, be it that
-        it must wait for room there. What it waits for it goes on waiting for as long as none has
+    def choose(self, group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int) -> Offer:
+        """Of the worker groups that a request fits, the one that is best for it, be it that it
+        must wait for room there. What it waits for it goes on waiting for as long as none has
         room."""
-        if len(schedulers) == 1:
-            return schedulers[0]
         offers = self._offers(group, schedulers)
         best = min(offers, key=lambda offer: offer.order)
         if best.has_room:
-            return best.scheduler
+            return best
         at_once = [offer for offer in offers if offer.has_room]
         if not at_once:
-            awaited = (o.scheduler for o in offers if o.scheduler.capacity.group_id == group.awaits)
-            return next(awaited, best.scheduler)
+            awaited = (o for o in offers if o.scheduler.capacity.group_id == group.awaits)
+            return next(awaited, best)
         second_best = min(at_once, key=lambda offer: offer.order)
         may_wait = _may_wait(group, best, second_best, now_us)
-        return (best if may_wait else second_best).scheduler
+        return replace(best, waits_by_choice=True) if may_wait else second_best
 
     def _offers(self, group: SequenceGroup, schedulers: Sequence[Scheduler]) -> list[Offer]:
-        known = [rate for s in schedulers if (rate := us_per_token(s)) is not None]
+        """Of all, but for those that are full and could not be the best whatever they have."""
+        token_us = [us_per_token(scheduler) for scheduler in schedulers]
+        known = [us for us in token_us if us is not None]
         # Where nothing was measured it is only tokens that are compared.
-        typical = fmean(known) if known else 1.0
-        return [self._offer(group, s, us_per_token(s) or typical) for s in schedulers]
-
-    def _offer(self, group: SequenceGroup, scheduler: Scheduler, token_us: float) -> Offer:
+        typical_us = fmean(known) if known else 1.0
         num_output_tokens = self._num_output_tokens(group)
-        num_fetched = scheduler.num_blocks_to_fetch(group)
-        block_us = scheduler.rates.us_per_moved_block or 0.0
-        num_prompt_tokens = scheduler.num_tokens_to_compute(group) + scheduler.num_tokens_to_prefill
-        num_prompt_tokens -= num_fetched * scheduler.blocks.block_size
-        num_sequences = scheduler.num_sequences + group.num_unfinished
-        num_tokens = num_prompt_tokens + num_output_tokens * num_sequences
-        num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
-        num_again = max(0.0, num_tokens - num_free)
-        has_room = scheduler.can_take(group)
-        return Offer(
-            scheduler=scheduler,
-            has_room=has_room,
-            cost_us=(num_tokens + num_again) * token_us + num_fetched * block_us,
-            wait_us=0.0 if has_room else _wait_us(group, scheduler, num_output_tokens),
-        )
+        loads = [
+            _Load.of(group, scheduler, num_output_tokens, us or typical_us)
+            for scheduler, us in zip(schedulers, token_us, strict=True)
+        ]
+        offers = [load.offer(group) for load in loads if load.has_room]
+        least_us = min((offer.cost_us for offer in offers if offer.has_room), default=float("inf"))
+        rest = [load for load in loads if not load.has_room and load.least_cost_us < least_us]
+        return offers + [load.offer(group) for load in rest]
 
     def _num_output_tokens(self, group: SequenceGroup) -> float:
         """Tokens still to be expected of the longest answer."""
@@ -128,12 +119,55 @@ def us_per_token(scheduler: Scheduler) -> float | None:
     return max(token_us or 0.0, step_us / scheduler.max_step_tokens)
 
 
-def _wait_us(group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float) -> float:
-    """The time until a worker group has room that has none now. Prompts that wait are no part of
-    it: they are in the cost."""
-    if scheduler.ahead or scheduler.swapping or scheduler.has_other_suspect(group):
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What a worker group has to do, the answer to a request included, but not its prompt."""
+
+    scheduler: Scheduler
+    has_room: bool
+    num_sequences: int
+    num_output_tokens: float
+    token_us: float
+    num_tokens: float
+
+    @classmethod
+    def of(
+        cls, group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float, token_us: float
+    ) -> "_Load":
+        num_sequences = scheduler.num_sequences
+        num_rows = num_sequences + group.num_unfinished
+        num_tokens = scheduler.num_tokens_to_prefill + num_output_tokens * num_rows
+        has_room = scheduler.has_room
+        return cls(scheduler, has_room, num_sequences, num_output_tokens, token_us, num_tokens)
+
+    @property
+    def least_cost_us(self) -> float:
+        """If it had all of the prompt."""
+        return self.num_tokens * self.token_us
+
+    def offer(self, group: SequenceGroup) -> Offer:
+        """With what it has."""
+        scheduler = self.scheduler
+        prospect = scheduler.prospect(group)
+        num_tokens = self.num_tokens + prospect.num_tokens_to_compute
+        num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
+        num_again = max(0.0, num_tokens - num_free)
+        block_us = scheduler.rates.us_per_moved_block or 0.0
+        cost_us = (num_tokens + num_again) * self.token_us
+        return Offer(
+            scheduler=scheduler,
+            has_room=self.has_room and prospect.shortage == 0,
+            cost_us=cost_us + prospect.num_blocks_to_fetch * block_us,
+            wait_us=_wait_us(scheduler, prospect.shortage, self.num_output_tokens),
+            num_sequences=self.num_sequences,
+        )
+
+
+def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) -> float:
+    """The time until such a share of a worker group's sequences has ended. Prompts that wait are no
+    part of it: they are in the cost."""
+    if scheduler.ahead or scheduler.swapping:
         return float("inf")
-    shortage = scheduler.shortage(group)
     if shortage == 0:
         return 0.0
     step_us = scheduler.rates.us_per_decode_step

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
+from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 
@@ -25,12 +26,15 @@ class Placing:
         self,
         waiting: Lanes,
         schedulers: list[Scheduler],
+        policy: Policy,
         placement: Placement,
         suitable: Callable[[SequenceGroup], list[Scheduler]],
     ) -> None:
         """`suitable`: the worker groups that a request may go to, full or not."""
         self._waiting = waiting
         self._open = dict.fromkeys(schedulers)
+        self._has_room = False
+        self._policy = policy
         self._placement = placement
         self._suitable = suitable
         self.unsuitable: list[SequenceGroup] = []
@@ -39,11 +43,16 @@ class Placing:
     def next(self, now_us: int) -> tuple[SequenceGroup, Scheduler] | None:
         """The next request that goes to a worker group, and which; it is in the queue still. None
         if no more finds room."""
-        while self._open and (group := self._waiting.head()) is not None:
+        while self._may_go_on() and (group := self._waiting.head()) is not None:
             scheduler = self._place(group, now_us)
             if scheduler is not None:
                 return group, scheduler
         return None
+
+    def _may_go_on(self) -> bool:
+        """Whether anything at all may be placed."""
+        self._has_room = any(scheduler.has_room for scheduler in self._open)
+        return self._has_room or (self._policy.goes_ahead and bool(self._open))
 
     def _place(self, group: SequenceGroup, now_us: int) -> Scheduler | None:
         """Where the head goes; if nowhere, it is the head no more."""
@@ -52,7 +61,8 @@ class Placing:
             self._waiting.discard(group)
             self.unsuitable.append(group)
             return None
-        allowed = [s for s in suitable if group.tenant.may_hold(group.most_blocks(s.capacity))]
+        tenant = group.tenant
+        allowed = [s for s in suitable if tenant.may_hold(group.most_blocks(s.capacity))]
         if not allowed:
             self._waiting.set_aside(group)
             return None
@@ -65,22 +75,25 @@ class Placing:
     def _choose(
         self, group: SequenceGroup, schedulers: list[Scheduler], now_us: int
     ) -> Scheduler | None:
-        best = self._placement.choose(group, schedulers, now_us)
         group.is_ahead = False
-        if best.can_take(group):
-            return best
-        if not any(scheduler.can_take(group) for scheduler in schedulers):
-            for scheduler in schedulers:
-                if scheduler.can_take_ahead(group):
-                    group.is_ahead = True
-                    return scheduler
-        self._wait_for(best, group)
+        if self._has_room:
+            best = self._placement.choose(group, schedulers, now_us)
+            if best.has_room:
+                return best.scheduler
+            if best.waits_by_choice:
+                self._wait_for(best.scheduler, group)
+                return None
+        for scheduler in schedulers:
+            if scheduler.can_take_ahead(group):
+                group.is_ahead = True
+                return scheduler
+        if self._has_room:
+            self._wait_for(best.scheduler, group)
+        else:
+            self._open.clear()  # what follows goes ahead of nobody either
         return None
 
     def _wait_for(self, scheduler: Scheduler, group: SequenceGroup) -> None:
         group.awaits = scheduler.capacity.group_id
         del self._open[scheduler]
-        if any(other.has_room and not other.is_draining for other in self._open):
-            self._waiting.pass_over(group)
-        else:
-            self._open.clear()  # what follows finds no room either
+        self._waiting.pass_over(group)

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
 
 from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
@@ -32,6 +34,19 @@ from scheduler_service.errors import GenerationFailed
 logger = logging.getLogger(__name__)
 
 RUNNING = SequenceStatus.RUNNING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prospect:
+    """What a group would find in a worker group."""
+
+    num_tokens_to_compute: int
+    """Those that neither device nor host has."""
+    num_blocks_to_fetch: int
+    """Blocks that the host has; none if they are sooner computed again."""
+    shortage: float
+    """The share of the sequences there that must end before it finds places and blocks beside
+    those that wait; 0 if none."""
 
 
 class Scheduler:
@@ -161,13 +176,6 @@ class Scheduler:
         longest = group.longest
         return longest.num_known - len(self._prefixes.find(longest)) * self.blocks.block_size
 
-    def num_blocks_to_fetch(self, group: SequenceGroup) -> int:
-        """Blocks of these tokens that would be brought from the host instead."""
-        if not is_fetch_cheaper(self.rates, self.blocks.block_size):
-            return 0
-        longest = group.longest
-        return len(self._prefixes.find_on_host(longest, len(self._prefixes.find(longest))))
-
     def max_length(self, group: SequenceGroup) -> int:
         """Tokens that the group's sequences may come to have in this model, as far as they were
         asked for."""
@@ -184,25 +192,26 @@ class Scheduler:
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
 
-    def can_take(self, group: SequenceGroup) -> bool:
-        """Whether the group would find places and blocks here now, beside those that wait."""
-        if not self.has_room or self.has_other_suspect(group):
-            return False
-        return self.fits(group) and self.shortage(group) == 0
-
-    def shortage(self, group: SequenceGroup) -> float:
-        """The share of the sequences here that must end before the group finds places and blocks
-        beside those that wait; 0 if none."""
+    def prospect(self, group: SequenceGroup) -> Prospect:
+        """What a group would find here that fits."""
+        longest = group.longest
+        found = self._prefixes.find(longest)
+        num_blocks = self.blocks.num_blocks_for(longest.num_known)
+        num_promised = self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting)
+        blocks_short = self.blocks.num_blocks_short(num_blocks - len(found), found, num_promised)
         num_sequences = self.num_sequences
-        places = num_sequences + len(group.waiting()) - self._config.max_num_seqs
-        found = self._prefixes.find(group.longest)
-        blocks = self.blocks.num_blocks_short(
-            self.blocks.num_blocks_for(group.max_known_tokens) - len(found),
-            found,
-            self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting),
-        )
+        places_short = num_sequences + len(group.waiting()) - self._config.max_num_seqs
         num_used = self.capacity.num_gpu_blocks - self.blocks.num_free_blocks
-        return max(0, places / max(1, num_sequences), blocks / max(1, num_used))
+        is_fetched = is_fetch_cheaper(self.rates, self.blocks.block_size)
+        stored = self._prefixes.find_on_host(longest, len(found)) if is_fetched else ()
+        num_found = (len(found) + len(stored)) * self.blocks.block_size
+        return Prospect(
+            num_tokens_to_compute=longest.num_known - num_found,
+            num_blocks_to_fetch=len(stored),
+            shortage=inf
+            if self.has_other_suspect(group)
+            else max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
+        )
 
     def can_take_ahead(self, group: SequenceGroup) -> bool:
         """Whether the group would find room here now at the expense of others that it goes ahead

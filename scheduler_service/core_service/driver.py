@@ -105,16 +105,16 @@ class CoreDriver:
     def next_plan(self, group_id: str) -> StepPlan | None:
         """The group's next step, if there is work for it now."""
         plan = self.core.schedule(group_id, self.clock())
-        if plan is None:
-            self._settle_soon()
-        else:
-            self._changed()
+        for stirred in self.core.take_stirred():
+            self._wake(stirred)
+        self._settle_soon()
         return plan
 
     def apply(self, group_id: str, result: StepResult) -> None:
         """What came of the group's oldest step under way."""
         self.core.update(group_id, result, self.clock())
-        self._changed()
+        self._wake(group_id)
+        self._settle_soon()
 
     async def wait_idle(self) -> None:
         """Wait until no request is left."""
@@ -137,6 +137,13 @@ class CoreDriver:
         for work in self._work.values():
             work.set()
         self._settle_soon()
+
+    def _wake(self, group_id: str) -> None:
+        """There may be a plan for one group. If others can do with the room that it has, they hear
+        of it when it plans."""
+        work = self._work.get(group_id)
+        if work is not None:
+            work.set()
 
     def _settle_soon(self) -> None:
         if self._settling is None:

@@ -115,7 +115,10 @@ class RecordingCore:
         news: dict[str, Outbox] = self._call("take_outboxes")
         return news
 
-    # Questions.
+    # Questions, and what changes nothing that a plan depends on.
+
+    def take_stirred(self) -> set[str]:
+        return self._core.take_stirred()
 
     def is_drained(self, group_id: str) -> bool:
         return self._core.is_drained(group_id)

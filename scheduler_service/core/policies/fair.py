@@ -50,6 +50,8 @@ class Fair(Policy):
     compute again, and the counters do not charge that, so its tenant is not served less for it.
     """
 
+    goes_ahead = True
+
     def __init__(self, tenants: Tenants) -> None:
         super().__init__(tenants)
         self._accounts: dict[str, _Account] = {}

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
-from typing import Any
+from typing import Any, ClassVar
 
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -18,6 +18,9 @@ class Policy(ABC):
     worker group stand in lanes, and only the first of a lane can be next; `key` says which lane's.
     What has no answer here is the same for all policies that do not override it.
     """
+
+    goes_ahead: ClassVar = False
+    """Whether there are requests that others may yield to."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants

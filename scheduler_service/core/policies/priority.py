@@ -10,6 +10,8 @@ from scheduler_service.core.sequence import SequenceGroup
 class Priority(Policy):
     """Lower numbers first; among equal ones in the order of arrival."""
 
+    goes_ahead = True
+
     @staticmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
         """The request's priority, then its arrival."""
