@@ -1,0 +1,102 @@
+"""A scheduler core and a growing number of simulated workers, as processes on unix sockets."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from benchmarks.processes import processor_seconds
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import status_pb2
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire_client.local import programs
+from pagewire_client.local.private_folder import PrivateFolder
+from pagewire_client.local.process import ServiceProcess
+
+MODEL = "simulated"
+START_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 30.0
+
+
+class CoreAndWorkers:
+    """An asynchronous context manager; there are no workers before `grow`."""
+
+    def __init__(self, *, step_us: int, max_num_seqs: int) -> None:
+        """`step_us`: what each worker's steps take, whatever is in them."""
+        self._folder = PrivateFolder()
+        self._step_us = step_us
+        self._workers: list[ServiceProcess] = []
+        self.core_address = f"unix:{self._folder.path}/core.sock"
+        self._core = _process(
+            "core",
+            "scheduler",
+            *("--listen", self.core_address),
+            *("--max-num-seqs", str(max_num_seqs)),
+            *("--log-level", "warning"),
+        )
+
+    async def __aenter__(self) -> Self:
+        self._core.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        processes = [*self._workers, self._core]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            await asyncio.to_thread(process.join, _END_TIMEOUT_S)
+        self._folder.remove()
+
+    async def grow(self, num_workers: int) -> None:
+        """Have so many workers, and wait until all are ready. Raises TimeoutError if they are
+        not."""
+        while len(self._workers) < num_workers:
+            worker = self._make_worker(len(self._workers))
+            worker.start()
+            self._workers.append(worker)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await self._wait_ready(num_workers)
+
+    def core_seconds(self) -> float:
+        """Processor time of the core so far."""
+        assert self._core.pid is not None, "the core has ended"
+        return processor_seconds(self._core.pid)
+
+    def worker_seconds(self) -> list[float]:
+        """The same of each worker."""
+        return [processor_seconds(worker.pid) for worker in self._workers if worker.pid]
+
+    def _make_worker(self, index: int) -> ServiceProcess:
+        address = f"unix:{self._folder.path}/worker-{index}.sock"
+        return _process(
+            f"worker-{index}",
+            "worker",
+            "--simulate",
+            *("--simulate-step-us", str(self._step_us)),
+            *("--simulate-gpu-blocks", "16384"),
+            *("--core", self.core_address),
+            *("--listen", address),
+            *("--advertise", address),
+            *("--group-id", f"worker-{index:03}"),
+            *("--log-level", "warning"),
+        )
+
+    async def _wait_ready(self, num_workers: int) -> None:
+        async with grpc.aio.insecure_channel(self.core_address) as channel:
+            watch = pb.SchedulerServiceWatchStatusRequest(interval_ms=100)
+            stub = SchedulerServiceStub(channel)
+            async for response in stub.WatchStatus(watch, wait_for_ready=True):
+                states = [group.state for group in response.status.groups]
+                if states.count(status_pb2.WORKER_STATE_READY) >= num_workers:
+                    return
+
+
+def _process(name: str, service: str, *arguments: str) -> ServiceProcess:
+    command = [*programs.COMMANDS[service], *arguments]
+    return ServiceProcess(name, command, lambda name, line: None, lambda: None)

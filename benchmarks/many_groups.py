@@ -1,0 +1,210 @@
+"""Throughput of many worker groups through one scheduler core, and where the core saturates.
+
+    python -m benchmarks.many_groups --groups 1 2 4 8 16
+
+One core process, and simulated workers as processes of their own, whose steps sleep as long as a
+device would compute. A bare frontend keeps every group's batch full: a quarter more requests are
+open than the batches have places. Prompts share nothing. Linear is what one group does, times the
+number of groups.
+
+The rounds go from few groups to many, each with its processes' processor time. What limits a round
+is said only where it can be told: a process that uses nearly a whole core, or all of them together
+that use nearly all cores. Below that, "core µs per step" tells how many steps a second the core
+process could do at most: it does nothing but steps.
+"""
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bare_frontend import BareFrontend
+from benchmarks.core_and_workers import MODEL, CoreAndWorkers
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+OPEN_PER_PLACE = 1.25
+"""Open requests for each place in a batch: some always wait."""
+
+BUSY = 0.9
+"""Share of a core, or of all, from which on it counts as what limits."""
+
+Row = dict[str, float | int | str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What all groups and requests are like."""
+
+    step_us: int
+    rows: int
+    """Places in each group's batch."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Counters and processor times at one moment."""
+
+    time: float
+    num_tokens: int
+    num_finished: int
+    num_steps: int
+    core_s: float
+    workers_s: list[float]
+    frontend_s: float
+
+
+class Bench:
+    """A deployment that grows, and its load."""
+
+    def __init__(self, shape: Shape, services: CoreAndWorkers, frontend: BareFrontend) -> None:
+        self._shape = shape
+        self._services = services
+        self._frontend = frontend
+
+    async def measure(self, num_groups: int, seconds: float) -> Row:
+        """A line of the table."""
+        await self._services.grow(num_groups)
+        self._frontend.keep_open(int(num_groups * self._shape.rows * OPEN_PER_PLACE))
+        answer_s = self._shape.output_tokens * self._shape.step_us / 1e6
+        await self._frontend.run(2 * answer_s)  # until ends are spread evenly over steps
+        before = await self._sample()
+        await self._frontend.run(seconds)
+        after = await self._sample()
+        return self._row(num_groups, before, after)
+
+    async def _sample(self) -> Sample:
+        async with grpc.aio.insecure_channel(self._services.core_address) as channel:
+            request = pb.SchedulerServiceGetStatusRequest()
+            status = (await SchedulerServiceStub(channel).GetStatus(request)).status
+        return Sample(
+            time=time.monotonic(),
+            num_tokens=self._frontend.num_tokens,
+            num_finished=self._frontend.num_finished,
+            num_steps=sum(group.num_steps for group in status.groups),
+            core_s=self._services.core_seconds(),
+            workers_s=self._services.worker_seconds(),
+            frontend_s=time.process_time(),
+        )
+
+    def _row(self, num_groups: int, before: Sample, after: Sample) -> Row:
+        seconds = after.time - before.time
+        num_steps = after.num_steps - before.num_steps
+        core_s = after.core_s - before.core_s
+        workers = [b - a for a, b in zip(before.workers_s, after.workers_s, strict=True)]
+        frontend_s = after.frontend_s - before.frontend_s
+        return {
+            "groups": num_groups,
+            "tokens_per_s": round((after.num_tokens - before.num_tokens) / seconds),
+            "requests_per_s": round((after.num_finished - before.num_finished) / seconds, 1),
+            "steps_per_s": round(num_steps / seconds, 1),
+            "rows_per_step": round((after.num_tokens - before.num_tokens) / num_steps, 1),
+            "core_cores": round(core_s / seconds, 3),
+            "core_us_per_step": round(1e6 * core_s / num_steps),
+            "worker_cores": round(median(workers) / seconds, 3),
+            "all_worker_cores": round(sum(workers) / seconds, 3),
+            "frontend_cores": round(frontend_s / seconds, 3),
+        }
+
+
+def compare(rows: Sequence[Row], num_cores: int) -> None:
+    """Add to each line its ratio to linear, and what limits."""
+    base = float(rows[0]["tokens_per_s"]) / float(rows[0]["groups"])
+    for row in rows:
+        row["of_linear"] = round(float(row["tokens_per_s"]) / (base * float(row["groups"])), 4)
+        row["limited_by"] = _limit(row, num_cores)
+
+
+def _limit(row: Row, num_cores: int) -> str:
+    shares = {name: float(row[f"{name}_cores"]) for name in ("core", "worker", "frontend")}
+    for name, share in shares.items():
+        if share >= BUSY:
+            return name
+    total = shares["core"] + float(row["all_worker_cores"]) + shares["frontend"]
+    return "machine" if total >= BUSY * num_cores else ""
+
+
+async def run(shape: Shape, groups: Sequence[int], seconds: float) -> list[Row]:
+    """All rounds, on one deployment."""
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(
+            CoreAndWorkers(step_us=shape.step_us, max_num_seqs=shape.rows)
+        )
+        frontend = await stack.enter_async_context(
+            BareFrontend(
+                services.core_address,
+                MODEL,
+                prompt_tokens=shape.prompt_tokens,
+                output_tokens=shape.output_tokens,
+            )
+        )
+        bench = Bench(shape, services, frontend)
+        rows = [await bench.measure(num_groups, seconds) for num_groups in sorted(groups)]
+    compare(rows, os.cpu_count() or 1)
+    return [{"step_ms": shape.step_us / 1000, "rows": shape.rows} | row for row in rows]
+
+
+COLUMNS = {
+    "step_ms": "step, ms",
+    "groups": "groups",
+    "tokens_per_s": "tokens/s",
+    "of_linear": "of linear",
+    "requests_per_s": "requests/s",
+    "steps_per_s": "steps/s",
+    "rows_per_step": "rows a step",
+    "core_cores": "core process, cores",
+    "core_us_per_step": "core µs a step",
+    "worker_cores": "a worker, cores",
+    "all_worker_cores": "all workers",
+    "frontend_cores": "load, cores",
+    "limited_by": "limited by",
+}
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
+    table = Table(*COLUMNS.values(), title="worker groups on one scheduler core")
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in COLUMNS))
+    Console(width=160).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--step-us", type=int, nargs="+", default=[20_000, 5_000])
+    parser.add_argument("--rows", type=int, default=32, help="places in each group's batch")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each round that count")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    args = parser.parse_args(arguments)
+    load = ForeignLoad()
+    rows: list[Row] = []
+    for step_us in args.step_us:
+        shape = Shape(
+            step_us=step_us,
+            rows=args.rows,
+            prompt_tokens=args.prompt_tokens,
+            output_tokens=args.output_tokens,
+        )
+        rows += asyncio.run(run(shape, args.groups, args.seconds))
+    show(rows)
+    print(f"written to {save('many_groups', {'rows': rows}, load, args.results)}")
+
+
+if __name__ == "__main__":
+    main()
