@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer import Option
 
+from worker_service.parallel.place import LauncherName
+
 if TYPE_CHECKING:
     from worker_service.config import WorkerConfig
     from worker_service.executor import Executor
+    from worker_service.launchers.launcher import RankHost
     from worker_service.loader import ModelConfig
     from worker_service.simulation.config import SimulationConfig
 
@@ -67,8 +70,13 @@ def serve(
         Option(envvar=_env("CORE"), help="Scheduler core to register with; none: only serve."),
     ] = None,
     listen: Annotated[
-        str, Option(envvar=_env("LISTEN"), help="HOST:PORT or unix:PATH; port 0 takes a free one.")
-    ] = "127.0.0.1:7620",
+        str | None,
+        Option(
+            envvar=_env("LISTEN"),
+            help="HOST:PORT or unix:PATH; port 0 takes a free one.",
+            show_default="127.0.0.1:7620; with Ray the node's address and a free port",
+        ),
+    ] = None,
     advertise: Annotated[
         str | None,
         Option(
@@ -166,6 +174,44 @@ def serve(
             help="Where rank 0 is to be found by the others; with --rank.",
         ),
     ] = None,
+    launcher: Annotated[
+        LauncherName,
+        Option(
+            envvar=_env("LAUNCHER"),
+            help="Who starts the ranks: this command on its machine, or a Ray cluster.",
+        ),
+    ] = LauncherName.local,
+    num_nodes: Annotated[
+        int,
+        Option(
+            envvar=_env("NUM_NODES"),
+            help="Machines with equal parts of the ranks, each started with --node-rank.",
+        ),
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        Option(envvar=_env("NODE_RANK"), help="Start this machine's part of the ranks."),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        Option(
+            envvar=[_env("RAY_ADDRESS"), "RAY_ADDRESS"],
+            metavar="HOST:PORT",
+            help="The Ray cluster.",
+            show_default="the one this machine belongs to",
+        ),
+    ] = None,
+    ray_cpus_per_rank: Annotated[
+        int, Option(envvar=_env("RAY_CPUS_PER_RANK"), help="CPUs that Ray keeps for a rank.")
+    ] = 1,
+    ray_timeout: Annotated[
+        float,
+        Option(
+            envvar=_env("RAY_TIMEOUT"),
+            metavar="SECONDS",
+            help="How long to wait for nodes that have room for the group.",
+        ),
+    ] = 300.0,
     local_rank: Annotated[
         int, Option(envvar=_env("LOCAL_RANK"), help="Which of the machine's GPUs a rank takes.")
     ] = 0,
@@ -287,8 +333,10 @@ def serve(
     )
     from worker_service import config as settings
     from worker_service.errors import InvalidOption, WorkerError
-    from worker_service.parallel.launcher import address_of, end_with
-    from worker_service.parallel.place import Place, RankFlags, find_place
+    from worker_service.launchers.launcher import launch
+    from worker_service.launchers.local import LocalConfig, LocalHost, address_of
+    from worker_service.launchers.rank_process import end_with
+    from worker_service.parallel.place import Place, RankFlags, StartRanks, find_place
     from worker_service.processor import limit_spinning, parse_cpus
 
     limit_spinning(os.environ)
@@ -331,6 +379,34 @@ def serve(
             max_model_len=DEFAULT_MAX_MODEL_LEN if max_model_len is None else max_model_len,
         )
 
+    def host_of(place: StartRanks) -> "RankHost":
+        common_group_id = place.group_id or uuid.uuid4().hex
+        if place.launcher is LauncherName.local:
+            return LocalHost(
+                LocalConfig(
+                    arguments=sys.argv[1:],
+                    ranks=place.ranks,
+                    group_id=common_group_id,
+                    listen=listen or settings.DEFAULT_LISTEN,
+                    advertise=advertise,
+                    distributed_init=place.distributed_init,
+                )
+            )
+        from worker_service.launchers.ray_cluster import RayConfig, RayHost, connect
+
+        config = RayConfig(
+            arguments=sys.argv[1:],
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            group_id=common_group_id,
+            device=device,
+            listen=listen,
+            advertise=advertise,
+            cpus_per_rank=ray_cpus_per_rank,
+            timeout_s=ray_timeout,
+        )
+        return RayHost(config, connect(ray_address))
+
     try:
         flags = RankFlags(
             tensor_parallel_size=tensor_parallel_size,
@@ -339,6 +415,9 @@ def serve(
             local_rank=local_rank,
             distributed_init=distributed_init,
             group_id=group_id,
+            launcher=launcher,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
         )
         if simulate:
             flags.require_one_rank("simulate")
@@ -346,11 +425,11 @@ def serve(
         if not isinstance(place, Place):
             if cpu_affinity is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
-            raise typer.Exit(asyncio.run(_launch(place.world_size, group_id, listen, advertise)))
+            raise typer.Exit(asyncio.run(launch(place.ranks, host_of(place))))
         if launcher_pid is not None:
             end_with(launcher_pid)
         network = settings.NetworkConfig(
-            listen=address_of(listen, place.address_offset, "listen"),
+            listen=address_of(listen or settings.DEFAULT_LISTEN, place.address_offset, "listen"),
             advertise=None
             if advertise is None
             else address_of(advertise, place.address_offset, "advertise"),
@@ -397,19 +476,6 @@ async def _run(config: "WorkerConfig") -> None:
             logger.error("the model thread is stuck, the process ends without it")
             logging.shutdown()
             os._exit(1)
-
-
-async def _launch(world_size: int, group_id: str | None, listen: str, advertise: str | None) -> int:
-    from worker_service.parallel.launcher import LaunchConfig, launch
-
-    config = LaunchConfig(
-        arguments=sys.argv[1:],
-        world_size=world_size,
-        group_id=group_id or uuid.uuid4().hex,
-        listen=listen,
-        advertise=advertise,
-    )
-    return await launch(config)
 
 
 def _executor_of(config: "WorkerConfig") -> "Executor":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # imports torch, which a simulation does without
     from worker_service.simulation.config import SimulationConfig
 
 
+DEFAULT_LISTEN = "127.0.0.1:7620"
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
@@ -87,7 +88,7 @@ class RunnerConfig:
 class NetworkConfig:
     """Where the worker listens and whom it registers with."""
 
-    listen: str = "127.0.0.1:7620"
+    listen: str = DEFAULT_LISTEN
     """`HOST:PORT` or `unix:PATH`; port 0 takes a free one."""
 
     advertise: str | None = None

@@ -8,7 +8,6 @@
     runner.py         a rank's part of a step
     micro_batches.py  a step's rows in parts, so that stages work at the same time
     agreement.py      all ranks know the tokens that one of them sampled
-    launcher.py       all ranks of a group as children of one process
 
 The core sends every plan to every rank, and each keeps the same state of the sequences, so that
 ranks exchange nothing but hidden states, partial sums, logits and sampled tokens.

@@ -1,12 +1,23 @@
-"""Which rank a process is: told by flags, by torchrun, or none, where it is to start them all."""
+"""Which rank a process is: told by flags, by torchrun, or none, where it is to start them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from worker_service.config import GroupConfig
 from worker_service.errors import InvalidOption
 from worker_service.parallel.layout import Layout
 from worker_service.parallel.torchrun import Torchrun, read_torchrun
+
+
+class LauncherName(StrEnum):
+    """Who starts the ranks."""
+
+    local = "local"
+    """The command itself, as children."""
+
+    ray = "ray"
+    """A Ray cluster, on its nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +30,9 @@ class RankFlags:
     local_rank: int
     distributed_init: str | None
     group_id: str | None
+    launcher: LauncherName = LauncherName.local
+    num_nodes: int = 1
+    node_rank: int | None = None
 
     def require_one_rank(self, option: str) -> None:
         """Raises InvalidOption where `option` is given for several ranks."""
@@ -54,25 +68,68 @@ class Place:
     """How many addresses after the one told this rank listens, since others were told the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartAll:
-    """A process that is no rank, but starts them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartRanks:
+    """A process that is no rank, but starts some."""
 
-    world_size: int
+    ranks: range
+    """All of the group, or one machine's."""
+
+    launcher: LauncherName = LauncherName.local
+    distributed_init: str | None = None
+    """Where rank 0 keeps the store, where others start it."""
+
+    group_id: str | None = None
 
 
-def find_place(flags: RankFlags, variables: Mapping[str, str]) -> Place | StartAll:
+def find_place(flags: RankFlags, variables: Mapping[str, str]) -> Place | StartRanks:
     """What this process is to be, by its flags and environment. Raises InvalidOption."""
     world_size = flags.layout_of(0).world_size
+    if flags.rank is not None and world_size > 1:
+        return _told_by_flags(flags, flags.rank)
+    if flags.rank is None and flags.launcher is LauncherName.ray:
+        return _on_all_nodes(flags, world_size)
+    if flags.num_nodes != 1:
+        return _on_one_node(flags, world_size)
     if world_size == 1:
         layout = flags.layout_of(flags.rank or 0)
         return Place(
             group=GroupConfig(layout=layout), group_id=flags.group_id, local_rank=flags.local_rank
         )
-    if flags.rank is not None:
-        return _told_by_flags(flags, flags.rank)
     torchrun = read_torchrun(variables)
-    return StartAll(world_size) if torchrun is None else _told_by_torchrun(flags, torchrun)
+    if torchrun is not None:
+        return _told_by_torchrun(flags, torchrun)
+    return StartRanks(ranks=range(world_size), group_id=flags.group_id)
+
+
+def _on_all_nodes(flags: RankFlags, world_size: int) -> StartRanks:
+    """Ray chooses the nodes and the ports."""
+    if flags.num_nodes != 1:
+        raise InvalidOption("num_nodes: expected none with --launcher ray, which chooses the nodes")
+    if flags.distributed_init is not None:
+        raise InvalidOption("distributed_init: expected none with --launcher ray, which chooses it")
+    return StartRanks(ranks=range(world_size), launcher=LauncherName.ray, group_id=flags.group_id)
+
+
+def _on_one_node(flags: RankFlags, world_size: int) -> StartRanks:
+    """As many ranks as any other node has, in the order of the nodes."""
+    num_nodes, node = flags.num_nodes, flags.node_rank
+    if num_nodes < 1 or world_size % num_nodes:
+        raise InvalidOption(
+            f"num_nodes: expected a divisor of {world_size}, the ranks that {flags.sizes} make,"
+            f" got {num_nodes}"
+        )
+    if node is None or not 0 <= node < num_nodes:
+        got = "none" if node is None else node
+        raise InvalidOption(f"node_rank: expected 0 to {num_nodes - 1}, got {got}")
+    if flags.distributed_init is None:
+        raise InvalidOption("distributed_init: expected HOST:PORT of node 0, the same on all nodes")
+    size = world_size // num_nodes
+    return StartRanks(
+        ranks=range(node * size, (node + 1) * size),
+        distributed_init=flags.distributed_init,
+        group_id=flags.group_id or f"nodes-{flags.distributed_init}",
+    )
 
 
 def _told_by_flags(flags: RankFlags, rank: int) -> Place:

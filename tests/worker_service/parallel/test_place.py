@@ -3,9 +3,9 @@
 import pytest
 
 from worker_service.errors import InvalidOption
-from worker_service.parallel.launcher import LaunchConfig, address_of
+from worker_service.launchers.local import LocalConfig, address_of
 from worker_service.parallel.layout import Layout
-from worker_service.parallel.place import Place, RankFlags, StartAll, find_place
+from worker_service.parallel.place import LauncherName, Place, RankFlags, StartRanks, find_place
 
 TORCHRUN = {
     "RANK": "3",
@@ -38,8 +38,42 @@ def test_one_rank_is_itself_whatever_the_environment_says() -> None:
 
 
 def test_without_a_rank_all_are_started() -> None:
-    assert find_place(flags(), {}) == StartAll(4)
-    assert find_place(flags(), {"RANK": "3"}) == StartAll(4), "not all of torchrun's variables"
+    all_of_them = StartRanks(ranks=range(4))
+    assert find_place(flags(), {}) == all_of_them
+    assert find_place(flags(), {"RANK": "3"}) == all_of_them, "not all of torchrun's variables"
+
+
+def test_a_node_starts_its_part() -> None:
+    given = flags(num_nodes=2, node_rank=1, distributed_init="host-a:29500")
+    place = find_place(given, TORCHRUN)
+    assert isinstance(place, StartRanks)
+    assert place.ranks == range(2, 4)
+    assert place.distributed_init == "host-a:29500"
+    assert place.group_id == "nodes-host-a:29500", "the same on all nodes"
+    named = flags(num_nodes=4, node_rank=0, distributed_init="host-a:29500", group_id="big")
+    assert find_place(named, {}) == StartRanks(
+        ranks=range(1), distributed_init="host-a:29500", group_id="big"
+    )
+
+
+def test_ray_starts_even_one() -> None:
+    for sizes, ranks in (((2, 2), range(4)), ((1, 1), range(1))):
+        given = flags(
+            tensor_parallel_size=sizes[0],
+            pipeline_parallel_size=sizes[1],
+            launcher=LauncherName.ray,
+        )
+        assert find_place(given, TORCHRUN) == StartRanks(ranks=ranks, launcher=LauncherName.ray)
+
+
+def test_whoever_is_told_its_rank_starts_none() -> None:
+    given = flags(
+        rank=0,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        launcher=LauncherName.ray,
+    )
+    assert isinstance(find_place(given, {}), Place)
 
 
 def test_flags_place_a_rank() -> None:
@@ -74,6 +108,17 @@ def test_torchrun_places_a_rank() -> None:
         ({"tensor_parallel_size": 3}, TORCHRUN, "make 6 ranks, but the environment's WORLD_SIZE"),
         ({}, TORCHRUN | {"RANK": "x"}, "RANK: expected a number in the environment, got 'x'"),
         ({"tensor_parallel_size": 0}, {}, "tensor_parallel_size: expected at least 1, got 0"),
+        ({"num_nodes": 3}, {}, "num_nodes: expected a divisor of 4, the ranks that tensor_par"),
+        ({"num_nodes": 0}, {}, "num_nodes: expected a divisor of 4"),
+        ({"num_nodes": 2}, {}, "node_rank: expected 0 to 1, got none"),
+        ({"num_nodes": 2, "node_rank": 2}, {}, "node_rank: expected 0 to 1, got 2"),
+        ({"num_nodes": 2, "node_rank": 0}, {}, "distributed_init: expected HOST:PORT of node 0"),
+        ({"launcher": LauncherName.ray, "num_nodes": 2}, {}, "num_nodes: expected none with"),
+        (
+            {"launcher": LauncherName.ray, "distributed_init": "host-a:29500"},
+            {},
+            "distributed_init: expected none with --launcher ray",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_told(
@@ -99,6 +144,11 @@ def test_ranks_listen_one_after_the_other() -> None:
 
 def test_ranks_without_room_for_their_ports_are_not_started() -> None:
     with pytest.raises(InvalidOption, match="listen: expected room for 3 more ports"):
-        LaunchConfig(
-            arguments=(), world_size=4, group_id="g", listen="127.0.0.1:65533", advertise=None
+        LocalConfig(
+            arguments=(),
+            ranks=range(4, 8),
+            group_id="g",
+            listen="127.0.0.1:65533",
+            advertise=None,
+            distributed_init="host-a:29500",
         )
