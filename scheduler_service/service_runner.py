@@ -26,6 +26,10 @@ from scheduler_service.grpc_options import MAX_MESSAGE_BYTES, server_options
 
 logger = logging.getLogger(__name__)
 
+LIVENESS = "liveness"
+"""The health service's name for the process itself: SERVING until it is told to end. Whether there
+is a model to serve is another question, to be asked before sending requests, not before restarts."""
+
 
 class ServiceRunner:
     """A `grpc.aio` server with everything around it that is the same for every service."""
@@ -53,6 +57,7 @@ class ServiceRunner:
     async def start(self) -> None:
         """Listen; raises CannotListen. Servicers must have been added before."""
         await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         self.address = _bind(self.server, self.address)
         await self.server.start()
         logger.info("listening address=%s", self.address)

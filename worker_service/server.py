@@ -10,6 +10,10 @@ from worker_service.errors import CannotListen
 from worker_service.grpc_options import SERVER_OPTIONS
 from worker_service.servicer import WorkerServicer
 
+LIVENESS = "liveness"
+"""The health service's name for the process itself: SERVING from first to last, while it loads and
+drains, too. An orchestrator restarts what is not alive, and sends nothing to what does not serve."""
+
 SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
@@ -32,6 +36,7 @@ class Server:
         except RuntimeError as error:
             raise CannotListen(f"cannot listen on {address}: {error}") from None
         await self.set_serving(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
         return TcpAddress(address.host, port) if isinstance(address, TcpAddress) else address
 

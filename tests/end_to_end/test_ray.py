@@ -146,3 +146,16 @@ def test_without_ray_its_extra_is_named(tmp_path: Path) -> None:
 )
 def test_what_ray_decides_cannot_be_told(flags: list[str], problem: str) -> None:
     assert problem in run_launcher(*flags)
+
+
+def test_ranks_end_with_the_command_that_launched_them(nodes: RayNodes, tmp_path: Path) -> None:
+    with Cluster(tmp_path) as group:
+        group.start_core()
+        group.start_frontend()
+        flags = ["--launcher", "ray", "--ray-address", nodes.address, "--simulate"]
+        command = ["-m", "worker_service", "--core", group.core_address, *flags]
+        launcher = group.start_foreign_worker([sys.executable, *command])
+        group.wait_serving()
+        rank = rank_processes(group.core_address)[0]
+        launcher.kill(signal.SIGKILL)
+        rank.wait(timeout=60)

@@ -339,6 +339,8 @@ async def test_health_turns_to_serving_once_the_model_is_loaded() -> None:
         health = health_pb2_grpc.HealthStub(running.channel)
         request = health_pb2.HealthCheckRequest(service="pagewire.v1.WorkerService")
         assert (await health.Check(request)).status == NOT_SERVING
+        alive = health_pb2.HealthCheckRequest(service="liveness")
+        assert (await health.Check(alive)).status == SERVING, "no reason to restart it"
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await running.stub.GetInfo(pb.GetInfoRequest())
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE

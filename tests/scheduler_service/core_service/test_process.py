@@ -68,10 +68,10 @@ async def counting_worker(core_address: str) -> AsyncIterator[FakeWorker]:
         await worker.kill()
 
 
-async def health(address: str) -> int:
+async def health(address: str, service: str = "") -> int:
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+        request = health_pb2.HealthCheckRequest(service=service)
+        return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)).status
 
 
 async def test_without_a_command_it_shows_both() -> None:
@@ -122,6 +122,7 @@ async def test_a_megabyte_of_garbage_leaves_the_service_healthy(tmp_path: Path) 
             writer.close()
             await writer.wait_closed()
         assert await health(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health(address, "liveness") == health_pb2.HealthCheckResponse.SERVING
         async with counting_worker(address), AttachedFrontend(address) as frontend:
             await frontend.submit(1, [1, 2], max_tokens=4)
             await frontend.wait_finished(1)

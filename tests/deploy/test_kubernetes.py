@@ -1,0 +1,208 @@
+"""The manifests: what Kubernetes accepts, and what our programs do."""
+
+import copy
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+
+from scheduler_service.__main__ import make_app
+from tests.support.cluster import ROOT
+from tests.support.manifests import (
+    KUBERNETES,
+    LEADER_WORKER_SET,
+    OVERLAYS,
+    Container,
+    Manifest,
+    containers,
+    overlay,
+    pod_template,
+)
+from worker_service.__main__ import app as worker_app
+
+VERSIONS = ("1.27", kubernetes_validate.latest_version())
+"""The oldest whose probes speak gRPC for good, and the newest there is a schema of."""
+
+SCHEMA = json.loads((Path(__file__).parent / "leaderworkerset.v1.json").read_text())
+
+
+def validate(manifest: Manifest, version: str) -> None:
+    """Raises jsonschema.ValidationError."""
+    if manifest["kind"] != LEADER_WORKER_SET:
+        kubernetes_validate.validate(manifest, version, strict=True)
+        return
+    jsonschema.validate(manifest, SCHEMA)
+    pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": pod_template(manifest)}
+    kubernetes_validate.validate(pods, version, strict=True)
+
+
+def all_containers() -> list[Any]:
+    return [
+        pytest.param(container, id=f"{name}-{container.name}")
+        for name in OVERLAYS
+        for container in containers(overlay(name))
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_object_is_as_its_schema_says(name: str, version: str) -> None:
+    manifests = overlay(name)
+    assert {m["kind"] for m in manifests} >= {"ConfigMap", "Deployment", "Service"}
+    for manifest in manifests:
+        validate(manifest, version)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_misspelt_field_of_a_container_is_found(name: str) -> None:
+    for manifest in copy.deepcopy(overlay(name)):
+        template = pod_template(manifest)
+        if template is not None:
+            template["spec"]["containers"][0]["livenesProbe"] = {}
+            with pytest.raises(jsonschema.ValidationError, match="livenesProbe"):
+                validate(manifest, VERSIONS[-1])
+
+
+def test_a_misspelt_field_of_a_group_is_found() -> None:
+    (group,) = (m for m in overlay("group") if m["kind"] == LEADER_WORKER_SET)
+    group["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
+    with pytest.raises(jsonschema.ValidationError, match="'Never' is not one of"):
+        validate(group, VERSIONS[-1])
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_names_and_labels_agree(name: str) -> None:
+    manifests = overlay(name)
+    names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
+    assert len(set(names)) == len(names)
+    assert all("namespace" not in m["metadata"] for m in manifests)
+    labels = [
+        template["metadata"]["labels"] for template in map(pod_template, manifests) if template
+    ]
+    for selector in filter(None, map(_selector, manifests)):
+        if set(selector) == {"leaderworkerset.sigs.k8s.io/name"}:  # a label from its controller
+            assert (LEADER_WORKER_SET, *selector.values()) in names
+        else:
+            assert any(selector.items() <= each.items() for each in labels)
+
+
+def _selector(manifest: Manifest) -> dict[str, str] | None:
+    """Of the pods that an object is about, by their labels."""
+    if manifest["kind"] == "Service":
+        return dict(manifest["spec"]["selector"])
+    if manifest["kind"] in ("Deployment", "PodDisruptionBudget"):
+        return dict(manifest["spec"]["selector"]["matchLabels"])
+    return None
+
+
+@pytest.mark.parametrize("container", all_containers())
+def test_its_command_line_is_one(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our own parsers, with the container's variables and no others of ours."""
+    for name in [name for name in os.environ if name.startswith("PAGEWIRE_")]:
+        monkeypatch.delenv(name)
+    for name, value in container.variables.items():
+        monkeypatch.setenv(name, value)
+    role, *arguments = container.arguments
+    app = worker_app if role == "worker" else make_app([role])
+    command = typer.main.get_command(app)
+    if role != "worker":
+        command = command.commands[role]  # type: ignore[attr-defined]
+    context = command.make_context(role, list(arguments))
+    assert context.params["listen"] == f"0.0.0.0:{container.port}"
+    known = {variable for each in command.params for variable in _variables_of(each)}
+    ours = {name for name in container.variables if name.startswith("PAGEWIRE_")}
+    assert ours <= known
+    assert not any(re.search(r"\$\(", argument) for argument in arguments), "something not set"
+    if role != "scheduler":
+        assert context.params["core"] == "pagewire-core:7610"
+    grace_s = context.params["grace_period"]
+    assert container.pod["terminationGracePeriodSeconds"] >= grace_s + 10
+
+
+def _variables_of(parameter: Any) -> list[str]:
+    variables = parameter.envvar or []
+    return [variables] if isinstance(variables, str) else list(variables)
+
+
+@pytest.mark.parametrize("container", all_containers())
+def test_it_may_do_no_more_than_it_needs(container: Container) -> None:
+    pod, own = container.pod, container.spec["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
+    assert f"--uid {pod['securityContext']['runAsUser']} pagewire" in dockerfile
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert own["readOnlyRootFilesystem"] is True
+    assert own["allowPrivilegeEscalation"] is False
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert pod["automountServiceAccountToken"] is False
+    # Services named pagewire-… would otherwise become variables that look like settings.
+    assert pod["enableServiceLinks"] is False
+    assert {"requests", "limits"} <= set(container.spec["resources"])
+    mounts = {mount["name"] for mount in container.spec["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    assert container.variables["HOME"] == "/tmp", "the one place where it can write"
+
+
+@pytest.mark.parametrize("container", all_containers())
+def test_its_image_is_built_here(container: Container) -> None:
+    image, _, tag = container.spec["image"].partition(":")
+    target = image.removeprefix("pagewire/")
+    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text()
+    assert re.search(rf"^FROM \w+ AS {target}$", dockerfile, re.MULTILINE)
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"].values()
+    assert f"{image}:{tag}" in {service["image"] for service in composed}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_services_lead_to_ports(name: str) -> None:
+    manifests = overlay(name)
+    by_labels = [
+        (template["metadata"]["labels"], template["spec"]["containers"])
+        for template in map(pod_template, manifests)
+        if template
+    ]
+    services = [m for m in manifests if m["kind"] == "Service"]
+    assert {s["metadata"]["name"] for s in services} == {"pagewire-core", "pagewire-frontend"}
+    for service in services:
+        selector = service["spec"]["selector"]
+        (served,) = (own for labels, own in by_labels if selector.items() <= labels.items())
+        for port in service["spec"]["ports"]:
+            ports = {p["name"]: p["containerPort"] for p in served[0]["ports"]}
+            assert ports[port["targetPort"]] == port["port"]
+
+
+def test_a_core_can_be_reached_before_it_has_workers() -> None:
+    """Workers come by its Service, which leads to nobody who is not ready."""
+    (core,) = (c for c in containers(overlay("cpu")) if c.name == "core")
+    assert {probe["service"] for _, probe in core.probes()} == {"liveness"}
+    (deployment,) = (
+        m
+        for m in overlay("cpu")
+        if m["metadata"]["name"] == "pagewire-core" and m["kind"] == "Deployment"
+    )
+    assert deployment["spec"]["replicas"] == 1
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_gpu_workers_have_as_many_gpus_as_ranks() -> None:
+    for name in ("gpu", "group"):
+        (worker,) = (c for c in containers(overlay(name)) if c.name == "worker")
+        command = typer.main.get_command(worker_app)
+        params = command.make_context("worker", worker.arguments[1:]).params
+        ranks = params["tensor_parallel_size"] * params["pipeline_parallel_size"]
+        assert worker.spec["resources"]["limits"]["nvidia.com/gpu"] * params["num_nodes"] == ranks
+
+
+def test_every_file_is_part_of_an_overlay() -> None:
+    listed = {json.dumps(m, sort_keys=True) for name in OVERLAYS for m in overlay(name)}
+    for file in KUBERNETES.rglob("*.yaml"):
+        for manifest in yaml.safe_load_all(file.read_text()):
+            if manifest["kind"] != "Kustomization":
+                assert json.dumps(manifest, sort_keys=True) in listed, file
