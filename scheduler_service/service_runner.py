@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LIVENESS = "liveness"
 """The health service's name for the process itself: SERVING until it is told to end. Whether there
-is a model to serve is another question, to be asked before sending requests, not before restarts."""
+is a model to serve is to be asked before sending requests, not before a restart."""
 
 
 class ServiceRunner:

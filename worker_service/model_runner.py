@@ -87,7 +87,13 @@ class ModelRunner:
             max_model_len=self._model.max_model_len,
             block_size=self._block_size,
             num_gpu_blocks=len(self._cache.device_cache),
+            num_parts=self._num_parts,
         )
+
+    @property
+    def _num_parts(self) -> int:
+        """Parts in which a step's rows are computed."""
+        return 1
 
     @property
     def num_sequences(self) -> int:

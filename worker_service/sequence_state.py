@@ -40,10 +40,19 @@ class SequenceTable:
     Invariants, for a slot in use: num_computed_tokens <= num_tokens; the first num_blocks entries
     of its block table are blocks of the cache, the others NO_BLOCK. A slot is in use or free, never
     both.
+
+    Sequences divide into `num_parts` parts by their slots. A new one gets a slot of the smallest
+    part, so that parts stay even while sequences come and go.
     """
 
     def __init__(
-        self, *, vocab_size: int, max_model_len: int, block_size: int, num_gpu_blocks: int
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_parts: int = 1,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -64,7 +73,10 @@ class SequenceTable:
         """Why no token could be sampled, by slot: such a sequence stands still until forgotten."""
         self.sampling = SamplingTable(_INITIAL_SLOTS)
         self._slot_of: dict[int, int] = {}
-        self._free_slots = list(range(_INITIAL_SLOTS - 1, -1, -1))
+        self._free_slots: list[list[int]] = [[] for _ in range(num_parts)]
+        """Of each part, the next to be taken last."""
+        self._part_sizes = [0] * num_parts
+        self._add_slots(0, _INITIAL_SLOTS)
 
     def __len__(self) -> int:
         """Number of sequences known."""
@@ -83,6 +95,15 @@ class SequenceTable:
             raise InvalidPlan(field, f"sequence {error.args[0]} is not known here") from None
         return np.array(slots, np.int64)
 
+    @property
+    def num_parts(self) -> int:
+        """Parts that the sequences divide into."""
+        return len(self._free_slots)
+
+    def parts(self, slots: Int64Array) -> Int64Array:
+        """The part that each of some sequences belongs to, for as long as it is known."""
+        return slots % self.num_parts
+
     def slot(self, seq_id: int) -> int:
         """The slot of a known sequence."""
         return self._slot_of[seq_id]
@@ -100,7 +121,9 @@ class SequenceTable:
             self.failures.pop(slot, None)
             self.prompt_logprobs.pop(slot, None)
             self.sampling.remove(slot)
-            self._free_slots.append(slot)
+            part = slot % self.num_parts
+            self._free_slots[part].append(slot)
+            self._part_sizes[part] -= 1
 
     def add(self, new: NewSequence, field: str) -> None:
         """Take in a sequence; a fork starts as its parent stands."""
@@ -260,9 +283,16 @@ class SequenceTable:
         self.num_tokens[slot] = end
 
     def _take_slot(self) -> int:
-        if not self._free_slots:
+        if not any(self._free_slots):
             self._grow()
-        return self._free_slots.pop()
+        parts = [part for part, free in enumerate(self._free_slots) if free]
+        part = min(parts, key=self._part_sizes.__getitem__)
+        self._part_sizes[part] += 1
+        return self._free_slots[part].pop()
+
+    def _add_slots(self, start: int, end: int) -> None:
+        for slot in range(end - 1, start - 1, -1):
+            self._free_slots[slot % self.num_parts].append(slot)
 
     def _grow(self) -> None:
         """Double the number of slots."""
@@ -274,7 +304,7 @@ class SequenceTable:
         self.num_computed_tokens = _grown(self.num_computed_tokens, 0)
         self.num_blocks = _grown(self.num_blocks, 0)
         self.sampling.resize(2 * old)
-        self._free_slots.extend(range(2 * old - 1, old - 1, -1))
+        self._add_slots(old, 2 * old)
 
 
 def _grown(column: Any, fill: int) -> Any:

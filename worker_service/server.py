@@ -12,7 +12,7 @@ from worker_service.servicer import WorkerServicer
 
 LIVENESS = "liveness"
 """The health service's name for the process itself: SERVING from first to last, while it loads and
-drains, too. An orchestrator restarts what is not alive, and sends nothing to what does not serve."""
+drains, too. What is not alive is restarted; what does not serve is sent nothing."""
 
 SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 

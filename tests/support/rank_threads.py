@@ -7,6 +7,7 @@ and all get the same plans. What ranks do as processes of their own is tested en
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,14 +16,16 @@ from scheduler_service.core.plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import LoadedModel, ModelConfig, load_model
 from worker_service.model_executor import ModelExecutor
 from worker_service.model_runner import ModelRunner
+from worker_service.models.interface import Model
 from worker_service.parallel.layout import Layout
 from worker_service.parallel.rendezvous import Rendezvous
 from worker_service.profiler import Profiler
 
 Result = TypeVar("Result")
+Wrap = Callable[[Model, Layout], Model]
 
 
 def free_port() -> int:
@@ -36,16 +39,21 @@ def free_port() -> int:
 class RankThread:
     """One rank; its executor is used on its thread only, but for `interrupt`."""
 
-    def __init__(self, model: Path, layout: Layout, block_size: int, port: int) -> None:
+    def __init__(self, model: Path, layout: Layout, block_size: int, port: int, wrap: Wrap) -> None:
         self.layout = layout
         config = ModelConfig(
             model=str(model), device="cpu", dtype="float32", layout=layout, threads=1
         )
         cache = CacheConfig(block_size=block_size)
+
+        def load() -> LoadedModel:
+            loaded = load_model(config, cache)
+            return replace(loaded, model=wrap(loaded.model, layout))
+
         self.executor = ModelExecutor(
             cache,
             Profiler(Path(".")),
-            lambda: load_model(config, cache),
+            load,
             Rendezvous(TcpAddress("127.0.0.1", port), layout),
         )
         self.runner: ModelRunner | None = None
@@ -75,7 +83,9 @@ class RankThreads:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         block_size: int = 4,
+        wrap: Wrap = lambda model, layout: model,
     ) -> None:
+        """wrap: what a rank is to have in place of its model."""
         port = free_port()
         self.ranks = [
             RankThread(
@@ -87,6 +97,7 @@ class RankThreads:
                 ),
                 block_size,
                 port,
+                wrap,
             )
             for rank in range(tensor_parallel_size * pipeline_parallel_size)
         ]

@@ -23,21 +23,19 @@ from worker_service.sequence_state import SequenceTable
 Int64Array = npt.NDArray[np.int64]
 
 
-def micro_batches(
-    plan: StepPlan, table: SequenceTable, num_parts: int
-) -> Iterator[tuple[Int64Array, StepPlan]]:
+def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
     """(rows of the plan, a plan of these rows) of each part that has rows.
 
-    The same on every rank: slots follow from the plans alone. A fork that samples from its parent's
-    logits is in its parent's part.
+    The same on every rank: slots, and with them parts, follow from the plans alone. A fork that
+    samples from its parent's logits is in its parent's part.
     """
-    if num_parts == 1:
+    if table.num_parts == 1:
         yield np.arange(len(plan.seq_ids)), plan
         return
-    parts = table.slots(plan.seq_ids, "seq_ids") % num_parts
+    parts = table.parts(table.slots(plan.seq_ids, "seq_ids"))
     for row in np.flatnonzero(plan.num_tokens == 0).tolist():
         parts[row] = _part_of_parent(plan, row, parts)
-    for part in range(num_parts):
+    for part in range(table.num_parts):
         rows = np.flatnonzero(parts == part)
         if len(rows):
             yield (

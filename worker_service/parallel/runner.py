@@ -29,10 +29,15 @@ class RankRunner(ModelRunner):
 
     def __init__(self, model: Model, cache: CacheEngine, block_size: int, ranks: Ranks) -> None:
         """Raises GroupBroken unless `ranks` have joined."""
-        super().__init__(model, cache, block_size)
         self._ranks = ranks
         self._layout = ranks.layout
+        super().__init__(model, cache, block_size)
         self._agreement: Agreement | None = Agreement(ranks.joined, self._sequences)
+
+    @property
+    def _num_parts(self) -> int:
+        """As many as there are stages."""
+        return self._layout.pipeline_parallel_size
 
     def reset(self) -> None:
         """Forget all sequences and part with the other ranks: the epoch is over."""
@@ -68,7 +73,7 @@ class RankRunner(ModelRunner):
             candidates={},
             errors={},
         )
-        for rows, part in micro_batches(plan, self._sequences, self._layout.pipeline_parallel_size):
+        for rows, part in micro_batches(plan, self._sequences):
             _merge(whole, rows, self._compute_part(part))
         self._ranks.joined.check()
         return whole
