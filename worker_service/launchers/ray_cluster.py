@@ -34,6 +34,9 @@ _FORWARDED = ("PAGEWIRE_", "HF_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
 _THREADS_PER_ACTOR = 3
 """One runs the rank; signals and questions are answered meanwhile."""
 
+_NOT_MADE = "error raised in its creation task"
+"""In Ray's words: our class could not be imported on the node."""
+
 _REMINDER_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -179,10 +182,9 @@ class RayHost(RankHost):
             exit_code: int = await actor.run.remote(command, _environment())
             return exit_code
         except self._ray.exceptions.RayActorError as error:
-            logger.warning("actor lost rank=%d reason=%s", rank, str(error).splitlines()[0])
             self._ray.kill(actor)
             del self._actors[rank]
-            return -signal.SIGKILL
+            return _exit_code_of(rank, str(error))
 
     def terminate(self) -> None:
         """Send SIGTERM to all ranks' processes."""
@@ -270,6 +272,19 @@ class RayHost(RankHost):
         ]
         free = _quantities(self._ray.available_resources())
         return f"{', '.join(nodes) or 'no node is alive'}; free are {free}"
+
+
+def _exit_code_of(rank: int, reason: str) -> int:
+    """Of a rank whose actor is lost: as if killed, or a failure that would come again."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if _NOT_MADE not in reason:
+        logger.warning("actor lost rank=%d reason=%s", rank, lines[0])
+        return -signal.SIGKILL
+    logger.error(
+        "actor not made rank=%d reason=%s; is pagewire[worker,ray] of this version on every node?",
+        *(rank, lines[-1]),
+    )
+    return 1
 
 
 async def _result(reference: Any) -> Any:
