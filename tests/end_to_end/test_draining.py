@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.end_to_end.test_recovery import Streams, requests, tokens_of
+from tests.end_to_end.test_recovery import Facts, Streams, facts_of, requests
 from tests.support.cluster import Cluster
 from tests.support.requests import (
     Answer,
@@ -26,9 +26,9 @@ SLOW = ["--simulate", "--simulate-step-us", "30000", "--served-model-name", "slo
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> list[list[list[int]]]:
+def undisturbed(cluster: Cluster) -> list[Facts]:
     with inference_stub(cluster.frontend_address()) as stub:
-        return [tokens_of(answer) for answer in generate_together(stub, requests())]
+        return [facts_of(answer) for answer in generate_together(stub, requests())]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ class LongStream:
 
 
 def test_streams_go_on_as_they_would_have_when_their_worker_is_told_to_end(
-    tmp_path: Path, undisturbed: list[list[list[int]]]
+    tmp_path: Path, undisturbed: list[Facts]
 ) -> None:
     with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as cluster:
         cluster.start(num_workers=2)
@@ -81,7 +81,7 @@ def test_streams_go_on_as_they_would_have_when_their_worker_is_told_to_end(
             streams.wait_started()
             cluster.workers[0].kill(signal.SIGTERM)
             assert cluster.workers[0].process.returncode == 0
-            assert streams.tokens() == undisturbed
+            assert streams.facts() == undisturbed
         assert cluster.core is not None
         assert "worker lost" not in cluster.core.log
 
@@ -134,12 +134,13 @@ def test_a_whole_deployment_that_is_told_to_end_ends_when_its_requests_have(
         cluster.wait_num_ready(2)
         with inference_stub(cluster.frontend_address()) as stub:
             request = requests()[0]
-            expected = tokens_of(generate(stub, request))
+            expected = facts_of(generate(stub, request))
             responses = stub.Generate(request, timeout=120)
             answer = fold(islice(responses, 2))
             for service in cluster.services:
                 service.process.send_signal(signal.SIGTERM)
             for response in responses:
                 answer.add(response)
-            assert tokens_of(answer) == expected
+            assert facts_of(answer) == expected
         assert [service.wait() for service in cluster.services] == [0] * 4
+        assert not any("grace period over" in service.log for service in cluster.services)
