@@ -128,7 +128,9 @@ class Model:
         self._notice_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
-        placing = Placing(self.waiting, self.schedulers, self.policy, self.placement, self._suitable)
+        placing = Placing(
+            self.waiting, self.schedulers, self.policy, self.placement, self._suitable
+        )
         while (found := placing.next(now_us)) is not None:
             group, scheduler = found
             if not is_late(group):
