@@ -28,8 +28,9 @@ class StepTimeout:
     floor_s: float = 10.0
     """No step is overdue sooner than this. 0: none ever is."""
 
-    first_floor_s: float = 120.0
-    """The same for the first steps of a size, which may compile or record."""
+    first_floor_s: float = 300.0
+    """The same for the first steps of a size, which may compile or record, and of which nothing is
+    known: a large model on few cores takes minutes for a batch of prompts."""
 
     factor: float = 10.0
     """How many times the expected time a step may take."""

@@ -183,13 +183,8 @@ class WorkerRegistry:
     def _make_group(self, registration: pb.WorkerRegistration) -> WorkerGroup:
         return WorkerGroup(
             registration,
-            lambda ranks, former_epoch: WorkerLink(
-                ranks,
-                self._driver,
-                self._scheduler_config,
-                self._on_change,
-                self._step_timeout,
-                former_epoch,
+            lambda ranks: WorkerLink(
+                ranks, self._driver, self._scheduler_config, self._on_change, self._step_timeout
             ),
         )
 

@@ -17,8 +17,7 @@ from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 
-MakeLink = Callable[[Sequence[pb.WorkerRegistration], int], WorkerLink]
-"""From the ranks, in order, and the greatest epoch that was drawn for them before."""
+MakeLink = Callable[[Sequence[pb.WorkerRegistration]], WorkerLink]
 
 _COMMON_FACTS = (
     "name",
@@ -71,7 +70,6 @@ class WorkerGroup:
         self._workers: dict[int, Worker] = {}
         self._link: WorkerLink | None = None
         self._num_former_steps = 0
-        self._former_epoch = 0
         self._changed = asyncio.Event()
         """Set when the ranks are others than they were; then there is a new event."""
         self._linking = asyncio.Lock()
@@ -115,8 +113,7 @@ class WorkerGroup:
         """Of the latest step stream."""
         if self._link is not None:
             return self._link.epoch
-        epochs = [worker.registration.last_epoch for worker in self.workers]
-        return max([self._former_epoch, *epochs])
+        return max((worker.registration.last_epoch for worker in self.workers), default=0)
 
     @property
     def num_steps(self) -> int:
@@ -201,9 +198,7 @@ class WorkerGroup:
 
     async def _run_link(self) -> None:
         workers = self.workers
-        link = self._link = self._make_link(
-            [worker.registration for worker in workers], self._former_epoch
-        )
+        link = self._link = self._make_link([worker.registration for worker in workers])
         if self.is_draining:
             link.drain()
         try:
@@ -222,8 +217,7 @@ class WorkerGroup:
         else:
             self._dismiss_all("drained")
         finally:
-            self._num_former_steps, self._former_epoch = self.num_steps, link.epoch
-            self._link = None
+            self._num_former_steps, self._link = self.num_steps, None
 
     def _has_changed(self) -> None:
         self._changed.set()

@@ -71,12 +71,10 @@ class WorkerLink:
         config: SchedulerConfig,
         on_change: Callable[[], None],
         step_timeout: StepTimeout,
-        former_epoch: int = 0,
     ) -> None:
-        """ranks: all of them, in order. `on_change` is called whenever `state` has changed.
-        former_epoch: the greatest that this core has drawn for any of them."""
+        """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
         self.state = status_pb2.WORKER_STATE_STARTING
-        self.epoch = max(former_epoch, *(rank.last_epoch for rank in ranks))
+        self.epoch = max(rank.last_epoch for rank in ranks)
         self._ranks = ranks
         self._group_id = ranks[0].group_id
         self._driver = driver
@@ -88,6 +86,8 @@ class WorkerLink:
         self._draining = asyncio.Event()
         self._step_times = StepTimes(step_timeout)
         self._hangs = Hangs()
+        self._has_drawn = False
+        """Whether an epoch was drawn here: all before were other links' or other cores'."""
 
     @property
     def is_draining(self) -> bool:
@@ -152,11 +152,8 @@ class WorkerLink:
         """Draw a new epoch and have the caches made for it."""
         infos = await run_all(*map(self._get_info, stubs, self._ranks))
         self._hangs.check(infos)
-        last_epoch = max(info.last_epoch for info in infos)
-        if last_epoch > self.epoch:
-            raise TakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
+        self._draw_epoch(max(info.last_epoch for info in infos))
         blocks = self._blocks = self._blocks or await self._profile_blocks(stubs)
-        self.epoch += 1
         request = worker_pb.InitializeCacheRequest(
             num_gpu_blocks=blocks.num_gpu_blocks,
             num_cpu_blocks=blocks.num_cpu_blocks,
@@ -166,6 +163,13 @@ class WorkerLink:
             *(_answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
         )
         return self._capacity(blocks)
+
+    def _draw_epoch(self, last_epoch: int) -> None:
+        """An epoch above all that the workers have seen; raises TakenOver if one was not ours."""
+        if self._has_drawn and last_epoch > self.epoch:
+            raise TakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
+        self.epoch = max(self.epoch, last_epoch) + 1
+        self._has_drawn = True
 
     async def _get_info(
         self, stub: WorkerServiceStub, rank: pb.WorkerRegistration

@@ -185,6 +185,7 @@ class FakeWorker(WorkerServiceServicer):
         self.last_epoch = 0
         """Of another core."""
         self.may_read = asyncio.Event()
+        """Whether a step stream that begins reads its plans."""
         self.may_read.set()
         self._server: grpc.aio.Server | None = None
         self._stream_broken = asyncio.Event()

@@ -123,9 +123,10 @@ async def test_a_worker_that_reads_no_plans_holds_up_nobody_else(
     service: CoreService, fleet: Fleet
 ) -> None:
     long_model = {"model": "long", "max_model_len": 100_000, "num_gpu_blocks": 30_000}
-    stalled = await fleet.start(FakeWorker("stalled", **long_model))  # type: ignore[arg-type]
-    await fleet.start(FakeWorker("sound"))
+    stalled = FakeWorker("stalled", **long_model)  # type: ignore[arg-type]
     stalled.may_read.clear()
+    await fleet.start(stalled)
+    await fleet.start(FakeWorker("sound"))
     await until(lambda: set(states(service).values()) == {READY}, "both are used")
     async with AttachedFrontend(service.address) as frontend:
         # More than a stream's window takes: the core's write waits.
