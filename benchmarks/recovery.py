@@ -15,6 +15,7 @@ were not on the killed worker are told by their timings, which have no time of r
 
 import argparse
 import asyncio
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ WORKERS = {
     "simulated": ("--simulate", "--simulate-step-us", "5000"),
 }
 VICTIMS = ("worker", "core", "frontend")
-MAX_TOKENS = 400
+MAX_TOKENS = 200
 
 
 @dataclass
@@ -100,8 +101,8 @@ class Rounds:
 
     async def run(self, victim: str, num_kills: int) -> dict[str, object]:
         """One line of the table."""
-        if not self._undisturbed:
-            self._undisturbed = await self._answers(new_streams())
+        load = ForeignLoad()
+        self._undisturbed = await self._answers(new_streams())
         recoveries: list[float] = []
         for number in range(num_kills):
             name = victim if victim == "core" else f"{victim}-{number % 2}"
@@ -113,6 +114,7 @@ class Rounds:
             "p50_ms": round(1000 * median(recoveries), 1),
             "p99_ms": round(1000 * float(np.percentile(recoveries, 99)), 1),
             "max_ms": round(1000 * max(recoveries), 1),
+            "foreign_cores": load.cores,
         }
 
     async def _kill_once(self, name: str) -> list[float]:
@@ -148,18 +150,24 @@ def _was_hit(stream: Stream, name: str, killed_at: float) -> bool:
     return not name.startswith("worker") or stream.output.timings.recovery_us > 0
 
 
-async def measure(model: str, num_kills: int) -> list[dict[str, object]]:
-    """All lines."""
+async def measure(model: str, victims: Sequence[str], num_kills: int) -> list[dict[str, object]]:
+    """A line for each kind of process."""
     rows: list[dict[str, object]] = []
     async with KillableServices(WORKERS[model]) as services:
         await services.wait_whole()
-        for victim in VICTIMS:
+        for victim in victims:
             # A frontend that dies takes the address in use along; a client that begins anew for
             # each victim begins with the first.
             async with AsyncClient(services.addresses) as client:
                 rows.append(await Rounds(services, client).run(victim, num_kills))
                 print(rows[-1], flush=True)
     return rows
+
+
+def others(path: Path, victims: Sequence[str]) -> list[dict[str, object]]:
+    """Lines that a former run has written of kinds that are not killed in this one."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if row["victim"] not in victims]
 
 
 def show(rows: Sequence[dict[str, object]]) -> None:
@@ -174,16 +182,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30, help="of each kind of process")
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
     parser.add_argument("--model", choices=list(WORKERS), default="embedded")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     if args.kills < 1:
         parser.error("expected at least one kill")
     load = ForeignLoad()
-    rows = asyncio.run(measure(args.model, args.kills))
+    rows = asyncio.run(measure(args.model, args.victims, args.kills))
     show(rows)
+    name = f"recovery_{args.model}"
+    rows += others(args.results / f"{name}.json", args.victims)
+    rows.sort(key=lambda row: VICTIMS.index(str(row["victim"])))
     figures = {"streams": NUM_STREAMS, "budget_ms": round(1000 * BUDGET_S), "rows": rows}
-    print(f"written to {save(f'recovery_{args.model}', figures, load, args.results)}")
+    print(f"written to {save(name, figures, load, args.results)}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ RECOVERY: Columns = {
     "p50_ms": "next token p50, ms",
     "p99_ms": "p99, ms",
     "max_ms": "longest, ms",
+    "foreign_cores": "others used, cores",
 }
 SCALING_OUT: Columns = {
     "num_workers": "workers",

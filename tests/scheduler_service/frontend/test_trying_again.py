@@ -82,7 +82,7 @@ async def test_a_try_that_is_taken_over_on_another_frontend_ends_with_that_error
 
 
 async def test_a_new_core_hears_what_the_former_one_knew_of_a_request(served: Served) -> None:
-    call = served.client.Generate(generate_request("hello"))
+    call = served.client.Generate(generate_request("hello"), timeout=30)
     request = await served.core.next_request()
     assert not request.submit.was_accepted
     await request.accept()
@@ -96,6 +96,7 @@ async def test_a_new_core_hears_what_the_former_one_knew_of_a_request(served: Se
     assert again.submit.was_accepted
     assert again.submit.num_worker_losses == 2
     assert again.submit.waited_us > request.submit.waited_us
+    assert again.submit.timeout_us < request.submit.timeout_us, "from the first submission on"
     await again.complete(letters("b"))
     await read_all(call)
 
