@@ -26,6 +26,7 @@ from scheduler_service.core import (
     SchedulerConfig,
     SchedulerCore,
 )
+from scheduler_service.core.step_times import StepTimeout, StepTimes
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.grpc_options import channel_options
@@ -176,6 +177,7 @@ class ObservedWorker:
             group_id=GROUP,
             epoch=self._epoch,
             sampler=0,
+            times=StepTimes(StepTimeout()),
         )
         await run_until_first(stream.run(work), ends.all_ended.wait())
         return call

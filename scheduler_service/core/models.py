@@ -79,6 +79,7 @@ class Model:
 
         What cannot stays, until another worker group joins or it ends.
         """
+        self._notice_groups()
         for scheduler in self.schedulers:
             if not scheduler.is_draining:
                 continue
@@ -93,6 +94,7 @@ class Model:
 
     def is_needed(self, scheduler: Scheduler) -> bool:
         """Whether something that has begun waits for a worker group although it drains."""
+        self._notice_groups()
         queues = chain(self.waiting, self.stranded)
         return any(scheduler in self._suitable(group) for group in queues)
 

@@ -81,8 +81,10 @@ def test_an_unknown_model_is_not_found(stub: InferenceServiceStub) -> None:
 def test_a_prompt_longer_than_memory_is_refused_and_shorter_ones_go_on(
     stub: InferenceServiceStub, tmp_path: Path
 ) -> None:
-    block_bytes = stub.GetModel(pb.GetModelRequest()).model.block_bytes
-    flags = ["--dtype", "float32", "--kv-cache-memory", str(4 * block_bytes)]
+    model = stub.GetModel(pb.GetModelRequest()).model
+    token_bytes = model.block_bytes // model.block_size
+    memory = ["--block-size", "16", "--kv-cache-memory", str(64 * token_bytes)]
+    flags = ["--dtype", "float32", *memory]
     with Cluster(tmp_path, worker_flags=flags) as small:
         small.start()
         with inference_stub(small.frontend_address()) as small_stub:

@@ -155,8 +155,9 @@ def test_a_seeded_request_gives_the_same_tokens_after_preemption(
 
 def tight_memory(stub: InferenceServiceStub, num_blocks: int = 16) -> list[str]:
     """Flags for a worker with room for a few sequences only."""
-    block_bytes = stub.GetModel(pb.GetModelRequest()).model.block_bytes
-    return ["--dtype", "float32", "--kv-cache-memory", str(num_blocks * block_bytes)]
+    model = stub.GetModel(pb.GetModelRequest()).model
+    num_bytes = num_blocks * 16 * (model.block_bytes // model.block_size)
+    return ["--dtype", "float32", "--block-size", "16", "--kv-cache-memory", str(num_bytes)]
 
 
 def test_choices_of_one_request_differ_and_repeat(stub: InferenceServiceStub) -> None:
