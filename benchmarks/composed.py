@@ -42,6 +42,11 @@ class Process:
         """None while it runs."""
         return self._popen.poll()
 
+    def kill(self) -> None:
+        """End it without a word."""
+        self._popen.kill()
+        self._popen.wait()
+
     def end(self) -> int:
         """What `docker compose stop` does: SIGTERM, and SIGKILL if it does not end; the exit
         code."""
@@ -50,10 +55,9 @@ class Process:
         try:
             self._popen.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
-        code = self._popen.wait()
+            self.kill()
         self.leaving_s = time.monotonic() - started_at
-        return code
+        return self._popen.wait()
 
 
 class Composed:
@@ -100,10 +104,14 @@ class Composed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """In the order of dependence, the last started first."""
+        """The last started first; after an error at once, as requests may be open."""
         for process in reversed(self._started):
-            if process.exit_code is None:
+            if process.exit_code is not None:
+                continue
+            if error is None:
                 process.end()
+            else:
+                process.kill()
 
 
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:

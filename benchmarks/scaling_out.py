@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.composed import FRONTEND, SCHEDULER, WORKER, Composed, Process
 from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.processes import end_in_order_when_told
 from pagewire.v1.status_pb2 import WORKER_STATE_READY
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
 from pagewire_client.local.health import is_serving
@@ -287,6 +288,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     args = _parser().parse_args(arguments)
+    end_in_order_when_told()
     foreign = ForeignLoad()
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))

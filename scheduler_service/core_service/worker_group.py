@@ -177,7 +177,9 @@ class WorkerGroup:
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
-        if self._link is not None:
+        if self._link is None or not self.is_whole:  # nothing runs here
+            self._dismiss_all("drained")
+        else:
             self._link.drain()
 
     async def step(self) -> None:

@@ -163,6 +163,15 @@ async def test_a_group_is_drained_as_one(service: CoreService, fleet: Fleet) -> 
     assert [worker.stop_reason for worker in ranks] == ["drained", "drained"]
 
 
+async def test_a_group_that_waits_for_ranks_is_drained_at_once(
+    service: CoreService, fleet: Fleet
+) -> None:
+    first = await fleet.start(rank(0))
+    service.registry.drain(GROUP)
+    await until(lambda: first.stop_reason == "drained", "it is told to stop")
+    assert first.directives == ["serve", "drain", "stop"]
+
+
 async def test_a_draining_group_that_loses_a_rank_is_drained(
     service: CoreService, fleet: Fleet
 ) -> None:
