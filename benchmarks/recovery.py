@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.killable import KillableServices
 from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.processes import end_in_order_when_told
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams
 from scheduler_service.core_service.config import CoreServiceConfig
 
@@ -188,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.kills < 1:
         parser.error("expected at least one kill")
+    end_in_order_when_told()
     load = ForeignLoad()
     rows = asyncio.run(measure(args.model, args.victims, args.kills))
     show(rows)
