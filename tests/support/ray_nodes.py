@@ -17,6 +17,10 @@ from worker_service.launchers.rank_process import free_port
 PROGRAM = (
     "env",
     "RAY_memory_monitor_refresh_ms=0",  # other processes' memory is no reason to kill a rank
+    # A node that is starved of CPU is no dead one; a dead one refuses connections.
+    "RAY_health_check_timeout_ms=120000",
+    "RAY_health_check_period_ms=1000",
+    "RAY_worker_register_timeout_seconds=300",
     sys.executable,
     "-m",
 )
