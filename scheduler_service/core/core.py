@@ -315,9 +315,10 @@ class SchedulerCore:
         """Raise UnknownModel if other models are served, and this one never was."""
         model = self._models.get(name)
         if self._schedulers and (model is None or not model.was_served):
-            served = sorted({s.capacity.model for s in self._schedulers.values()})
+            served = ", ".join(sorted({s.capacity.model for s in self._schedulers.values()}))
             raise UnknownModel(
-                f"model {name} is not served", details={"model": name, "served": ", ".join(served)}
+                f"no model named {name!r} is served, but {served}",
+                details={"model": name, "served": served},
             )
 
     def _queues(self) -> list[Queue]:

@@ -83,10 +83,10 @@ class Placing:
             if best.waits_by_choice:
                 self._wait_for(best.scheduler, group)
                 return None
-        for scheduler in schedulers:
-            if scheduler.can_take_ahead(group):
-                group.is_ahead = True
-                return scheduler
+        ahead = [scheduler for scheduler in schedulers if scheduler.can_take_ahead(group)]
+        if ahead:
+            group.is_ahead = True
+            return self._placement.choose(group, ahead, now_us).scheduler
         if self._has_room:
             self._wait_for(best.scheduler, group)
         else:

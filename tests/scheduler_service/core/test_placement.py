@@ -1,6 +1,7 @@
 """Which worker group takes a request, by what it has, what it does and how fast it is."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.models import Model
@@ -18,6 +19,17 @@ from tests.support.steps import make_work
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
 STEP_US = 1000
 ENDED = SequenceStatus.FINISHED_ABORTED
+
+
+class CountedPrompt(list[int]):
+    """A prompt that counts how many of its tokens are looked at in pieces."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        piece = super().__getitem__(index)
+        self.num_read += len(piece) if isinstance(index, slice) else 1
+        return piece
 
 
 class Deployment:
@@ -248,3 +260,20 @@ def test_what_a_request_asks_for_goes_where_it_gets_all_of_it() -> None:
     deployment.put(prompt(1, 8), max_tokens=20)
     assert [deployment.put(prompt(2 + i, 8), max_tokens=200) for i in range(3)] == ["long"] * 3
     assert deployment.put(prompt(6, 8), max_tokens=20) == "short"
+
+
+def test_a_prompt_is_hashed_once_for_all_groups() -> None:
+    deployment = Deployment(*(make_scheduler(f"g{i}") for i in range(16)))
+    tokens = CountedPrompt(prompt(1, 1000))
+    group = deployment.submit(tokens)
+    deployment.place()
+    assert deployment.where(group) is not None
+    assert 900 < tokens.num_read <= len(tokens)
+
+
+def test_who_is_given_requests_is_told_once() -> None:
+    deployment = Deployment(make_scheduler("g0"), make_scheduler("g1"))
+    deployment.put(prompt(1, 8))
+    assert deployment.model.stirred == {"g0"}
+    deployment.put(prompt(2, 8))
+    assert deployment.model.stirred == {"g0", "g1"}
