@@ -70,6 +70,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.fairness
 	$(BIN)/python -m benchmarks.pipelining
+	$(BIN)/python -m benchmarks.many_groups
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.kernels

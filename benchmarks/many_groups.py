@@ -203,7 +203,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         rows += asyncio.run(run(shape, args.groups, args.seconds))
     show(rows)
-    print(f"written to {save('many_groups', {'rows': rows}, load, args.results)}")
+    figures = {
+        "prompt_tokens": args.prompt_tokens,
+        "output_tokens": args.output_tokens,
+        "seconds": args.seconds,
+        "rows": rows,
+    }
+    print(f"written to {save('many_groups', figures, load, args.results)}")
 
 
 if __name__ == "__main__":

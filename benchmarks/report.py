@@ -80,6 +80,20 @@ CHAOS: Columns = {
     "faults": "faults",
 }
 
+MANY_GROUPS: Columns = {
+    "step_ms": "step, ms",
+    "groups": "groups",
+    "tokens_per_s": "tokens/s",
+    "of_linear": "of linear",
+    "requests_per_s": "requests/s",
+    "steps_per_s": "steps/s",
+    "core_cores": "core process, cores",
+    "core_us_per_step": "core, µs a step",
+    "worker_cores": "one worker, cores",
+    "all_worker_cores": "all workers, cores",
+    "frontend_cores": "load, cores",
+    "limited_by": "limited by",
+}
 WIRE_MESSAGES: Columns = {
     "case": "plan for",
     "sequences": "sequences",
@@ -175,6 +189,15 @@ def _scaling_out(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(SCALING_OUT, results["rows"])
 
 
+def _many_groups(results: Mapping[str, Any]) -> tuple[str, str]:
+    row = results["rows"][0]
+    facts = (
+        f"Batches of {row['rows']}, prompts of {results['prompt_tokens']} tokens, answers of "
+        f"{results['output_tokens']}; {results['seconds']:g} s a line."
+    )
+    return facts, _table(MANY_GROUPS, results["rows"])
+
+
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
     tables = (
         _table(WIRE_MESSAGES, results["messages"]),
@@ -222,6 +245,7 @@ SECTIONS: Mapping[str, Section] = {
     "recovery_embedded": _recovery,
     "recovery_simulated": _recovery,
     "scaling_out": _scaling_out,
+    "many_groups": _many_groups,
     "wire": _wire,
     "online": _online,
     "startup": _startup,
