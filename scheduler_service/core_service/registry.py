@@ -59,12 +59,13 @@ class WorkerRegistry:
         return iter([self._groups[group_id] for group_id in sorted(self._groups)])
 
     def served_models(self) -> list[model_pb2.ModelInfo]:
-        """What can be served now, by name; of several groups' lengths the one that fits all."""
+        """What can be served now, by name; of several groups' lengths the greatest, as the core
+        places what is longer than the others allow where it fits."""
         models: dict[str, model_pb2.ModelInfo] = {}
         for group in self:
             model = group.registration.model
             known = models.get(model.name)
-            if group.is_ready and (known is None or model.max_model_len < known.max_model_len):
+            if group.is_ready and (known is None or model.max_model_len > known.max_model_len):
                 models[model.name] = model
         return [models[name] for name in sorted(models)]
 

@@ -143,8 +143,10 @@ class ModelDirectory:
         if name in self._served:
             return self._find_ready(self._served[name])
         if self._served and name not in self._ready:
+            names = ", ".join(sorted(self._served))
             raise UnknownModel(
-                f"no model named {name!r} is served", details={"served": ", ".join(self._served)}
+                f"no model named {name!r} is served, but {names}",
+                details={"model": name or "", "served": names},
             )
         return None
 
