@@ -160,7 +160,7 @@ class Model:
             suitable = suitable or fitting
             reach = Scheduler.reach
         farthest = max((reach(alike[0], group) for alike in suitable), default=0)
-        return tuple(alike for alike in suitable if reach(alike[0], group) == farthest)
+        return tuple([alike for alike in suitable if reach(alike[0], group) == farthest])
 
     def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
         """These worker groups, in the order in which they came."""
