@@ -34,12 +34,9 @@ def offline_rows(results: Mapping[str, Any]) -> tuple[Columns, list[dict[str, An
 def offline_facts(results: Mapping[str, Any]) -> str:
     """What the table does not say."""
     engines = ", ".join(f"{name} {about['version']}" for name, about in results["engines"].items())
-    read, products = results["ceilings"]["read_bytes_per_s"], results["ceilings"]["flops_per_s"]
     facts = [
         f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
-        f"Around our turns memory was read at {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s, and "
-        f"matrix products made at {products[0] / 1e9:,.0f} to {products[1] / 1e9:,.0f} GFLOP/s; "
-        f"the share of the floor is that of the ceilings just then.",
+        *_ceilings(results["ceilings"]),
         f"Medians of {results['patience']['repeats']} turns, of "
         f"{results['patience']['slow_repeats']} where an engine takes more than "
         f"{results['patience']['slow_factor']:g} times as long as the fastest; "
@@ -52,6 +49,17 @@ def offline_facts(results: Mapping[str, Any]) -> str:
         said = (f"{name} {one['equal_tokens']} of {one['tokens']}" for name, one in agreed.items())
         facts.append(f"Greedy tokens that equal those of transformers: {', '.join(said)}.")
     return " ".join(facts)
+
+
+def _ceilings(ceilings: Mapping[str, Sequence[float]]) -> list[str]:
+    if not ceilings:
+        return []
+    read, products = ceilings["read_bytes_per_s"], ceilings["flops_per_s"]
+    return [
+        f"Around our turns memory was read at {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s, and "
+        f"matrix products made at {products[0] / 1e9:,.0f} to {products[1] / 1e9:,.0f} GFLOP/s; "
+        "the share of the floor is that of the ceilings just then."
+    ]
 
 
 def _widest_spread(rows: Sequence[Mapping[str, Any]]) -> str:
