@@ -33,7 +33,7 @@ def _with_scales(path: Path, scales: dict[str, torch.Tensor]) -> Path:
 
 
 def test_the_backend_decides_the_block_size_unless_one_is_given() -> None:
-    assert _load(checkpoint("llama"), backend=None).block_size == 16
+    assert _load(checkpoint("llama"), backend=None).block_size == 64
     assert _load(checkpoint("llama"), backend=None, block_size=32).block_size == 32
 
 
