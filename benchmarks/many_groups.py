@@ -165,12 +165,13 @@ COLUMNS = {
     "steps_per_s": "steps/s",
     "rows_per_step": "rows a step",
     "core_cores": "core process, cores",
-    "core_us_per_step": "core µs a step",
+    "core_us_per_step": "core, µs a step",
     "worker_cores": "a worker, cores",
     "all_worker_cores": "all workers",
     "frontend_cores": "load, cores",
     "limited_by": "limited by",
 }
+"""Titles by the names in a row."""
 
 
 def show(rows: Sequence[Row]) -> None:

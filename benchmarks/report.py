@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
+from benchmarks import many_groups, plots, scaling_out
 from benchmarks.machine import RESULTS
 from benchmarks.report_offline import STARTUP, Columns, offline_facts, offline_rows
 
@@ -57,16 +57,6 @@ RECOVERY: Columns = {
     "max_ms": "longest, ms",
     "foreign_cores": "others used, cores",
 }
-SCALING_OUT: Columns = {
-    "num_workers": "workers",
-    "seconds": "seconds",
-    "num_requests": "answers",
-    "num_failed": "failed",
-    "num_different": "other tokens",
-    "num_moved": "moved",
-    "tokens_per_s": "tokens/s",
-}
-
 CHAOS: Columns = {
     "dtype": "type",
     "seed": "seed",
@@ -80,20 +70,6 @@ CHAOS: Columns = {
     "faults": "faults",
 }
 
-MANY_GROUPS: Columns = {
-    "step_ms": "step, ms",
-    "groups": "groups",
-    "tokens_per_s": "tokens/s",
-    "of_linear": "of linear",
-    "requests_per_s": "requests/s",
-    "steps_per_s": "steps/s",
-    "core_cores": "core process, cores",
-    "core_us_per_step": "core, µs a step",
-    "worker_cores": "one worker, cores",
-    "all_worker_cores": "all workers, cores",
-    "frontend_cores": "load, cores",
-    "limited_by": "limited by",
-}
 WIRE_MESSAGES: Columns = {
     "case": "plan for",
     "sequences": "sequences",
@@ -186,7 +162,7 @@ def _scaling_out(results: Mapping[str, Any]) -> tuple[str, str]:
         f"{results['num_moved']} moved. {results['num_ended_workers']} workers ended by SIGTERM, "
         f"in {results['leaving_s_median']} s at the median, {results['leaving_s_most']} s at most."
     )
-    return facts, _table(SCALING_OUT, results["rows"])
+    return facts, _table(scaling_out.COLUMNS, results["rows"])
 
 
 def _many_groups(results: Mapping[str, Any]) -> tuple[str, str]:
@@ -195,7 +171,7 @@ def _many_groups(results: Mapping[str, Any]) -> tuple[str, str]:
         f"Batches of {row['rows']}, prompts of {results['prompt_tokens']} tokens, answers of "
         f"{results['output_tokens']}; {results['seconds']:g} s a line."
     )
-    return facts, _table(MANY_GROUPS, results["rows"])
+    return facts, _table(many_groups.COLUMNS, results["rows"])
 
 
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:

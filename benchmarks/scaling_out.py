@@ -245,20 +245,23 @@ def _row(stage: Stage) -> Row:
     }
 
 
+COLUMNS = {
+    "num_workers": "workers",
+    "seconds": "seconds",
+    "num_requests": "answers",
+    "num_failed": "failed",
+    "num_different": "other tokens",
+    "num_moved": "moved",
+    "tokens_per_s": "tokens/s",
+}
+"""Titles by the names in a row."""
+
+
 def show(figures: Mapping[str, Any]) -> None:
     """Print the table."""
-    names = {
-        "num_workers": "workers",
-        "seconds": "seconds",
-        "num_requests": "answers",
-        "num_failed": "failed",
-        "num_different": "other tokens",
-        "num_moved": "moved",
-        "tokens_per_s": "tokens/s",
-    }
-    table = Table(*names.values(), title="requests while workers come and go")
+    table = Table(*COLUMNS.values(), title="requests while workers come and go")
     for row in figures["rows"]:
-        table.add_row(*(str(row[name]) for name in names))
+        table.add_row(*(str(row[name]) for name in COLUMNS))
     Console(width=100).print(table)
     print(
         f"{figures['num_requests']} requests, {figures['num_failed']} failed, "

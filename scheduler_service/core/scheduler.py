@@ -163,8 +163,7 @@ class Scheduler:
 
     def reach(self, group: SequenceGroup) -> int:
         """The most tokens that a sequence of the group can come to have here, when it is alone."""
-        most = group.num_prompt_tokens + group.request.max_tokens
-        return min(most, self.capacity.max_model_len, self.capacity.num_cache_tokens + 1)
+        return min(self.max_length(group), self.capacity.num_cache_tokens + 1)
 
     @property
     def caches_prefixes(self) -> bool:

@@ -17,8 +17,6 @@ from tests.support.cluster import Cluster, environment
 from tests.support.ray_nodes import RayNodes
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
 
-pytest.importorskip("ray")
-
 NUM_TOKENS = 300
 LAUNCH = ("--launcher", "ray", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
 
