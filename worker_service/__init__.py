@@ -16,7 +16,7 @@ text are the scheduler's affair. What one plan goes through:
 Around it: `loader/` brings a checkpoint into memory, `memory.py` finds out how many blocks fit,
 `model_executor.py` drives both, `engine.py` holds the epoch, `step_summary.py` counts,
 `registration.py` keeps the core informed, `lifecycle.py` is the process from start to end,
-`__main__.py` its command line.
+`command_line/` its flags and `__main__.py` the command.
 
 `parallel/` joins the ranks that hold one copy of a model together, and starts them on one machine
 (`--tensor-parallel-size`, `--pipeline-parallel-size`); a worker alone goes through none of it.

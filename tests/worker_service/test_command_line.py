@@ -19,7 +19,11 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.checkpoints import checkpoint
 from tests.support.cluster import SERVING, environment, health
 from tests.support.worker_driver import PlanBuilder
-from worker_service.__main__ import app, parse_bytes
+from worker_service.__main__ import app
+from worker_service.command_line.cache_flags import CacheFlags
+from worker_service.command_line.options import parse_bytes
+from worker_service.command_line.runner_flags import RunnerFlags
+from worker_service.command_line.signature import takes_flags
 
 GIB = 2**30
 
@@ -209,3 +213,19 @@ def test_help_names_the_environment_variables() -> None:
     assert result.exit_code == 0
     assert "PAGEWIRE_KV_CACHE_MEMORY" in result.output
     assert "--gpu-memory-utilization" in result.output
+
+
+def test_a_command_is_called_with_records_of_its_flags() -> None:
+    calls: list[tuple[CacheFlags, RunnerFlags]] = []
+
+    def command(cache: CacheFlags, runner: RunnerFlags) -> None:
+        """What it does."""
+        calls.append((cache, runner))
+
+    app = typer.Typer()
+    app.command()(takes_flags(command))
+    flags = ["--block-size", "8", "--no-cuda-graphs"]
+    result = CliRunner().invoke(app, flags, env={"PAGEWIRE_SWAP_SPACE": "1KiB"})
+    assert result.exit_code == 0, result.output
+    assert calls == [(CacheFlags(block_size=8, swap_space=1024), RunnerFlags(cuda_graphs=False))]
+    assert "What it does." in CliRunner().invoke(app, ["--help"]).output

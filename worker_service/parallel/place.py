@@ -2,58 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
+from worker_service.command_line.rank_flags import LauncherName, RankFlags
 from worker_service.config import GroupConfig
 from worker_service.errors import InvalidOption
-from worker_service.parallel.layout import Layout
 from worker_service.parallel.torchrun import Torchrun, read_torchrun
-
-
-class LauncherName(StrEnum):
-    """Who starts the ranks."""
-
-    local = "local"
-    """The command itself, as children."""
-
-    ray = "ray"
-    """A Ray cluster, on its nodes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankFlags:
-    """What the command line says of ranks."""
-
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    rank: int | None
-    local_rank: int
-    distributed_init: str | None
-    group_id: str | None
-    launcher: LauncherName = LauncherName.local
-    num_nodes: int = 1
-    node_rank: int | None = None
-
-    def require_one_rank(self, option: str) -> None:
-        """Raises InvalidOption where `option` is given for several ranks."""
-        if self.layout_of(0).world_size > 1:
-            raise InvalidOption(f"{option}: expected one rank, got {self.sizes}")
-
-    def layout_of(self, rank: int) -> Layout:
-        """A rank's place. Raises InvalidOption."""
-        return Layout(
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            rank=rank,
-        )
-
-    @property
-    def sizes(self) -> str:
-        """For people."""
-        return (
-            f"tensor_parallel_size {self.tensor_parallel_size} and"
-            f" pipeline_parallel_size {self.pipeline_parallel_size}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

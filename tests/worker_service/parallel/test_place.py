@@ -2,10 +2,11 @@
 
 import pytest
 
+from worker_service.command_line.rank_flags import LauncherName, RankFlags
 from worker_service.errors import InvalidOption
 from worker_service.launchers.local import LocalConfig, address_of
 from worker_service.parallel.layout import Layout
-from worker_service.parallel.place import LauncherName, Place, RankFlags, StartRanks, find_place
+from worker_service.parallel.place import Place, StartRanks, find_place
 
 TORCHRUN = {
     "RANK": "3",

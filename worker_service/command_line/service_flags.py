@@ -1,0 +1,79 @@
+"""The process as a service: its name, addresses, end and log."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from typer import Option
+
+from worker_service.command_line.options import env
+from worker_service.config import DEFAULT_LISTEN, NetworkConfig
+from worker_service.launchers.local import address_of
+from worker_service.parallel.place import Place
+
+
+class LogLevel(StrEnum):
+    """How much is logged."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceFlags:
+    """The process as a service: its name, addresses, end and log."""
+
+    served_model_name: Annotated[
+        str | None,
+        Option(
+            envvar=env("SERVED_MODEL_NAME"), help="Name clients use.", show_default="the model's"
+        ),
+    ] = None
+    core: Annotated[
+        str | None,
+        Option(envvar=env("CORE"), help="Scheduler core to register with; none: only serve."),
+    ] = None
+    listen: Annotated[
+        str | None,
+        Option(
+            envvar=env("LISTEN"),
+            help="HOST:PORT or unix:PATH; port 0 takes a free one.",
+            show_default="127.0.0.1:7620; with Ray the node's address and a free port",
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        Option(
+            envvar=env("ADVERTISE"),
+            help="Address the core is to dial.",
+            show_default="where it listens",
+        ),
+    ] = None
+    grace_period: Annotated[
+        float,
+        Option(
+            envvar=env("GRACE_PERIOD"),
+            help="Seconds after SIGTERM in which what runs goes on at other workers, or else ends.",
+        ),
+    ] = 30.0
+    profile_dir: Annotated[
+        str, Option(envvar=env("PROFILE_DIR"), help="Directory for profiler traces.")
+    ] = "."
+    log_level: Annotated[LogLevel, Option(envvar=env("LOG_LEVEL"), help="How much to log.")] = (
+        LogLevel.info
+    )
+    launcher_pid: Annotated[
+        int | None, Option(envvar=env("LAUNCHER_PID"), hidden=True, help="End with this process.")
+    ] = None
+
+    def network(self, place: Place) -> NetworkConfig:
+        """Where one rank listens and whom it registers with. Raises InvalidOption."""
+        advertise, offset = self.advertise, place.address_offset
+        return NetworkConfig(
+            listen=address_of(self.listen or DEFAULT_LISTEN, offset, "listen"),
+            advertise=None if advertise is None else address_of(advertise, offset, "advertise"),
+            core=self.core,
+            **({} if place.group_id is None else {"group_id": place.group_id}),
+        )
