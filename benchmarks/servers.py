@@ -102,7 +102,7 @@ class PagewireServer(Server):
     def __init__(self, settings: Settings) -> None:
         self._address = f"{HOST}:{free_port()}"
         model = checkpoint(settings.shape, settings.dtype, settings.checkpoints)
-        flags = {"model": model, "listen": self._address} | pagewire.flags(settings)
+        flags = {"model": model, "listen": self._address, "http": "off"} | pagewire.flags(settings)
         command = [sys.executable, "-m", "pagewire_client.cli", "serve", *_options(flags)]
         # Its services import what we do.
         environment = {"PYTHONPATH": ":".join(path for path in sys.path if path)}

@@ -9,6 +9,7 @@ from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
 
 DEFAULTS = FrontendConfig()
+HTTP_OFF = "off"
 
 
 def frontend(
@@ -28,6 +29,22 @@ def frontend(
             help="Where clients call.",
         ),
     ] = DEFAULTS.listen,
+    http: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_HTTP",
+            metavar="HOST:PORT|off",
+            help="Where HTTP clients call (OpenAI's interface), such as 127.0.0.1:8000.",
+        ),
+    ] = HTTP_OFF,
+    http_share_port: Annotated[
+        bool,
+        typer.Option(
+            "--http-share-port",
+            envvar="PAGEWIRE_HTTP_SHARE_PORT",
+            help="Let other frontends listen at the same HTTP address; connections are spread.",
+        ),
+    ] = DEFAULTS.http_share_port,
     max_concurrent_requests: Annotated[
         int,
         typer.Option(
@@ -61,6 +78,8 @@ def frontend(
         return FrontendConfig(
             core=core,
             listen=listen,
+            http=None if http == HTTP_OFF else http,
+            http_share_port=http_share_port,
             max_concurrent_requests=max_concurrent_requests,
             default_timeout_s=default_timeout,
             grace_period_s=grace_period,

@@ -15,6 +15,8 @@ from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.core_link import CoreLink
+from scheduler_service.frontend.http.server import HttpServer
+from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.model_assets import ModelDirectory
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.servicer import InferenceServicer
@@ -56,12 +58,18 @@ class Frontend:
             grace_period_s=config.grace_period_s,
             max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES,
         )
+        self.http = (
+            HttpServer(config.http, share_port=config.http_share_port) if config.http else None
+        )
+        self._http_services = HttpServices(requests=self.requests, models=self.models, core=core)
         servicer = InferenceServicer(self.requests, self.models, core)
         add_InferenceServiceServicer_to_server(servicer, self.runner.server)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen, and look for the core. Raises CannotListen."""
+        if self.http is not None:
+            self.http.bind()
         await self.runner.start()
         self._tasks = [
             asyncio.create_task(self.link.run()),
@@ -71,14 +79,21 @@ class Frontend:
     async def stop(self) -> None:
         """Let open requests finish within the grace period; end what is left as UNAVAILABLE."""
         await self.requests.drain(self.runner.grace_period_s)
-        await self.runner.stop(FLUSH_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self.runner.stop(FLUSH_S), self._stop_http())
         await self.models.close()
         await self._channel.close()
 
+    async def _stop_http(self) -> None:
+        if self.http is not None:
+            await self.http.stop(FLUSH_S)
+
     async def _report_health(self) -> None:
+        """SERVING once a model can be served, over HTTP too."""
+        if self.http is not None:
+            await self.http.start(self._http_services)
         while True:
             changed = self.models.changed
             await self.runner.set_serving(self.models.is_serving)

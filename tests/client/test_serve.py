@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,15 @@ def command(*arguments: str) -> dict[str, object]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {
         "args": [sys.executable, "-m", "pagewire_client.cli", *arguments],
-        "env": programs.environment() | {"PYTHONPATH": path},
+        "env": {"PAGEWIRE_HTTP": "off"} | programs.environment() | {"PYTHONPATH": path},
         "stderr": subprocess.PIPE,
         "text": True,
     }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 class Serve:
@@ -168,3 +174,19 @@ def test_demo_streams_answers_from_the_embedded_model_and_leaves_nothing_behind(
     assert "27 + 45 = 72" in done.stdout
     assert done.stderr.count("first token after") == 3
     assert "\x1b" not in done.stdout + done.stderr, "plain text where there is no terminal"
+
+
+def test_frontends_share_one_http_port_and_say_where(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    arguments = ["--listen", f"unix:{tmp_path}/f.sock", "--frontends", "2", "--http", http]
+    with serving(*arguments) as serve:
+        assert f"http://{http}/v1" in serve.wait_for("HTTP for OpenAI clients")
+        for _ in range(8):  # each on a connection of its own, so likely on both frontends
+            with urllib.request.urlopen(f"http://{http}/health", timeout=20) as answer:
+                assert answer.status == 200
+        done = subprocess.run(
+            **command("serve", "--listen", f"unix:{tmp_path}/g.sock", "--http", http),  # type: ignore[call-overload]
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot listen on {http} for HTTP: address already in")

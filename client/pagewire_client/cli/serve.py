@@ -13,6 +13,8 @@ from pagewire_client.cli.options import ENGINE, with_options
 from pagewire_client.connection import DEFAULT_ADDRESS
 from pagewire_client.local import LocalServices
 
+DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
+"""Where OpenAI clients of a local server look first."""
 _LOOK_S = 3600.0
 """A wait without a timeout cannot be interrupted by a signal everywhere."""
 
@@ -34,6 +36,14 @@ def serve(
             help="HOST:PORT or unix:PATH for clients; further frontends take the next ports.",
         ),
     ] = DEFAULT_ADDRESS,
+    http: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_HTTP",
+            metavar="HOST:PORT|off",
+            help="For HTTP clients (OpenAI's interface); all frontends share it.",
+        ),
+    ] = DEFAULT_HTTP_ADDRESS,
     frontends: Annotated[
         int, typer.Option(min=1, envvar="PAGEWIRE_FRONTENDS", help="How many.")
     ] = 1,
@@ -50,12 +60,15 @@ def serve(
         num_frontends=frontends,
         num_workers=workers,
         listen=listen,
+        http=None if http == "off" else http,
         on_line=terminal.log_line,
     )
     with _signals_raise():
         try:
             services.start()
             terminal.note(f"serving {model} on {', '.join(services.addresses)}", style="bold")
+            if services.http_address is not None:
+                terminal.note(f"HTTP for OpenAI clients: http://{services.http_address}/v1")
             while not services.wait_failed(_LOOK_S):
                 pass
         except _Signalled as signalled:

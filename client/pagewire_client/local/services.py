@@ -33,12 +33,14 @@ class LocalServices:
         num_frontends: int = 1,
         num_workers: int = 1,
         listen: str | None = None,
+        http: str | None = None,
         on_line: OnLine | None = None,
     ) -> None:
         """Nothing is started yet.
 
         `listen`: where the first frontend listens; further ones take the following ports. None:
-        unix sockets that only this user can reach.
+        unix sockets that only this user can reach. `http`: HOST:PORT at which all frontends share
+        the HTTP clients; None: no HTTP.
         """
         self._flags = dict(engine_flags or {})
         flags.check_names(self._flags)
@@ -52,9 +54,14 @@ class LocalServices:
         self._failed = threading.Event()
         self._folder = PrivateFolder()
         self._core_address = self._socket("core")
+        self.http_address = http
+        """Where the frontends listen for HTTP."""
         self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
         """Where the frontends listen."""
         self._core = self._make("scheduler", "core", "--listen", self._core_address)
+        self._http_flags = ["--http", http or "off"]
+        if http is not None and num_frontends > 1:
+            self._http_flags.append("--http-share-port")
         self._frontends = [
             self._make_frontend(index, address) for index, address in enumerate(self.addresses)
         ]
@@ -125,6 +132,11 @@ class LocalServices:
         for address in self.addresses:
             if is_taken(address):
                 raise LocalServiceError(f"cannot listen on {address}: address already in use")
+        if self.http_address is not None and is_taken(self.http_address):
+            raise LocalServiceError(
+                f"cannot listen on {self.http_address} for HTTP: address already in use; "
+                "--http chooses another, --http off none"
+            )
 
     def _wait_serving(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -142,6 +154,7 @@ class LocalServices:
             f"frontend-{index}",
             *("--core", self._core_address),
             *("--listen", address),
+            *self._http_flags,
         )
 
     def _make_worker(self, index: int) -> ServiceProcess:

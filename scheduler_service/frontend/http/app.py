@@ -1,0 +1,34 @@
+"""The application: every router, the errors' shape, the limits that hold for all."""
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, FastAPI
+
+from scheduler_service.frontend.http import health
+from scheduler_service.frontend.http.body_limit import BodyLimit
+from scheduler_service.frontend.http.errors import handle_errors
+from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
+from scheduler_service.version import VERSION
+
+ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (health.make_router,)
+
+
+def make_app(services: HttpServices) -> FastAPI:
+    """The ASGI application of one frontend.
+
+    The pages that FastAPI makes of the OpenAPI document are off, as they load scripts from
+    elsewhere; the document itself is at `/openapi.json`.
+    """
+    app = FastAPI(
+        title="Pagewire",
+        version=VERSION,
+        summary="An LLM serving engine, by OpenAI's interface",
+        docs_url=None,
+        redoc_url=None,
+    )
+    for make_router in ROUTERS:
+        app.include_router(make_router(services))
+    handle_errors(app)
+    app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
+    return app

@@ -1,0 +1,164 @@
+"""Our errors in OpenAI's shape; the only place that knows both.
+
+    HTTP/1.1 400 Bad Request
+    {"error": {"message": "…", "type": "invalid_request_error", "param": "top_p",
+               "code": "invalid_field"}}
+
+`code` is our constant reason in lower case, but for the few that OpenAI names itself. The HTTP code
+follows from the gRPC code, as `google/rpc/code.proto` maps them, so that the two never disagree.
+"""
+
+import logging
+import math
+import re
+from typing import Any
+
+import grpc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from scheduler_service.errors import InvalidArgument, PagewireError
+from scheduler_service.status_codes import status_code
+
+logger = logging.getLogger(__name__)
+
+HTTP_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.INTERNAL: 500,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+"""By HTTP code, where it is not `invalid_request_error` (4xx) or `server_error` (5xx)."""
+
+OPENAI_CODES = {
+    "UNKNOWN_MODEL": "model_not_found",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+    "QUEUE_FULL": "rate_limit_exceeded",
+    "TENANT_LIMIT": "rate_limit_exceeded",
+}
+"""By our reason, where OpenAI has a name of its own."""
+
+RETRY_AFTER_S = 1
+"""Told with 429 and 503 where the error tells no delay."""
+
+PROTO_NAMES = {
+    "text": "prompt",
+    "include_stop_in_output": "include_stop_str_in_output",
+    "choice.choices": "guided_choice",
+}
+"""Fields that HTTP calls otherwise than the proto."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="For people.")
+    type: str = Field(description="A class of errors.")
+    param: str | None = Field(description="The request's field that is wrong, where it is one.")
+    code: str | None = Field(description="A constant for programs.")
+
+
+class ErrorResponse(BaseModel):
+    """Every answer with a code of 400 or above."""
+
+    error: ErrorDetail
+
+
+def http_code(error: Exception) -> int:
+    """The HTTP status code of `error`; whatever is not ours is 500."""
+    return HTTP_CODES[status_code(error)]
+
+
+def error_body(error: PagewireError) -> dict[str, Any]:
+    """`error` as OpenAI's clients read it."""
+    param = param_of(error.field) if isinstance(error, InvalidArgument) else None
+    message = f"{param}: {error.expected}" if isinstance(error, InvalidArgument) else error.message
+    code = OPENAI_CODES.get(error.reason, error.reason.lower())
+    return _body(http_code(error), message, param, code)
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The whole answer. An error that is not ours is a bug: callers see none of its text."""
+    if not isinstance(error, PagewireError):
+        error = PagewireError("internal error")
+    code = http_code(error)
+    headers = {}
+    if code in (429, 503):
+        delay_s = RETRY_AFTER_S if error.retry_delay_s is None else error.retry_delay_s
+        headers["Retry-After"] = str(max(1, math.ceil(delay_s)))
+    if code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status_code=code, headers=headers)
+
+
+def too_large_response(max_bytes: int) -> JSONResponse:
+    """The answer to a body that is longer than it may be."""
+    message = f"the request's body is longer than {max_bytes} bytes"
+    return JSONResponse(_body(413, message, None, "request_too_large"), status_code=413)
+
+
+def param_of(field: str) -> str:
+    """What HTTP calls a field that a complaint names as the proto does."""
+    name = field.removeprefix("sampling_params.").removeprefix("chat.")
+    name = re.sub(r"^token_ids\.ids", "prompt", name)
+    return PROTO_NAMES.get(name, name)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Answer every error of every endpoint in this shape."""
+
+    async def on_pagewire_error(_: Request, error: Exception) -> JSONResponse:
+        return error_response(error)
+
+    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error)
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        body = _body(error.status_code, str(error.detail), None, None)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    app.add_exception_handler(PagewireError, on_pagewire_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_pagewire_error)
+
+
+def _invalid(error: RequestValidationError) -> JSONResponse:
+    """The first of what pydantic complains about, by its path in the body."""
+    first = error.errors()[0]
+    path = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    if first["type"] == "json_invalid":
+        return JSONResponse(_body(400, f"the body is no JSON: {first['msg']}", None, None), 400)
+    names = [part for part in path if isinstance(part, int) or part.isidentifier()]
+    dotted = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
+    param = dotted.removeprefix(".") or None
+    message = f"{param}: {first['msg']}" if param else first["msg"]
+    return JSONResponse(_body(400, message, param, "invalid_field"), 400)
+
+
+def _body(code: int, message: str, param: str | None, reason: str | None) -> dict[str, Any]:
+    kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": reason}}

@@ -1,0 +1,91 @@
+"""uvicorn in the frontend's event loop: its sockets, its start, its orderly end."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from scheduler_service.frontend.http import sockets
+from scheduler_service.frontend.http.services import HttpServices
+
+if TYPE_CHECKING:
+    import uvicorn
+
+logger = logging.getLogger(__name__)
+
+IDLE_TIMEOUT_S = 75
+"""An idle connection is closed after this; longer than clients and proxies commonly keep one, so
+that it is they who close it and none sends a request into a closed connection."""
+
+
+class HttpServer:
+    """The HTTP side of one frontend: `bind`, `start`, `stop`."""
+
+    def __init__(self, address: str, *, share_port: bool = False) -> None:
+        """`address` is HOST:PORT; `share_port` lets several frontends listen there."""
+        self.address = address
+        """Where it listens; with port 0, the port in effect once it is bound."""
+        self._share_port = share_port
+        self._sockets: list[socket.socket] = []
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def bind(self) -> None:
+        """Listen; raises CannotListen. Connections wait until `start`."""
+        self._sockets = sockets.bind(self.address, share_port=self._share_port)
+        self.address = sockets.address_of(self._sockets, self.address)
+
+    async def start(self, services: HttpServices) -> None:
+        """Import the libraries, off the loop, and answer."""
+        self._server = await asyncio.to_thread(_make_server, services)
+        self._serving = asyncio.create_task(self._server.serve(self._sockets))
+        logger.info("listening http=%s", self.address)
+
+    async def stop(self, flush_s: float) -> None:
+        """Refuse new connections, give open ones `flush_s` seconds for their last bytes, end them.
+
+        Requests must have been drained.
+        """
+        for listening in self._sockets:
+            if self._server is None:
+                listening.close()
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._serving}, timeout=flush_s)
+        if not done:
+            self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            for task in list(self._server.server_state.tasks):
+                task.cancel()
+        await self._serving
+        logger.info("stopped http=%s", self.address)
+
+
+def _make_server(services: HttpServices) -> "uvicorn.Server":
+    import uvicorn
+
+    from scheduler_service.frontend.http.app import make_app
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """The frontend has its own signal handlers."""
+            yield
+
+    config = uvicorn.Config(
+        make_app(services),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=IDLE_TIMEOUT_S,
+        backlog=sockets.BACKLOG,
+    )
+    config.load()
+    return Server(config)

@@ -1,0 +1,17 @@
+"""What the endpoints work on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler_service.frontend.model_assets import ModelDirectory
+from scheduler_service.frontend.open_requests import OpenRequests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpServices:
+    """The parts of a frontend that HTTP shares with gRPC."""
+
+    requests: OpenRequests
+    models: ModelDirectory
+    core: Any
+    """A stub of the core's SchedulerService."""

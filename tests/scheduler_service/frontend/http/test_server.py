@@ -1,0 +1,110 @@
+"""The HTTP server's life inside a frontend."""
+
+import asyncio
+import socket
+
+import httpx
+import pytest
+
+from scheduler_service.addresses import CannotListen
+from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.http.sockets import bind
+from scheduler_service.frontend.server import Frontend
+from tests.support.fake_core import FakeCore, model_info
+from tests.support.frontends import eventually
+from tests.support.http_frontends import http_client, http_frontend, http_served
+
+
+async def test_health_is_503_until_a_model_can_be_served() -> None:
+    async with http_served(FakeCore(models=[])) as served:
+        refused = await served.client.get("/health")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "no_model_served"
+        await (await served.core.attachment()).tell_models([model_info()])
+        await eventually(lambda: served.frontend.models.is_serving)
+        assert (await served.client.get("/health")).status_code == 200
+
+
+async def test_health_is_503_while_shutting_down() -> None:
+    async with http_served(grace_period_s=20) as served:
+        served.frontend.requests.is_draining.set()
+        refused = await served.client.get("/health")
+        assert refused.json()["error"]["code"] == "shutting_down"
+
+
+async def test_callers_wait_from_the_bind_until_the_libraries_are_there() -> None:
+    async with FakeCore() as core:
+        frontend = Frontend(
+            FrontendConfig(core=core.address, listen="127.0.0.1:0", http="127.0.0.1:0")
+        )
+        assert frontend.http is not None
+        frontend.http.bind()
+        async with http_client(frontend) as client:
+            early = asyncio.create_task(client.get("/health"))
+            frontend.http.bind = lambda: None  # type: ignore[method-assign]
+            await frontend.start()
+            assert (await early).status_code in (200, 503)
+            await frontend.stop()
+
+
+async def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = FrontendConfig(core="127.0.0.1:1", listen="127.0.0.1:0", http=address)
+        frontend = Frontend(config)
+        with pytest.raises(
+            CannotListen, match=f"{address} for HTTP: address already in use; --http"
+        ):
+            await frontend.start()
+        await frontend.stop()
+
+
+async def test_frontends_share_a_port_only_when_told() -> None:
+    (first,) = bind("127.0.0.1:0", share_port=True)
+    address = f"127.0.0.1:{first.getsockname()[1]}"
+    with first:
+        (second,) = bind(address, share_port=True)
+        second.close()
+        with pytest.raises(CannotListen):
+            bind(address, share_port=False)
+
+
+async def test_localhost_listens_on_the_same_port_of_every_family() -> None:
+    bound = bind("localhost:0", share_port=False)
+    assert len({listening.getsockname()[1] for listening in bound}) == 1
+    for listening in bound:
+        listening.close()
+
+
+async def test_a_body_whose_length_is_beyond_the_limit_is_refused() -> None:
+    async with http_served() as served:
+        answer = await served.client.post("/health", content=bytes(17 << 20))
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+
+
+async def test_unknown_paths_and_methods_are_answered_in_the_same_shape() -> None:
+    async with http_served() as served:
+        for answer, code in (
+            (await served.client.get("/v1/nothing"), 404),
+            (await served.client.delete("/health"), 405),
+        ):
+            assert answer.status_code == code
+            assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
+
+
+async def test_an_idle_connection_does_not_hold_up_the_end() -> None:
+    async with FakeCore() as core:
+        async with http_frontend(core.address) as frontend, http_client(frontend) as client:
+            await client.get("/health")
+            await asyncio.wait_for(frontend.stop(), 20)
+        with pytest.raises(httpx.ConnectError):
+            async with http_client(frontend) as late:
+                await late.get("/health")
+
+
+@pytest.mark.parametrize("address", ["8000", "unix:/tmp/http.sock", "host:99999"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="http"):
+        FrontendConfig(http=address)

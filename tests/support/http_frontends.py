@@ -1,0 +1,55 @@
+"""A frontend with HTTP in the test's own process, and an HTTP client of it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from scheduler_service.frontend.server import Frontend
+from tests.support.fake_core import FakeCore
+from tests.support.frontends import eventually, model_ready, running_frontend
+
+
+@dataclass
+class HttpServed:
+    """A frontend between an HTTP client and a core that a test controls."""
+
+    core: FakeCore
+    frontend: Frontend
+    client: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def http_frontend(core: str, **settings: Any) -> AsyncIterator[Frontend]:
+    """A frontend that answers HTTP on a port of its own."""
+    async with running_frontend(core, **({"http": "127.0.0.1:0"} | settings)) as frontend:
+        yield frontend
+
+
+@asynccontextmanager
+async def http_client(frontend: Frontend) -> AsyncIterator[httpx.AsyncClient]:
+    """A client whose paths are relative to the frontend."""
+    assert frontend.http is not None
+    url = f"http://{frontend.http.address}"
+    async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+        yield client
+
+
+@asynccontextmanager
+async def http_served(core: FakeCore | None = None, **settings: Any) -> AsyncIterator[HttpServed]:
+    """All three, once the frontend has its model."""
+    async with (
+        core or FakeCore() as running_core,
+        http_frontend(running_core.address, **settings) as frontend,
+        http_client(frontend) as client,
+    ):
+        if running_core.models:
+            await model_ready(frontend)
+        yield HttpServed(running_core, frontend, client)
+
+
+async def none_open(frontend: Frontend) -> None:
+    """Wait until the frontend has let go of every request."""
+    await eventually(lambda: len(frontend.requests) == 0)
