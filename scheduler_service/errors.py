@@ -16,7 +16,8 @@
     ├── DeadlineExceeded       the request's time is up
     ├── Unavailable            no worker, or shutting down; safe to retry
     ├── GenerationFailed       the model's numbers or a worker failed this one request
-    └── Unauthenticated        no or wrong credentials
+    ├── Unauthenticated        no or wrong credentials
+    └── PermissionDenied       these credentials are not good for that
 
 Nothing here knows gRPC: `scheduler_service/status_codes.py` maps each class to a status code.
 """
@@ -144,3 +145,9 @@ class Unauthenticated(PagewireError):
     """The caller's credentials are missing or wrong."""
 
     reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(PagewireError):
+    """The caller is known, but may not do this."""
+
+    reason = "PERMISSION_DENIED"

@@ -42,6 +42,7 @@ STATUS_CODES: dict[type[errors.PagewireError], grpc.StatusCode] = {
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.GenerationFailed: grpc.StatusCode.INTERNAL,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
 }
 
 _BY_REASON = {error_class.reason: error_class for error_class in STATUS_CODES}

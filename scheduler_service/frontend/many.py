@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.status_codes import to_status
@@ -21,8 +22,9 @@ Read = Callable[[], Awaitable[inference_pb.GenerateManyRequest | None]]
 class ManyRequests:
     """The requests of one GenerateMany stream."""
 
-    def __init__(self, requests: OpenRequests, deadline: float | None) -> None:
+    def __init__(self, requests: OpenRequests, deadline: float | None, tenant: Tenant) -> None:
         self._requests = requests
+        self._tenant = tenant
         self._deadline = deadline
         self._streams: set[RequestStream] = set()
         self._news: dict[RequestStream, None] = {}
@@ -68,7 +70,9 @@ class ManyRequests:
         try:
             if not request.HasField("request_id"):
                 raise InvalidArgument("request_id", "required on a GenerateMany stream")
-            self._streams.add(self._requests.open(request, self._deadline, self._on_news))
+            self._streams.add(
+                self._requests.open(request, self._deadline, self._on_news, self._tenant)
+            )
         except PagewireError as error:
             self._errors.append(_request_error(request.request_id, error))
             self._wake.set()

@@ -15,6 +15,7 @@ from typing import Any
 from pagewire.v1 import model_pb2
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
+from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.generation_defaults import (
     GenerationDefaults,
     parse_generation_config,
@@ -107,22 +108,24 @@ class ModelDirectory:
             self._take_in(info)
         self._notify()
 
-    async def resolve(self, name: str | None) -> ServedModel:
-        """The model of this name, or the only one; waits while there is none or none ready.
+    async def resolve(self, name: str | None, tenant: Tenant) -> ServedModel:
+        """The model of this name, or the only one that a tenant may use; waits while there is none
+        or none ready.
 
-        Raises UnknownModel for a name that was never heard of while others are served, and
-        InvalidArgument if no name is given where it is needed.
+        Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
+        was never heard of while others are served, and InvalidArgument if no name is given where
+        it is needed.
         """
         while True:
             changed = self.changed
-            model = self._find(name)
+            model = self._find(name, tenant)
             if model is not None:
                 return model
             await changed.wait()
 
-    def current(self, name: str | None) -> ServedModel:
+    def current(self, name: str | None, tenant: Tenant) -> ServedModel:
         """As `resolve`, but raises Unavailable instead of waiting."""
-        model = self._find(name)
+        model = self._find(name, tenant)
         if model is None:
             raise Unavailable("the model is not being served now", reason="NO_MODEL_SERVED")
         return model
@@ -134,16 +137,19 @@ class ModelDirectory:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _find(self, name: str | None) -> ServedModel | None:
+    def _find(self, name: str | None, tenant: Tenant) -> ServedModel | None:
+        served = [model for model in self._served if tenant.may_use(model)]
         if name is None:
-            if len(self._served) > 1:
-                names = ", ".join(sorted(self._served))
+            if len(served) > 1:
+                names = ", ".join(sorted(served))
                 raise InvalidArgument("model", f"required, since several are served: {names}")
-            name = next(iter(self._served), None)
+            name = next(iter(served), None)
+        else:
+            tenant.check_model(name)
         if name in self._served:
             return self._find_ready(self._served[name])
-        if self._served and name not in self._ready:
-            names = ", ".join(sorted(self._served))
+        if served and name not in self._ready:
+            names = ", ".join(sorted(served))
             raise UnknownModel(
                 f"no model named {name!r} is served, but {names}",
                 details={"model": name or "", "served": names},

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service import attempts
@@ -21,6 +22,7 @@ from scheduler_service.errors import (
     Unavailable,
 )
 from scheduler_service.frontend import validation
+from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
@@ -35,6 +37,10 @@ thread's hand-over would cost more than it saves."""
 
 RETRY_DELAY_S = 1.0
 """What a client is told to wait when this frontend is full."""
+
+
+_Key: TypeAlias = tuple[str, str]
+"""Tenant and request id: no tenant finds another's request, nor that there is one."""
 
 
 @dataclass(slots=True)
@@ -60,7 +66,7 @@ class OpenRequests:
         self._models = models
         self._max_concurrent_requests = max_concurrent_requests
         self._default_timeout_s = default_timeout_s
-        self._open: dict[str, _Open] = {}
+        self._open: dict[_Key, _Open] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
         self.is_draining = asyncio.Event()
@@ -74,9 +80,10 @@ class OpenRequests:
         request: inference_pb.GenerateRequest,
         deadline: float | None,
         on_news: Callable[[RequestStream], None],
+        tenant: Tenant,
     ) -> RequestStream:
-        """Take a request in; `close` must follow. If it is a later try at an open one, that one
-        ends.
+        """Take a tenant's request in; `close` must follow. If it is a later try at an open one,
+        that one ends.
 
         `deadline` is on the monotonic clock. Raises what makes the request unacceptable here and
         now; all that is found out later comes as the stream's error.
@@ -85,21 +92,21 @@ class OpenRequests:
             raise _shutting_down()
         validation.check_request(request)
         request_id = request.request_id or draw_request_id()
-        former = self._open.get(request_id)
+        former = self._open.get((tenant.name, request_id))
         if former is None:
             self._check_room()
         else:
             _check_takes_over(request, former.request)
         if deadline is None and self._default_timeout_s is not None:
             deadline = time.monotonic() + self._default_timeout_s
-        stream = RequestStream(request_id, deadline, on_news)
+        stream = RequestStream(request_id, deadline, on_news, tenant.name)
         if former is not None:
             stream.take_over(former.stream)
             self._fail(former, attempts.taken_over(request_id, request.attempt))
-        self._open[request_id] = _Open(
+        self._open[_key(stream)] = _Open(
             stream,
             request,
-            preparing=asyncio.create_task(self._prepare(stream, request)),
+            preparing=asyncio.create_task(self._prepare(stream, request, tenant)),
             timer=self._start_timer(stream),
         )
         self._none_open.clear()
@@ -107,17 +114,17 @@ class OpenRequests:
 
     def close(self, stream: RequestStream) -> None:
         """Let go of a request, wherever it stands; the core ends it if it still runs."""
-        opened = self._open.get(stream.request_id)
+        opened = self._open.get(_key(stream))
         if opened is None or opened.stream is not stream:
             return
-        del self._open[stream.request_id]
+        del self._open[_key(stream)]
         self._stop(opened)
         if not self._open:
             self._none_open.set()
 
-    def abort(self, request_id: str) -> bool:
-        """End a request for somebody else; whether there is one here."""
-        opened = self._open.get(request_id)
+    def abort(self, request_id: str, tenant: Tenant) -> bool:
+        """End a tenant's request from outside its call; whether there is one here."""
+        opened = self._open.get((tenant.name, request_id))
         if opened is not None:
             self._fail(opened, RequestAborted("the request was aborted"))
         return opened is not None
@@ -148,7 +155,7 @@ class OpenRequests:
         return asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
 
     def _expire(self, stream: RequestStream) -> None:
-        opened = self._open.get(stream.request_id)
+        opened = self._open.get(_key(stream))
         if opened is not None and opened.stream is stream:
             self._fail(opened, DeadlineExceeded("the request's deadline has passed"))
 
@@ -163,10 +170,12 @@ class OpenRequests:
             opened.timer.cancel()
         self._link.close(opened.stream)
 
-    async def _prepare(self, stream: RequestStream, request: inference_pb.GenerateRequest) -> None:
+    async def _prepare(
+        self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Tenant
+    ) -> None:
         """Everything between arrival and submission."""
         try:
-            model = await self._models.resolve(_model_name(request))
+            model = await self._models.resolve(_model_name(request), tenant)
             validation.check_against_model(request, model.info)
             began = time.perf_counter()
             if request.ByteSize() <= INLINE_BYTES:
@@ -187,6 +196,10 @@ def _begin(
 ) -> None:
     """Tokenize, fill in what is open, set up the choices."""
     stream.begin(settle(request, stream.request_id, model, prompt_tokens(request, model)))
+
+
+def _key(stream: RequestStream) -> _Key:
+    return stream.tenant, stream.request_id
 
 
 def _check_takes_over(

@@ -34,10 +34,13 @@ class RequestStream:
         request_id: str,
         deadline: float | None,
         on_news: Callable[["RequestStream"], None],
+        tenant: str,
     ) -> None:
         """`deadline` is on the monotonic clock; `on_news` hears when there may be something new
         to `take`, or an error."""
         self.request_id = request_id
+        self.tenant = tenant
+        """Whose request it is."""
         self.deadline = deadline
         self.stopwatch = Stopwatch()
         self.error: PagewireError | None = None
@@ -103,6 +106,7 @@ class RequestStream:
         submit = scheduler_pb.Submit()
         submit.CopyFrom(self._request.submit)
         submit.handle = self.handle
+        submit.tenant = self.tenant
         if not submit.HasField("beam_search"):  # a search tells nothing before its end
             submit.generated.extend(
                 choice.generated() for choice in self.choices if choice.token_ids or choice.finish

@@ -13,6 +13,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from scheduler_service.errors import Unavailable
+from scheduler_service.frontend.authentication import Authentication, NoAuthentication
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.http.server import HttpServer
@@ -40,6 +41,7 @@ class Frontend:
     """All parts of one frontend, wired. `start`, then `stop`; `serve` is both around a signal."""
 
     def __init__(self, config: FrontendConfig) -> None:
+        self.authentication: Authentication = NoAuthentication()
         self._channel = grpc.aio.insecure_channel(
             config.core, options=[*channel_options(), *CORE_WINDOW]
         )
@@ -61,8 +63,13 @@ class Frontend:
         self.http = (
             HttpServer(config.http, share_port=config.http_share_port) if config.http else None
         )
-        self._http_services = HttpServices(requests=self.requests, models=self.models, core=core)
-        servicer = InferenceServicer(self.requests, self.models, core)
+        self._http_services = HttpServices(
+            requests=self.requests,
+            models=self.models,
+            core=core,
+            authentication=self.authentication,
+        )
+        servicer = InferenceServicer(self.requests, self.models, core, self.authentication)
         add_InferenceServiceServicer_to_server(servicer, self.runner.server)
         self._tasks: list[asyncio.Task[None]] = []
 

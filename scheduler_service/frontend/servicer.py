@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -14,11 +14,13 @@ from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
 from scheduler_service.frontend import validation
+from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.open_requests import INLINE_BYTES, OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.frontend.settled import chat_tokens
+from scheduler_service.metadata import authorization
 from scheduler_service.status_codes import abort
 
 logger = logging.getLogger(__name__)
@@ -30,20 +32,20 @@ Context = Any
 """grpc's stubs know a context for servers with threads and another for asyncio; this is the latter.
 """
 
-P = ParamSpec("P")
 R = TypeVar("R")
-Method = Callable[Concatenate["InferenceServicer", Any, Context, P], Awaitable[R]]
+Rpc: TypeAlias = Callable[["InferenceServicer", Any, Context], Awaitable[R]]
+Method: TypeAlias = Callable[["InferenceServicer", Any, Context, Tenant], Awaitable[R]]
 
 
-def _with_statuses(method: Method[P, R]) -> Method[P, R]:
-    """Ends the call with the status of whatever error leaves `method`."""
+def _rpc(method: Method[R]) -> Rpc[R]:
+    """What gRPC calls for a method that also takes the tenant whose call it is; whatever error
+    leaves it ends the call with its status."""
 
     @functools.wraps(method)
-    async def wrapped(
-        self: "InferenceServicer", request: Any, context: Context, *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
         try:
-            return await method(self, request, context, *args, **kwargs)
+            tenant = self.authentication.tenant_of(authorization(context.invocation_metadata()))
+            return await method(self, request, context, tenant)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -61,49 +63,58 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     latter): a cancelled call then ends at once, in `finally`, not when a generator is collected.
     """
 
-    def __init__(self, requests: OpenRequests, models: ModelDirectory, core: Any) -> None:
+    def __init__(
+        self,
+        requests: OpenRequests,
+        models: ModelDirectory,
+        core: Any,
+        authentication: Authentication,
+    ) -> None:
         """`core` is a stub of the core's SchedulerService."""
+        self.authentication = authentication
         self._requests = requests
         self._models = models
         self._core = core
 
-    @_with_statuses
+    @_rpc
     async def Generate(  # type: ignore[override]
-        self, request: inference_pb.GenerateRequest, context: Context
+        self, request: inference_pb.GenerateRequest, context: Context, tenant: Tenant
     ) -> None:
         """Responses as they come; the end of the call, whatever its cause, ends the request."""
         news = asyncio.Event()
-        stream = self._requests.open(request, _deadline(context), lambda _: news.set())
+        stream = self._requests.open(request, _deadline(context), lambda _: news.set(), tenant)
         try:
             await _write_responses(stream, news, context)
         finally:
             self._requests.close(stream)
 
-    @_with_statuses
-    async def GenerateMany(self, _: Any, context: Context) -> None:  # type: ignore[override]
+    @_rpc
+    async def GenerateMany(  # type: ignore[override]
+        self, _: Any, context: Context, tenant: Tenant
+    ) -> None:
         """Responses and errors of all requests on the stream."""
 
         async def read() -> inference_pb.GenerateManyRequest | None:
             message = await context.read()
             return None if message is grpc.aio.EOF else message
 
-        await ManyRequests(self._requests, _deadline(context)).run(read, context.write)
+        await ManyRequests(self._requests, _deadline(context), tenant).run(read, context.write)
 
-    @_with_statuses
+    @_rpc
     async def Abort(
-        self, request: inference_pb.AbortRequest, context: Context
+        self, request: inference_pb.AbortRequest, context: Context, tenant: Tenant
     ) -> inference_pb.AbortResponse:
         """End a request, of this frontend or of another."""
-        if not self._requests.abort(request.request_id):
-            await self._abort_elsewhere(request.request_id)
+        if not self._requests.abort(request.request_id, tenant):
+            await self._abort_elsewhere(request.request_id, tenant)
         return inference_pb.AbortResponse()
 
-    @_with_statuses
+    @_rpc
     async def Tokenize(
-        self, request: inference_pb.TokenizeRequest, context: Context
+        self, request: inference_pb.TokenizeRequest, context: Context, tenant: Tenant
     ) -> inference_pb.TokenizeResponse:
         """Token ids of a text or a chat."""
-        model = self._model(request)
+        model = self._model(request, tenant)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidArgument("input", "expected one of text and chat")
@@ -111,27 +122,28 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             validation.check_chat(request.chat)
         return await _off_the_loop(request, _tokenize, model)
 
-    @_with_statuses
+    @_rpc
     async def Detokenize(
-        self, request: inference_pb.DetokenizeRequest, context: Context
+        self, request: inference_pb.DetokenizeRequest, context: Context, tenant: Tenant
     ) -> inference_pb.DetokenizeResponse:
         """Text of token ids."""
-        model = self._model(request)
+        model = self._model(request, tenant)
         validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
         return await _off_the_loop(request, _detokenize, model)
 
-    @_with_statuses
+    @_rpc
     async def GetModel(
-        self, request: inference_pb.GetModelRequest, context: Context
+        self, request: inference_pb.GetModelRequest, context: Context, tenant: Tenant
     ) -> inference_pb.GetModelResponse:
         """Facts about a served model."""
-        return inference_pb.GetModelResponse(model=self._model(request).info)
+        return inference_pb.GetModelResponse(model=self._model(request, tenant).info)
 
-    @_with_statuses
+    @_rpc
     async def GetStatus(
-        self, request: inference_pb.GetStatusRequest, context: Context
+        self, request: inference_pb.GetStatusRequest, context: Context, tenant: Tenant
     ) -> inference_pb.GetStatusResponse:
         """The core's snapshot."""
+        tenant.check_operator()
         try:
             response = await self._core.GetStatus(
                 scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=CORE_TIMEOUT_S
@@ -140,11 +152,12 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             raise _core_is_away(error) from error
         return inference_pb.GetStatusResponse(status=response.status)
 
-    @_with_statuses
+    @_rpc
     async def WatchStatus(  # type: ignore[override]
-        self, request: inference_pb.WatchStatusRequest, context: Context
+        self, request: inference_pb.WatchStatusRequest, context: Context, tenant: Tenant
     ) -> None:
         """The core's snapshots, for as long as the client and the core are there."""
+        tenant.check_operator()
         validation.check_status_interval(request)
         watch = scheduler_pb.SchedulerServiceWatchStatusRequest()
         if request.HasField("interval_ms"):
@@ -159,7 +172,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             call.cancel()
         raise Unavailable("the scheduler core has gone", reason="CORE_AWAY")
 
-    async def _abort_elsewhere(self, request_id: str) -> None:
+    async def _abort_elsewhere(self, request_id: str, tenant: Tenant) -> None:
         abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id)
         try:
             await self._core.Abort(abort, timeout=CORE_TIMEOUT_S)
@@ -170,9 +183,9 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
                 f"no request with id {request_id!r} is live", details={"request_id": request_id}
             ) from error
 
-    def _model(self, request: Any) -> ServedModel:
+    def _model(self, request: Any, tenant: Tenant) -> ServedModel:
         """The model a request names; unlike a generation it does not wait for one."""
-        return self._models.current(request.model if request.HasField("model") else None)
+        return self._models.current(request.model if request.HasField("model") else None, tenant)
 
 
 async def _write_responses(stream: RequestStream, news: asyncio.Event, context: Context) -> None:

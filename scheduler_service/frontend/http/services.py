@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler_service.frontend.authentication import Authentication
 from scheduler_service.frontend.model_assets import ModelDirectory
 from scheduler_service.frontend.open_requests import OpenRequests
 
@@ -15,3 +16,4 @@ class HttpServices:
     models: ModelDirectory
     core: Any
     """A stub of the core's SchedulerService."""
+    authentication: Authentication

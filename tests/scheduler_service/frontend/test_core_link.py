@@ -324,7 +324,7 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
         link = CoreLink(scheduler_grpc.SchedulerServiceStub(channel), "f", lambda models: None)
 
         def submit(num_choices: int) -> int:
-            stream = RequestStream("r", None, lambda _: None)
+            stream = RequestStream("r", None, lambda _: None, "")
             stream.choices = [type("Choice", (), {"index": i})() for i in range(num_choices)]  # type: ignore[misc]
             link.submit(stream)
             return stream.handle

@@ -7,11 +7,13 @@ import pytest
 
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel
 from scheduler_service.frontend import model_assets
+from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.model_assets import ModelDirectory
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
 
 FILES = model_files(byte_level())
+ANYBODY = Tenant()
 
 
 class Fetch:
@@ -37,11 +39,11 @@ async def test_files_are_fetched_once_per_fingerprint() -> None:
     directory = ModelDirectory(fetch)
     for _ in range(3):
         directory.update([model_info()])
-        await directory.resolve("tiny")
+        await directory.resolve("tiny", ANYBODY)
         directory.update([])
     assert fetch.names == ["tiny"]
     directory.update([model_info(fingerprint="other")])
-    assert (await directory.resolve(None)).info.fingerprint == "other"
+    assert (await directory.resolve(None, ANYBODY)).info.fingerprint == "other"
     assert fetch.names == ["tiny", "tiny"]
 
 
@@ -49,9 +51,9 @@ async def test_a_fact_that_changes_alone_needs_no_new_files() -> None:
     fetch = Fetch()
     directory = ModelDirectory(fetch)
     directory.update([model_info()])
-    await directory.resolve(None)
+    await directory.resolve(None, ANYBODY)
     directory.update([model_info(max_model_len=99)])
-    assert (await directory.resolve(None)).info.max_model_len == 99
+    assert (await directory.resolve(None, ANYBODY)).info.max_model_len == 99
     assert fetch.names == ["tiny"]
 
 
@@ -61,7 +63,7 @@ async def test_a_fetch_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch
     directory = ModelDirectory(fetch)
     directory.update([model_info()])
     assert not directory.is_serving
-    assert (await directory.resolve("tiny")).tokenizer is not None
+    assert (await directory.resolve("tiny", ANYBODY)).tokenizer is not None
     assert directory.is_serving
     assert len(fetch.names) == 3
 
@@ -71,7 +73,7 @@ async def test_a_model_that_goes_while_its_files_come_is_not_ready() -> None:
     fetch.gate.clear()
     directory = ModelDirectory(fetch)
     directory.update([model_info()])
-    waiting = asyncio.create_task(directory.resolve("tiny"))
+    waiting = asyncio.create_task(directory.resolve("tiny", ANYBODY))
     await asyncio.sleep(0)
     directory.update([])
     fetch.gate.set()
@@ -86,25 +88,25 @@ async def test_the_name_may_be_left_out_only_where_one_model_is_served() -> None
     directory = ModelDirectory(Fetch())
     directory.update([model_info("a"), model_info("b")])
     with pytest.raises(InvalidArgument) as caught:
-        await directory.resolve(None)
+        await directory.resolve(None, ANYBODY)
     assert (caught.value.field, caught.value.expected) == (
         "model",
         "required, since several are served: a, b",
     )
-    assert (await directory.resolve("b")).info.name == "b"
+    assert (await directory.resolve("b", ANYBODY)).info.name == "b"
 
 
 async def test_a_model_never_heard_of_is_unknown_and_one_that_went_is_waited_for() -> None:
     directory = ModelDirectory(Fetch())
     directory.update([model_info("a"), model_info("b")])
-    await directory.resolve("a")
+    await directory.resolve("a", ANYBODY)
     directory.update([model_info("b")])
     with pytest.raises(UnknownModel):
-        await directory.resolve("c")
-    waiting = asyncio.create_task(directory.resolve("a"))
+        await directory.resolve("c", ANYBODY)
+    waiting = asyncio.create_task(directory.resolve("a", ANYBODY))
     await asyncio.sleep(0)
     assert not waiting.done()
     with pytest.raises(Unavailable):
-        directory.current("a")
+        directory.current("a", ANYBODY)
     directory.update([model_info("a"), model_info("b")])
     assert (await waiting).info.name == "a"

@@ -26,7 +26,7 @@ HELLO = byte_level().token_to_id("hello")
 
 def new_stream(**fields: object) -> RequestStream:
     model = build_model(MODEL, model_files(byte_level()))
-    stream = RequestStream("r", None, lambda _: None)
+    stream = RequestStream("r", None, lambda _: None, "")
     stream.begin(settle(generate_request([5], **fields), "r", model, [5]))
     stream.receive_accepted()
     return stream
