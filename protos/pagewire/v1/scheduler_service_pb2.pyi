@@ -140,7 +140,7 @@ class Submit(_message.Message):
     Unique on the stream while the request lives; positive, below 2^31.
     """
     request_id: _builtins.str
-    """Unique among all live requests of the core: see `attempt`."""
+    """Unique among all live requests of its tenant: see `attempt`."""
     model: _builtins.str
     """A served model's name."""
     tenant: _builtins.str
@@ -897,16 +897,20 @@ class SchedulerServiceAbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As in Submit."""
+    tenant: _builtins.str
+    """As in Submit: a tenant's requests are not to be found by others."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,7 +100,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+        """Ends a tenant's live request of whichever frontend; its stream ends with CANCELLED.
         NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

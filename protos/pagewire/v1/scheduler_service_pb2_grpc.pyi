@@ -44,7 +44,7 @@ class SchedulerServiceStub:
     GetModelAssets: _grpc.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest, _scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]
     """A served model's files, as a worker holds them."""
     Abort: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceAbortRequest, _scheduler_service_pb2.SchedulerServiceAbortResponse]
-    """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+    """Ends a tenant's live request of whichever frontend; its stream ends with CANCELLED.
     NOT_FOUND if there is none.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceGetStatusRequest, _scheduler_service_pb2.SchedulerServiceGetStatusResponse]
@@ -76,7 +76,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     GetModelAssets: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest, _scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]  # type: ignore[assignment]
     """A served model's files, as a worker holds them."""
     Abort: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceAbortRequest, _scheduler_service_pb2.SchedulerServiceAbortResponse]  # type: ignore[assignment]
-    """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+    """Ends a tenant's live request of whichever frontend; its stream ends with CANCELLED.
     NOT_FOUND if there is none.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceGetStatusRequest, _scheduler_service_pb2.SchedulerServiceGetStatusResponse]  # type: ignore[assignment]
@@ -129,7 +129,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_service_pb2.SchedulerServiceAbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.SchedulerServiceAbortResponse, _abc.Awaitable[_scheduler_service_pb2.SchedulerServiceAbortResponse]]:
-        """Ends a live request of whichever frontend; its stream ends with CANCELLED.
+        """Ends a tenant's live request of whichever frontend; its stream ends with CANCELLED.
         NOT_FOUND if there is none.
         """
 
