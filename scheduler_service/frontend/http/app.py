@@ -6,6 +6,7 @@ from fastapi import APIRouter, FastAPI
 
 from scheduler_service.frontend.http import health
 from scheduler_service.frontend.http.body_limit import BodyLimit
+from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
@@ -31,4 +32,7 @@ def make_app(services: HttpServices) -> FastAPI:
         app.include_router(make_router(services))
     handle_errors(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
+    app.add_middleware(
+        Authenticate, authentication=services.authentication, open_paths=OPEN_PATHS
+    )
     return app
