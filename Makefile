@@ -14,6 +14,8 @@ SOURCES := PYTHONPATH=.:kernels:client:protos
 PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
   $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
   $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
+# Test processes beside each other: many tests start services and wait for them.
+JOBS ?= 2
 # Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
 CHAOS ?=
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
@@ -39,7 +41,7 @@ demo: $(VENV)/.ready
 
 ## test: all tests that need no GPU
 test: $(VENV)/.ready client/node/node_modules/.ready
-	$(BIN)/python -m pytest -m "not gpu and not long"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not long"
 
 ## test-long: the randomised tests at full length
 test-long: $(VENV)/.ready client/node/node_modules/.ready
