@@ -27,15 +27,15 @@ from pagewire.v1 import sampling_pb2 as pagewire_dot_v1_dot_sampling__pb2
 from pagewire.v1 import status_pb2 as pagewire_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pagewire/v1/inference_service.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/model.proto\x1a\x1apagewire/v1/sampling.proto\x1a\x18pagewire/v1/status.proto\"\x85\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x19.pagewire.v1.PromptTokensH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.pagewire.v1.ChatH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x03\x88\x01\x01\x12*\n\x06resume\x18\x08 \x03(\x0b\x32\x1a.pagewire.v1.ResumedChoice\x12\x18\n\x0bmax_hold_ms\x18\t \x01(\rH\x04\x88\x01\x01\x12\x0f\n\x07\x61ttempt\x18\n \x01(\rB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\x0e\n\x0c_max_hold_ms\"\x1b\n\x0cPromptTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"p\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"|\n\rResumedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tnum_chars\x18\x03 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprob\"\xf7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x14.pagewire.v1.Started\x12)\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x18.pagewire.v1.ChoiceDelta\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.pagewire.v1.TokenLogprobs\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.pagewire.v1.Usage\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.pagewire.v1.Timings\"@\n\x07Started\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\"\x94\x02\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.pagewire.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x1f\n\x12\x63umulative_logprob\x18\x08 \x01(\x01H\x01\x88\x01\x01\x42\r\n\x0bstop_reasonB\x15\n\x13_cumulative_logprob\"a\n\rTokenLogprobs\x12(\n\x05token\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.pagewire.v1.TokenLogprob\"^\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\tB\n\n\x08_logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xb8\x01\n\x07Timings\x12\x10\n\x08total_us\x18\x01 \x01(\x04\x12\x10\n\x08queue_us\x18\x02 \x01(\x04\x12\x0f\n\x07plan_us\x18\x03 \x01(\x04\x12\x0f\n\x07wire_us\x18\x04 \x01(\x04\x12\x12\n\nforward_us\x18\x05 \x01(\x04\x12\x11\n\tsample_us\x18\x06 \x01(\x04\x12\x15\n\rdetokenize_us\x18\x07 \x01(\x04\x12\x14\n\x0cpreempted_us\x18\x08 \x01(\x04\x12\x13\n\x0brecovery_us\x18\t \x01(\x04\"D\n\x13GenerateManyRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.GenerateRequest\"~\n\x14GenerateManyResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1d.pagewire.v1.GenerateResponseH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.pagewire.v1.RequestErrorH\x00\x42\x07\n\x05\x65vent\"Q\n\x0cRequestError\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\x0c\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\xa3\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.pagewire.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"L\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"~\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"/\n\x0fGetModelRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.ModelInfo\"\x12\n\x10GetStatusRequest\">\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.EngineStatus\">\n\x12WatchStatusRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.EngineStatus*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf7\x04\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.pagewire.v1.GenerateRequest\x1a\x1d.pagewire.v1.GenerateResponse0\x01\x12W\n\x0cGenerateMany\x12 .pagewire.v1.GenerateManyRequest\x1a!.pagewire.v1.GenerateManyResponse(\x01\x30\x01\x12>\n\x05\x41\x62ort\x12\x19.pagewire.v1.AbortRequest\x1a\x1a.pagewire.v1.AbortResponse\x12G\n\x08Tokenize\x12\x1c.pagewire.v1.TokenizeRequest\x1a\x1d.pagewire.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.pagewire.v1.DetokenizeRequest\x1a\x1f.pagewire.v1.DetokenizeResponse\x12G\n\x08GetModel\x12\x1c.pagewire.v1.GetModelRequest\x1a\x1d.pagewire.v1.GetModelResponse\x12J\n\tGetStatus\x12\x1d.pagewire.v1.GetStatusRequest\x1a\x1e.pagewire.v1.GetStatusResponse\x12R\n\x0bWatchStatus\x12\x1f.pagewire.v1.WatchStatusRequest\x1a .pagewire.v1.WatchStatusResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pagewire/v1/inference_service.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/model.proto\x1a\x1apagewire/v1/sampling.proto\x1a\x18pagewire/v1/status.proto\"\x85\x03\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x12\n\x05model\x18\x02 \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12.\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x19.pagewire.v1.PromptTokensH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.pagewire.v1.ChatH\x00\x12\x34\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.SamplingParams\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x03\x88\x01\x01\x12*\n\x06resume\x18\x08 \x03(\x0b\x32\x1a.pagewire.v1.ResumedChoice\x12\x18\n\x0bmax_hold_ms\x18\t \x01(\rH\x04\x88\x01\x01\x12\x0f\n\x07\x61ttempt\x18\n \x01(\rB\x08\n\x06promptB\r\n\x0b_request_idB\x08\n\x06_modelB\x0b\n\t_priorityB\x0e\n\x0c_max_hold_ms\"\x1b\n\x0cPromptTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"p\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pagewire.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"|\n\rResumedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tnum_chars\x18\x03 \x01(\r\x12\x1f\n\x12\x63umulative_logprob\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_cumulative_logprob\"\xf7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x14.pagewire.v1.Started\x12)\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x18.pagewire.v1.ChoiceDelta\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.pagewire.v1.TokenLogprobs\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.pagewire.v1.Usage\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.pagewire.v1.Timings\"@\n\x07Started\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\"\x94\x02\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.pagewire.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.pagewire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x1f\n\x12\x63umulative_logprob\x18\x08 \x01(\x01H\x01\x88\x01\x01\x42\r\n\x0bstop_reasonB\x15\n\x13_cumulative_logprob\"a\n\rTokenLogprobs\x12(\n\x05token\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.pagewire.v1.TokenLogprob\"^\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\tB\n\n\x08_logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd0\x01\n\x07Timings\x12\x10\n\x08total_us\x18\x01 \x01(\x04\x12\x10\n\x08queue_us\x18\x02 \x01(\x04\x12\x0f\n\x07plan_us\x18\x03 \x01(\x04\x12\x0f\n\x07wire_us\x18\x04 \x01(\x04\x12\x12\n\nforward_us\x18\x05 \x01(\x04\x12\x11\n\tsample_us\x18\x06 \x01(\x04\x12\x15\n\rdetokenize_us\x18\x07 \x01(\x04\x12\x14\n\x0cpreempted_us\x18\x08 \x01(\x04\x12\x13\n\x0brecovery_us\x18\t \x01(\x04\x12\x16\n\x0eunaccounted_us\x18\n \x01(\x04\"D\n\x13GenerateManyRequest\x12-\n\x07request\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.GenerateRequest\"~\n\x14GenerateManyResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1d.pagewire.v1.GenerateResponseH\x00\x12*\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.pagewire.v1.RequestErrorH\x00\x42\x07\n\x05\x65vent\"Q\n\x0cRequestError\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\x0c\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\xa3\x01\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.pagewire.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokens\"L\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"~\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06_modelB\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"/\n\x0fGetModelRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"9\n\x10GetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.ModelInfo\"=\n\x10GetStatusRequest\x12)\n\x06\x64\x65tail\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.StatusDetail\">\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.EngineStatus\"i\n\x12WatchStatusRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x12)\n\x06\x64\x65tail\x18\x02 \x01(\x0b\x32\x19.pagewire.v1.StatusDetailB\x0e\n\x0c_interval_ms\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pagewire.v1.EngineStatus*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf7\x04\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.pagewire.v1.GenerateRequest\x1a\x1d.pagewire.v1.GenerateResponse0\x01\x12W\n\x0cGenerateMany\x12 .pagewire.v1.GenerateManyRequest\x1a!.pagewire.v1.GenerateManyResponse(\x01\x30\x01\x12>\n\x05\x41\x62ort\x12\x19.pagewire.v1.AbortRequest\x1a\x1a.pagewire.v1.AbortResponse\x12G\n\x08Tokenize\x12\x1c.pagewire.v1.TokenizeRequest\x1a\x1d.pagewire.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.pagewire.v1.DetokenizeRequest\x1a\x1f.pagewire.v1.DetokenizeResponse\x12G\n\x08GetModel\x12\x1c.pagewire.v1.GetModelRequest\x1a\x1d.pagewire.v1.GetModelResponse\x12J\n\tGetStatus\x12\x1d.pagewire.v1.GetStatusRequest\x1a\x1e.pagewire.v1.GetStatusResponse\x12R\n\x0bWatchStatus\x12\x1f.pagewire.v1.WatchStatusRequest\x1a .pagewire.v1.WatchStatusResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.inference_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2961
-  _globals['_FINISHREASON']._serialized_end=3056
+  _globals['_FINISHREASON']._serialized_start=3071
+  _globals['_FINISHREASON']._serialized_end=3166
   _globals['_GENERATEREQUEST']._serialized_start=132
   _globals['_GENERATEREQUEST']._serialized_end=521
   _globals['_PROMPTTOKENS']._serialized_start=523
@@ -59,37 +59,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_start=1628
   _globals['_USAGE']._serialized_end=1708
   _globals['_TIMINGS']._serialized_start=1711
-  _globals['_TIMINGS']._serialized_end=1895
-  _globals['_GENERATEMANYREQUEST']._serialized_start=1897
-  _globals['_GENERATEMANYREQUEST']._serialized_end=1965
-  _globals['_GENERATEMANYRESPONSE']._serialized_start=1967
-  _globals['_GENERATEMANYRESPONSE']._serialized_end=2093
-  _globals['_REQUESTERROR']._serialized_start=2095
-  _globals['_REQUESTERROR']._serialized_end=2176
-  _globals['_ABORTREQUEST']._serialized_start=2178
-  _globals['_ABORTREQUEST']._serialized_end=2212
-  _globals['_ABORTRESPONSE']._serialized_start=2214
-  _globals['_ABORTRESPONSE']._serialized_end=2229
-  _globals['_TOKENIZEREQUEST']._serialized_start=2232
-  _globals['_TOKENIZEREQUEST']._serialized_end=2395
-  _globals['_TOKENIZERESPONSE']._serialized_start=2397
-  _globals['_TOKENIZERESPONSE']._serialized_end=2473
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2475
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2601
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2603
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2637
-  _globals['_GETMODELREQUEST']._serialized_start=2639
-  _globals['_GETMODELREQUEST']._serialized_end=2686
-  _globals['_GETMODELRESPONSE']._serialized_start=2688
-  _globals['_GETMODELRESPONSE']._serialized_end=2745
-  _globals['_GETSTATUSREQUEST']._serialized_start=2747
-  _globals['_GETSTATUSREQUEST']._serialized_end=2765
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2767
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2829
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=2831
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=2893
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=2895
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=2959
-  _globals['_INFERENCESERVICE']._serialized_start=3059
-  _globals['_INFERENCESERVICE']._serialized_end=3690
+  _globals['_TIMINGS']._serialized_end=1919
+  _globals['_GENERATEMANYREQUEST']._serialized_start=1921
+  _globals['_GENERATEMANYREQUEST']._serialized_end=1989
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1991
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=2117
+  _globals['_REQUESTERROR']._serialized_start=2119
+  _globals['_REQUESTERROR']._serialized_end=2200
+  _globals['_ABORTREQUEST']._serialized_start=2202
+  _globals['_ABORTREQUEST']._serialized_end=2236
+  _globals['_ABORTRESPONSE']._serialized_start=2238
+  _globals['_ABORTRESPONSE']._serialized_end=2253
+  _globals['_TOKENIZEREQUEST']._serialized_start=2256
+  _globals['_TOKENIZEREQUEST']._serialized_end=2419
+  _globals['_TOKENIZERESPONSE']._serialized_start=2421
+  _globals['_TOKENIZERESPONSE']._serialized_end=2497
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2499
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2625
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2627
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2661
+  _globals['_GETMODELREQUEST']._serialized_start=2663
+  _globals['_GETMODELREQUEST']._serialized_end=2710
+  _globals['_GETMODELRESPONSE']._serialized_start=2712
+  _globals['_GETMODELRESPONSE']._serialized_end=2769
+  _globals['_GETSTATUSREQUEST']._serialized_start=2771
+  _globals['_GETSTATUSREQUEST']._serialized_end=2832
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2834
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2896
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=2898
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=3003
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=3005
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=3069
+  _globals['_INFERENCESERVICE']._serialized_start=3169
+  _globals['_INFERENCESERVICE']._serialized_end=3800
 # @@protoc_insertion_point(module_scope)

@@ -529,7 +529,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 @_typing.final
 class Timings(_message.Message):
     """Where a request's wall time went, in microseconds, from its arrival at the
-    frontend to its last token. The parts add up to the total.
+    frontend until its client took the last response. The parts add up to the total.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -543,24 +543,29 @@ class Timings(_message.Message):
     DETOKENIZE_US_FIELD_NUMBER: _builtins.int
     PREEMPTED_US_FIELD_NUMBER: _builtins.int
     RECOVERY_US_FIELD_NUMBER: _builtins.int
+    UNACCOUNTED_US_FIELD_NUMBER: _builtins.int
     total_us: _builtins.int
     """Wall time."""
     queue_us: _builtins.int
-    """Waiting for a first place in a batch."""
+    """Waiting for its model to be served, and for a first place in a batch."""
     plan_us: _builtins.int
-    """Scheduling and planning."""
+    """Scheduling and planning, as far as the worker waited for it."""
     wire_us: _builtins.int
-    """Between processes, and waiting there."""
+    """Between processes, and waiting there: for a client that reads slowly, too."""
     forward_us: _builtins.int
     """Forward passes."""
     sample_us: _builtins.int
     """Sampling."""
     detokenize_us: _builtins.int
-    """Tokenizing and detokenizing."""
+    """Tokenizing, and detokenizing as far as it was not done while the next tokens were
+    computed.
+    """
     preempted_us: _builtins.int
     """Waiting after a preemption."""
     recovery_us: _builtins.int
-    """Waiting after a worker's or the core's loss."""
+    """Waiting after a worker's or the core's loss, and what was in vain by it."""
+    unaccounted_us: _builtins.int
+    """Under a core that was lost, and its account of the time with it."""
     def __init__(
         self,
         *,
@@ -573,10 +578,11 @@ class Timings(_message.Message):
         detokenize_us: _builtins.int = ...,
         preempted_us: _builtins.int = ...,
         recovery_us: _builtins.int = ...,
+        unaccounted_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detokenize_us", b"detokenize_us", "forward_us", b"forward_us", "plan_us", b"plan_us", "preempted_us", b"preempted_us", "queue_us", b"queue_us", "recovery_us", b"recovery_us", "sample_us", b"sample_us", "total_us", b"total_us", "wire_us", b"wire_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detokenize_us", b"detokenize_us", "forward_us", b"forward_us", "plan_us", b"plan_us", "preempted_us", b"preempted_us", "queue_us", b"queue_us", "recovery_us", b"recovery_us", "sample_us", b"sample_us", "total_us", b"total_us", "unaccounted_us", b"unaccounted_us", "wire_us", b"wire_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -907,12 +913,19 @@ class GetStatusRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    DETAIL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def detail(self) -> _status_pb2.StatusDetail:
+        """What it shall hold besides counts."""
+
     def __init__(
         self,
+        *,
+        detail: _status_pb2.StatusDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,16 +962,22 @@ class WatchStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """Milliseconds between snapshots, 100 to 60000. Default 1000."""
+    @_builtins.property
+    def detail(self) -> _status_pb2.StatusDetail:
+        """What they shall hold besides counts."""
+
     def __init__(
         self,
         *,
         interval_ms: _builtins.int | None = ...,
+        detail: _status_pb2.StatusDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "detail", b"detail", "interval_ms", b"interval_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "detail", b"detail", "interval_ms", b"interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__interval_ms: _TypeAlias = _typing.Literal["interval_ms"]  # noqa: Y015
     _WhichOneofArgType__interval_ms: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms"]  # noqa: Y015

@@ -34,6 +34,7 @@ class ModelInfo(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -62,6 +63,10 @@ class ModelInfo(_message.Message):
     """Whether a sequence's logits are bitwise independent of the rest of the batch
     and of how its tokens were computed (prefill, chunks, decode).
     """
+    structured_output: _builtins.bool
+    """Whether the worker keeps to SamplerParams.constraint. Frontends refuse structured
+    output for a model without; workers of one model must agree.
+    """
     def __init__(
         self,
         *,
@@ -77,10 +82,11 @@ class ModelInfo(_message.Message):
         block_bytes: _builtins.int = ...,
         num_parameters: _builtins.int = ...,
         batch_invariant: _builtins.bool = ...,
+        structured_output: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "architecture", b"architecture", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "architecture", b"architecture", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "structured_output", b"structured_output", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

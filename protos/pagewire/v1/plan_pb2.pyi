@@ -37,6 +37,10 @@ class _RowErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowErr
     """The largest logit was NaN or infinite. Minus infinity elsewhere excludes a token."""
     ROW_ERROR_REASON_NO_CANDIDATES: _RowErrorReason.ValueType  # 2
     """Every token was excluded by the request's own constraints."""
+    ROW_ERROR_REASON_CONSTRAINT: _RowErrorReason.ValueType  # 3
+    """The constraint grew beyond the worker's limits, or the tokens generated elsewhere do
+    not follow it.
+    """
 
 class RowErrorReason(_RowErrorReason, metaclass=_RowErrorReasonEnumTypeWrapper):
     """What went wrong with a row."""
@@ -47,6 +51,10 @@ ROW_ERROR_REASON_NON_FINITE_LOGITS: RowErrorReason.ValueType  # 1
 """The largest logit was NaN or infinite. Minus infinity elsewhere excludes a token."""
 ROW_ERROR_REASON_NO_CANDIDATES: RowErrorReason.ValueType  # 2
 """Every token was excluded by the request's own constraints."""
+ROW_ERROR_REASON_CONSTRAINT: RowErrorReason.ValueType  # 3
+"""The constraint grew beyond the worker's limits, or the tokens generated elsewhere do
+not follow it.
+"""
 Global___RowErrorReason: _TypeAlias = RowErrorReason  # noqa: Y015
 
 @_typing.final
@@ -165,6 +173,7 @@ class NewSequence(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PARENT_SEQ_ID_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """The core's number for it, unique on the stream while the worker knows it;
     positive, below 2^31.
@@ -196,6 +205,10 @@ class NewSequence(_message.Message):
     """Prompt log probabilities are reported from this position on, those before it
     being known. 0 reports all.
     """
+    traceparent: _builtins.str
+    """The span that the sequence's spans go under, as in Submit; of each request's
+    first sequence at most.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplerParams:
         """How its tokens are chosen."""
@@ -212,10 +225,11 @@ class NewSequence(_message.Message):
         sampling: _sampling_pb2.SamplerParams | None = ...,
         parent_seq_id: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "parent_seq_id", b"parent_seq_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "block_ids", b"block_ids", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "block_ids", b"block_ids", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_seq_id: _TypeAlias = _typing.Literal["parent_seq_id"]  # noqa: Y015
     _WhichOneofArgType__parent_seq_id: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id"]  # noqa: Y015

@@ -119,11 +119,15 @@ class SamplingParams(_message.Message):
     tokens. Absent: the frontend draws one and reports it in Started.
     """
     min_tokens: _builtins.int
-    """No end-of-sequence or stop token before this many output tokens. Default 0."""
+    """No end-of-sequence or stop token before this many output tokens, unless nothing
+    else may follow in structured output. Default 0.
+    """
     max_tokens: _builtins.int
     """Most output tokens, from 1. Absent: as many as the model's length allows."""
     ignore_eos: _builtins.bool
-    """Go on past end-of-sequence tokens. Default false."""
+    """Go on past end-of-sequence tokens; with structured output, for as long as anything
+    else may follow. Default false.
+    """
     logprobs: _builtins.int
     """Report each output token's log probability and those of this many most
     probable tokens, 0 to 20. Absent: report none.
@@ -135,11 +139,17 @@ class SamplingParams(_message.Message):
     include_stop_in_output: _builtins.bool
     """Keep the stop string or stop token's text in the text. Default false."""
     json_schema: _builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema, as JSON text: an object or a boolean. {"type": "object"} allows any
+    JSON object.
+    """
     regex: _builtins.str
-    """A regular expression that the whole output matches."""
+    """A regular expression that the whole output matches, in the syntax of Rust's regex
+    crate.
+    """
     grammar: _builtins.str
-    """A context-free grammar in EBNF."""
+    """A context-free grammar whose `start` the whole output matches, in EBNF as Lark
+    and llguidance write it.
+    """
     @_builtins.property
     def beam_search(self) -> Global___BeamSearch:
         """Beam search instead of sampling. Absent: sample."""
@@ -157,7 +167,8 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The choice ends with any of these tokens, besides the model's own
-        end-of-sequence tokens. At most 128.
+        end-of-sequence tokens; in structured output they come only where it may end. At
+        most 128.
         """
 
     @_builtins.property
@@ -312,7 +323,7 @@ class ChoiceList(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At least one, none empty."""
+        """At least one, none empty, at most 1024."""
 
     def __init__(
         self,
@@ -374,7 +385,8 @@ class SamplerParams(_message.Message):
 
     A token is chosen in this order. Tokens that would complete a bad word and
     suppressed tokens are excluded; biases are added; the repetition, then the
-    frequency and the presence penalty are applied. Temperature 0 takes the largest
+    frequency and the presence penalty are applied; tokens that the constraint does not
+    allow are excluded. Temperature 0 takes the largest
     logit, of equal ones the lowest token id. Any other divides the logits; then
     tokens whose probability is below min_p times the largest, and those beyond the
     top_k most probable, are dropped; of what is left, top_p keeps the smallest set of
@@ -405,6 +417,7 @@ class SamplerParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -426,7 +439,9 @@ class SamplerParams(_message.Message):
     min_tokens: _builtins.int
     """Until this many output tokens, the logits of suppressed_token_ids are -inf."""
     suppressed_token_ids: _builtins.bytes
-    """The end-of-sequence and stop tokens that min_tokens holds back; little-endian int32."""
+    """The end-of-sequence and stop tokens that min_tokens holds back; empty with a
+    constraint, which tells its own. Little-endian int32.
+    """
     logprobs: _builtins.int
     """Number of most probable tokens reported besides the sampled one. Absent: no
     log probabilities at all.
@@ -449,6 +464,12 @@ class SamplerParams(_message.Message):
         count.
         """
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the output must match. Absent: anything. Only for workers whose
+        ModelInfo.structured_output says that they keep to it.
+        """
+
     def __init__(
         self,
         *,
@@ -467,10 +488,11 @@ class SamplerParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         num_candidates: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_candidates", b"_num_candidates", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "num_candidates", b"num_candidates", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_candidates", b"_num_candidates", "_prompt_logprobs", b"_prompt_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "num_candidates", b"num_candidates", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_candidates", b"_num_candidates", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_candidates", b"num_candidates", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_candidates", b"_num_candidates", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_candidates", b"num_candidates", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -486,6 +508,72 @@ class SamplerParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplerParams: _TypeAlias = SamplerParams  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What an output must match.
+
+    The output is the text of the sequence's output tokens, as bytes. A token's text is
+    what the model's tokenizer.json makes of it inside a text: byte-level and byte-fallback
+    tokens are bytes, special tokens and ids beyond the tokenizer have none and are never
+    allowed as text. A token is allowed as text if the output followed by its text is the
+    beginning of, or all of, a text that matches.
+
+    Besides, and even if it has a text, a token of end_token_ids is allowed exactly when
+    the output matches, and at least min_tokens output tokens are there or no token is
+    allowed as text; suppressed_token_ids therefore has no meaning beside a constraint. A
+    token of last_token_ids is allowed when the output matches and no token is allowed as
+    text. What comes after such a token does not matter.
+
+    So the tokens allowed are a function of the constraint and the output tokens, and
+    nothing else: whoever is told of a sequence with tokens generated elsewhere goes on
+    where the other left off.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema. Between a JSON text's parts, not around it, there may be up to 32
+    characters of white space in one place. Properties come in the order in which the
+    schema names them.
+    """
+    regex: _builtins.str
+    """A regular expression that the whole output matches."""
+    grammar: _builtins.str
+    """A context-free grammar, whose `start` the whole output matches."""
+    end_token_ids: _builtins.bytes
+    """Tokens that may end the output. Little-endian int32."""
+    last_token_ids: _builtins.bytes
+    """Tokens that may end an output that cannot go on. Little-endian int32."""
+    @_builtins.property
+    def choice(self) -> Global___ChoiceList:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choice: Global___ChoiceList | None = ...,
+        end_token_ids: _builtins.bytes = ...,
+        last_token_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end_token_ids", b"end_token_ids", "grammar", b"grammar", "json_schema", b"json_schema", "kind", b"kind", "last_token_ids", b"last_token_ids", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choice"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):

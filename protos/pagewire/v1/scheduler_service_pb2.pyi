@@ -135,6 +135,7 @@ class Submit(_message.Message):
     WAS_ACCEPTED_FIELD_NUMBER: _builtins.int
     WAITED_US_FIELD_NUMBER: _builtins.int
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's number for the request's first choice; choice i is handle + i.
     Unique on the stream while the request lives; positive, below 2^31.
@@ -183,6 +184,10 @@ class Submit(_message.Message):
     """
     num_worker_losses: _builtins.int
     """How often former cores have told of it in `worker_losses`."""
+    traceparent: _builtins.str
+    """The request's span, as W3C Trace Context writes it (`traceparent`), where its
+    trace is recorded; the spans of core and workers go under it. Empty otherwise.
+    """
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with no default left open; `sampling` then has num_candidates, at
@@ -221,10 +226,11 @@ class Submit(_message.Message):
         was_accepted: _builtins.bool = ...,
         waited_us: _builtins.int = ...,
         num_worker_losses: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
     _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015
@@ -939,12 +945,19 @@ class SchedulerServiceGetStatusRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    DETAIL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def detail(self) -> _status_pb2.StatusDetail:
+        """What it shall hold besides counts."""
+
     def __init__(
         self,
+        *,
+        detail: _status_pb2.StatusDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -981,16 +994,22 @@ class SchedulerServiceWatchStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """Milliseconds between snapshots, 100 to 60000. Default 1000."""
+    @_builtins.property
+    def detail(self) -> _status_pb2.StatusDetail:
+        """What they shall hold besides counts."""
+
     def __init__(
         self,
         *,
         interval_ms: _builtins.int | None = ...,
+        detail: _status_pb2.StatusDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "detail", b"detail", "interval_ms", b"interval_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "detail", b"detail", "interval_ms", b"interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__interval_ms: _TypeAlias = _typing.Literal["interval_ms"]  # noqa: Y015
     _WhichOneofArgType__interval_ms: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms"]  # noqa: Y015

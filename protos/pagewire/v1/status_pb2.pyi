@@ -19,6 +19,128 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Not told."""
+    REQUEST_STATE_QUEUED: _RequestState.ValueType  # 1
+    """Waiting for its first place in a batch."""
+    REQUEST_STATE_PREFILLING: _RequestState.ValueType  # 2
+    """In a batch, with prompt or earlier tokens left to compute."""
+    REQUEST_STATE_DECODING: _RequestState.ValueType  # 3
+    """In a batch, all its sequences generating."""
+    REQUEST_STATE_PREEMPTED: _RequestState.ValueType  # 4
+    """Preempted: its blocks are gone and will be computed again."""
+    REQUEST_STATE_SWAPPED: _RequestState.ValueType  # 5
+    """Preempted, with its blocks in host memory."""
+    REQUEST_STATE_RECOVERING: _RequestState.ValueType  # 6
+    """Waiting to go on after the loss or drain of a worker, or of the core."""
+    REQUEST_STATE_FINISHED: _RequestState.ValueType  # 7
+    """Ended with all its tokens."""
+    REQUEST_STATE_ABORTED: _RequestState.ValueType  # 8
+    """Ended by its client, or by its deadline."""
+    REQUEST_STATE_FAILED: _RequestState.ValueType  # 9
+    """Ended by an error."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """Where a request stands."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Not told."""
+REQUEST_STATE_QUEUED: RequestState.ValueType  # 1
+"""Waiting for its first place in a batch."""
+REQUEST_STATE_PREFILLING: RequestState.ValueType  # 2
+"""In a batch, with prompt or earlier tokens left to compute."""
+REQUEST_STATE_DECODING: RequestState.ValueType  # 3
+"""In a batch, all its sequences generating."""
+REQUEST_STATE_PREEMPTED: RequestState.ValueType  # 4
+"""Preempted: its blocks are gone and will be computed again."""
+REQUEST_STATE_SWAPPED: RequestState.ValueType  # 5
+"""Preempted, with its blocks in host memory."""
+REQUEST_STATE_RECOVERING: RequestState.ValueType  # 6
+"""Waiting to go on after the loss or drain of a worker, or of the core."""
+REQUEST_STATE_FINISHED: RequestState.ValueType  # 7
+"""Ended with all its tokens."""
+REQUEST_STATE_ABORTED: RequestState.ValueType  # 8
+"""Ended by its client, or by its deadline."""
+REQUEST_STATE_FAILED: RequestState.ValueType  # 9
+"""Ended by an error."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
+
+class _RequestEvent:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestEventEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestEvent.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_EVENT_UNSPECIFIED: _RequestEvent.ValueType  # 0
+    """Not told."""
+    REQUEST_EVENT_QUEUED: _RequestEvent.ValueType  # 1
+    """The core accepted it."""
+    REQUEST_EVENT_RESUMED: _RequestEvent.ValueType  # 2
+    """The core accepted it with what was generated before the loss of a core or frontend."""
+    REQUEST_EVENT_PLACED: _RequestEvent.ValueType  # 3
+    """A worker group took it; the value is its place in `placements`."""
+    REQUEST_EVENT_STARTED: _RequestEvent.ValueType  # 4
+    """It got a place in the batch."""
+    REQUEST_EVENT_PREFILLED: _RequestEvent.ValueType  # 5
+    """A chunk of a prefill is computed; the value is the tokens computed so far."""
+    REQUEST_EVENT_FIRST_TOKEN: _RequestEvent.ValueType  # 6
+    """Its first token is there."""
+    REQUEST_EVENT_PREEMPTED: _RequestEvent.ValueType  # 7
+    """It had to make room: its blocks are freed and will be computed again. Of a request
+    with several sequences it may be one of them alone.
+    """
+    REQUEST_EVENT_SWAPPED_OUT: _RequestEvent.ValueType  # 8
+    """It had to make room: its blocks go to host memory."""
+    REQUEST_EVENT_SWAPPED_IN: _RequestEvent.ValueType  # 9
+    """Its blocks come back from host memory."""
+    REQUEST_EVENT_WORKER_LOST: _RequestEvent.ValueType  # 10
+    """The worker group that it was in was lost."""
+    REQUEST_EVENT_MOVED: _RequestEvent.ValueType  # 11
+    """It leaves a worker group that drains."""
+    REQUEST_EVENT_ENDED: _RequestEvent.ValueType  # 12
+    """It ended; `state` says how."""
+
+class RequestEvent(_RequestEvent, metaclass=_RequestEventEnumTypeWrapper):
+    """What can happen to a request. Where nothing else is said an event's value is the number
+    of tokens that its longest sequence had, those of the prompt included.
+    """
+
+REQUEST_EVENT_UNSPECIFIED: RequestEvent.ValueType  # 0
+"""Not told."""
+REQUEST_EVENT_QUEUED: RequestEvent.ValueType  # 1
+"""The core accepted it."""
+REQUEST_EVENT_RESUMED: RequestEvent.ValueType  # 2
+"""The core accepted it with what was generated before the loss of a core or frontend."""
+REQUEST_EVENT_PLACED: RequestEvent.ValueType  # 3
+"""A worker group took it; the value is its place in `placements`."""
+REQUEST_EVENT_STARTED: RequestEvent.ValueType  # 4
+"""It got a place in the batch."""
+REQUEST_EVENT_PREFILLED: RequestEvent.ValueType  # 5
+"""A chunk of a prefill is computed; the value is the tokens computed so far."""
+REQUEST_EVENT_FIRST_TOKEN: RequestEvent.ValueType  # 6
+"""Its first token is there."""
+REQUEST_EVENT_PREEMPTED: RequestEvent.ValueType  # 7
+"""It had to make room: its blocks are freed and will be computed again. Of a request
+with several sequences it may be one of them alone.
+"""
+REQUEST_EVENT_SWAPPED_OUT: RequestEvent.ValueType  # 8
+"""It had to make room: its blocks go to host memory."""
+REQUEST_EVENT_SWAPPED_IN: RequestEvent.ValueType  # 9
+"""Its blocks come back from host memory."""
+REQUEST_EVENT_WORKER_LOST: RequestEvent.ValueType  # 10
+"""The worker group that it was in was lost."""
+REQUEST_EVENT_MOVED: RequestEvent.ValueType  # 11
+"""It leaves a worker group that drains."""
+REQUEST_EVENT_ENDED: RequestEvent.ValueType  # 12
+"""It ended; `state` says how."""
+Global___RequestEvent: _TypeAlias = RequestEvent  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -79,6 +201,13 @@ class EngineStatus(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     NUM_SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_SWAPPED_IN_BLOCKS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_UNLISTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ENDED_REQUESTS_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
+    WORKER_LOSSES_FIELD_NUMBER: _builtins.int
+    NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     uptime_s: _builtins.float
     """Seconds since the core started."""
     version: _builtins.str
@@ -103,6 +232,10 @@ class EngineStatus(_message.Message):
     """KV blocks moved from devices to host memory since start."""
     num_swapped_in_blocks: _builtins.int
     """KV blocks moved from host memory to devices since start."""
+    num_unlisted_requests: _builtins.int
+    """Live requests beyond those in `requests`, if they were asked for."""
+    num_worker_losses: _builtins.int
+    """Losses of workers since start."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models that can be served now."""
@@ -110,6 +243,34 @@ class EngineStatus(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerGroupStatus]:
         """Worker groups, by group id."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]:
+        """If asked for: live requests, those that run first, then those that are swapped
+        out, then those that wait; of each kind the longest accepted first.
+        """
+
+    @_builtins.property
+    def ended_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]:
+        """If asked for: the last requests that ended, the last one last. Bounded."""
+
+    @_builtins.property
+    def time_to_first_token(self) -> Global___LatencyHistogram:
+        """From the core's acceptance of a request to its first token there, of requests
+        that began since start. Those that were continued after a loss do not count.
+        """
+
+    @_builtins.property
+    def inter_token_latency(self) -> Global___LatencyHistogram:
+        """From one token of a sequence to its next, of all tokens since start; those that
+        waited for a preemption or a loss in between do not count.
+        """
+
+    @_builtins.property
+    def worker_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoss]:
+        """The last losses of workers, the last one last. Bounded. A worker that was told to
+        end is not lost.
+        """
 
     def __init__(
         self,
@@ -128,14 +289,277 @@ class EngineStatus(_message.Message):
         groups: _abc.Iterable[Global___WorkerGroupStatus] | None = ...,
         num_swapped_out_blocks: _builtins.int = ...,
         num_swapped_in_blocks: _builtins.int = ...,
+        requests: _abc.Iterable[Global___RequestStatus] | None = ...,
+        num_unlisted_requests: _builtins.int = ...,
+        ended_requests: _abc.Iterable[Global___RequestStatus] | None = ...,
+        time_to_first_token: Global___LatencyHistogram | None = ...,
+        inter_token_latency: Global___LatencyHistogram | None = ...,
+        worker_losses: _abc.Iterable[Global___WorkerLoss] | None = ...,
+        num_worker_losses: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_waiting", b"num_waiting", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_unlisted_requests", b"num_unlisted_requests", "num_waiting", b"num_waiting", "num_worker_losses", b"num_worker_losses", "requests", b"requests", "time_to_first_token", b"time_to_first_token", "uptime_s", b"uptime_s", "version", b"version", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class StatusDetail(_message.Message):
+    """What a snapshot holds besides counts. It costs the core time that grows with what is
+    asked for, and nothing otherwise.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCLUDE_REQUESTS_FIELD_NUMBER: _builtins.int
+    INCLUDE_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    include_requests: _builtins.bool
+    """Requests, live and ended, with their timelines."""
+    include_blocks: _builtins.bool
+    """The block maps of worker groups; with `include_requests` also the block tables of
+    requests.
+    """
+    max_requests: _builtins.int
+    """The most live requests to list, 1 to 4096. Default 256."""
+    def __init__(
+        self,
+        *,
+        include_requests: _builtins.bool = ...,
+        include_blocks: _builtins.bool = ...,
+        max_requests: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_requests", b"_max_requests", "max_requests", b"max_requests"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_requests", b"_max_requests", "include_blocks", b"include_blocks", "include_requests", b"include_requests", "max_requests", b"max_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_requests: _TypeAlias = _typing.Literal["max_requests"]  # noqa: Y015
+    _WhichOneofArgType__max_requests: _TypeAlias = _typing.Literal["_max_requests", b"_max_requests"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_requests) -> _WhichOneofReturnType__max_requests | None: ...
+
+Global___StatusDetail: _TypeAlias = StatusDetail  # noqa: Y015
+
+@_typing.final
+class LatencyHistogram(_message.Message):
+    """How often something took how long. Bucket i counts what took no longer than
+    `first_bound_s * growth ** i`, and longer than bucket i - 1's bound; the last bucket
+    counts all that took longer than the one before it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_BOUND_S_FIELD_NUMBER: _builtins.int
+    GROWTH_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    first_bound_s: _builtins.float
+    """Upper bound of bucket 0 in seconds."""
+    growth: _builtins.float
+    """Each bound is so many times the one before it."""
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers by bucket; empty ones at the end are left out."""
+
+    def __init__(
+        self,
+        *,
+        first_bound_s: _builtins.float = ...,
+        growth: _builtins.float = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "first_bound_s", b"first_bound_s", "growth", b"growth"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyHistogram: _TypeAlias = LatencyHistogram  # noqa: Y015
+
+@_typing.final
+class WorkerLoss(_message.Message):
+    """A worker whose stream broke or whose lease ran out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Its group."""
+    rank: _builtins.int
+    """Its rank there."""
+    age_s: _builtins.float
+    """Seconds since then."""
+    model: _builtins.str
+    """The model that it served."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "group_id", b"group_id", "model", b"model", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLoss: _TypeAlias = WorkerLoss  # noqa: Y015
+
+@_typing.final
+class RequestStatus(_message.Message):
+    """One request, without what it says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    ENDED_AGE_S_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    EVENT_TIMES_US_FIELD_NUMBER: _builtins.int
+    EVENT_VALUES_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As its client knows it."""
+    number: _builtins.int
+    """The core's number for it, by which block maps tell whose a block is. Positive, and
+    no other live request has it.
+    """
+    tenant: _builtins.str
+    """Who sent it; empty without authentication."""
+    model: _builtins.str
+    """The model that answers."""
+    group_id: _builtins.str
+    """The worker group that it is in; empty if none."""
+    state: Global___RequestState.ValueType
+    """Where it stands."""
+    priority: _builtins.int
+    """As in GenerateRequest."""
+    num_prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens found in the prefix cache when it was first in a batch."""
+    num_computed_tokens: _builtins.int
+    """While it prefills: tokens computed, or found."""
+    num_output_tokens: _builtins.int
+    """Tokens generated so far, of all choices."""
+    max_tokens: _builtins.int
+    """The most tokens that a choice may come to have."""
+    num_sequences: _builtins.int
+    """Sequences: choices, or beams."""
+    age_s: _builtins.float
+    """Seconds since the core accepted it, or for one that has ended, from then to its end."""
+    ended_age_s: _builtins.float
+    """For one that has ended: seconds since then."""
+    error_reason: _builtins.str
+    """For one that failed: why, as an error's reason."""
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Worker groups that it was placed in, in order."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedScalarFieldContainer[Global___RequestEvent.ValueType]:
+        """Its timeline, in order. What is left out for want of room is in the middle."""
+
+    @_builtins.property
+    def event_times_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """When each event was, in microseconds since the core accepted it."""
+
+    @_builtins.property
+    def event_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What RequestEvent says of each event's value."""
+
+    @_builtins.property
+    def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Per sequence with blocks on the device: its block table, little-endian int32."""
+
+    @_builtins.property
+    def host_block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Per sequence with blocks in host memory: the same there."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        priority: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        num_sequences: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        ended_age_s: _builtins.float = ...,
+        error_reason: _builtins.str = ...,
+        placements: _abc.Iterable[_builtins.str] | None = ...,
+        events: _abc.Iterable[Global___RequestEvent.ValueType] | None = ...,
+        event_times_us: _abc.Iterable[_builtins.int] | None = ...,
+        event_values: _abc.Iterable[_builtins.int] | None = ...,
+        block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
+        host_block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_tables", b"block_tables", "ended_age_s", b"ended_age_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestStatus: _TypeAlias = RequestStatus  # noqa: Y015
+
+@_typing.final
+class BlockMap(_message.Message):
+    """Whose the blocks of one memory are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNERS_FIELD_NUMBER: _builtins.int
+    NUM_REFERENCES_FIELD_NUMBER: _builtins.int
+    owners: _builtins.bytes
+    """By block, little-endian int32: the `number` of the request that has it, of several
+    the first that came to the worker group; 0 if the block is free and empty; -1 if it is
+    free and holds cached contents, to be found again or given to others.
+    """
+    num_references: _builtins.bytes
+    """By block, one byte: how many sequences' block tables it is in; 255 for that many and
+    more.
+    """
+    def __init__(
+        self,
+        *,
+        owners: _builtins.bytes = ...,
+        num_references: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_references", b"num_references", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockMap: _TypeAlias = BlockMap  # noqa: Y015
 
 @_typing.final
 class WorkerGroupStatus(_message.Message):
@@ -155,6 +579,13 @@ class WorkerGroupStatus(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_US_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_US_FIELD_NUMBER: _builtins.int
+    GPU_BLOCKS_FIELD_NUMBER: _builtins.int
+    CPU_BLOCKS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's name."""
     state: Global___WorkerState.ValueType
@@ -179,6 +610,26 @@ class WorkerGroupStatus(_message.Message):
     """The current epoch of its step stream."""
     heartbeat_age_s: _builtins.float
     """Seconds since its last heartbeat."""
+    block_size: _builtins.int
+    """Tokens that a block holds; 0 as long as no steps are planned for it."""
+    max_num_seqs: _builtins.int
+    """The most sequences its batch may have."""
+    world_size: _builtins.int
+    """Ranks that it consists of."""
+    decode_step_us: _builtins.float
+    """What a step costs it in which every running sequence computes one token, in
+    microseconds: a moving average. 0 if not known.
+    """
+    prefill_token_us: _builtins.float
+    """What a token more of a prompt costs it. 0 if not known."""
+    @_builtins.property
+    def gpu_blocks(self) -> Global___BlockMap:
+        """If asked for: the blocks in device memory."""
+
+    @_builtins.property
+    def cpu_blocks(self) -> Global___BlockMap:
+        """If asked for: the blocks in host memory."""
+
     def __init__(
         self,
         *,
@@ -194,10 +645,17 @@ class WorkerGroupStatus(_message.Message):
         num_steps: _builtins.int = ...,
         epoch: _builtins.int = ...,
         heartbeat_age_s: _builtins.float = ...,
+        block_size: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        decode_step_us: _builtins.float = ...,
+        prefill_token_us: _builtins.float = ...,
+        gpu_blocks: Global___BlockMap | None = ...,
+        cpu_blocks: Global___BlockMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "heartbeat_age_s", b"heartbeat_age_s", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "heartbeat_age_s", b"heartbeat_age_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
