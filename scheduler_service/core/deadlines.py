@@ -99,7 +99,7 @@ def _own_us(group: SequenceGroup, model: Model, *, is_cached: bool = False) -> f
     """The time that a request needs of the worker group that is best for it; its prompt counts as
     far as it is not cached, unless it may be."""
     is_cached = is_cached or group.has_begun
-    costs = (_own_us_on(s, group, is_cached) for s in model.schedulers if s.fits(group))
+    costs = (_own_us_on(s, group, is_cached) for s in model.schedulers if s.room.fits(group))
     return min(costs, default=0.0)
 
 
@@ -109,13 +109,13 @@ def _own_us_on(scheduler: Scheduler, group: SequenceGroup, is_cached: bool) -> f
     decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
     if is_cached:
         return decode_us
-    num_prompt_tokens = scheduler.num_tokens_to_compute(group)
+    num_prompt_tokens = scheduler.room.num_tokens_to_compute(group)
     return num_prompt_tokens * (scheduler.rates.least_us_per_prefill_token or 0.0) + decode_us
 
 
 def _own_us_at_least(group: SequenceGroup, model: Model, live_groups: LiveGroups) -> float:
     """The same, were all of the prompt cached by then that could be. Linear in live groups."""
-    sizes = {s.capacity.block_size for s in model.schedulers if s.caches_prefixes}
+    sizes = {s.capacity.block_size for s in model.schedulers if s.room.caches_prefixes}
     is_cached = any(_begins_alike(group, other, size) for other in live_groups() for size in sizes)
     return _own_us(group, model, is_cached=is_cached)
 

@@ -11,6 +11,7 @@ from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.placing import Placing
 from scheduler_service.core.policies import Policy
+from scheduler_service.core.room import Room
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -102,8 +103,8 @@ class Model:
         others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
 
         def can_leave(group: SequenceGroup) -> bool:
-            reach = here.reach(group)
-            return any(s.fits(group) and s.reach(group) >= reach for s in others)
+            reach = here.room.reach(group)
+            return any(s.room.fits(group) and s.room.reach(group) >= reach for s in others)
 
         return can_leave
 
@@ -153,14 +154,14 @@ class Model:
         the most of the tokens that it asks for, so that where it goes does not show in its answer;
         for one that has begun that is memory's concern too. Those that drain take nothing, unless
         it has begun and no other is left."""
-        fitting = [alike for alike in self._alike if alike[0].fits(group)]
+        fitting = [alike for alike in self._alike if alike[0].room.fits(group)]
         suitable = [alike for alike in fitting if not alike[0].is_draining]
-        reach = Scheduler.max_length
+        reach = Room.max_length
         if group.has_begun or group.request.generated:
             suitable = suitable or fitting
-            reach = Scheduler.reach
-        farthest = max((reach(alike[0], group) for alike in suitable), default=0)
-        return tuple([alike for alike in suitable if reach(alike[0], group) == farthest])
+            reach = Room.reach
+        farthest = max((reach(alike[0].room, group) for alike in suitable), default=0)
+        return tuple([alike for alike in suitable if reach(alike[0].room, group) == farthest])
 
     def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
         """These worker groups, in the order in which they came."""

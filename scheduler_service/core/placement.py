@@ -116,7 +116,7 @@ def us_per_token(scheduler: Scheduler) -> float | None:
     step_us, token_us = rates.us_per_decode_step, rates.us_per_further_token
     if step_us is None:
         return token_us
-    return max(token_us or 0.0, step_us / scheduler.max_step_tokens)
+    return max(token_us or 0.0, step_us / scheduler.room.max_step_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,10 @@ class _Load:
     def of(
         cls, group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float, token_us: float
     ) -> "_Load":
-        num_sequences = scheduler.num_sequences
+        num_sequences = scheduler.room.num_sequences
         num_rows = num_sequences + group.num_unfinished
-        num_tokens = scheduler.num_tokens_to_prefill + num_output_tokens * num_rows
-        has_room = scheduler.has_room
+        num_tokens = scheduler.room.num_tokens_to_prefill + num_output_tokens * num_rows
+        has_room = scheduler.room.has_room
         return cls(scheduler, has_room, num_sequences, num_output_tokens, token_us, num_tokens)
 
     @property
@@ -148,7 +148,7 @@ class _Load:
     def offer(self, group: SequenceGroup) -> Offer:
         """With what it has."""
         scheduler = self.scheduler
-        prospect = scheduler.prospect(group)
+        prospect = scheduler.room.prospect(group)
         num_tokens = self.num_tokens + prospect.num_tokens_to_compute
         num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
         num_again = max(0.0, num_tokens - num_free)

@@ -51,7 +51,7 @@ class Placing:
 
     def _may_go_on(self) -> bool:
         """Whether anything at all may be placed."""
-        self._has_room = any(scheduler.has_room for scheduler in self._open)
+        self._has_room = any(scheduler.room.has_room for scheduler in self._open)
         return self._has_room or (self._policy.goes_ahead and bool(self._open))
 
     def _place(self, group: SequenceGroup, now_us: int) -> Scheduler | None:
@@ -83,7 +83,7 @@ class Placing:
             if best.waits_by_choice:
                 self._wait_for(best.scheduler, group)
                 return None
-        ahead = [scheduler for scheduler in schedulers if scheduler.can_take_ahead(group)]
+        ahead = [scheduler for scheduler in schedulers if scheduler.room.can_take_ahead(group)]
         if ahead:
             group.is_ahead = True
             return self._placement.choose(group, ahead, now_us).scheduler

@@ -2,8 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf
 
 from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
@@ -15,7 +13,6 @@ from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.decoding import Decoding
 from scheduler_service.core.leaving import Leaving
 from scheduler_service.core.making_way import MakingWay
-from scheduler_service.core.moving_costs import is_fetch_cheaper
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.plan import RowError, StepPlan, StepResult
 from scheduler_service.core.policies import Policy
@@ -24,6 +21,7 @@ from scheduler_service.core.prefilling import Prefilling
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.rates import StepRates, StepWork
 from scheduler_service.core.request_clock import Phase, StepClock
+from scheduler_service.core.room import Room
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import GroupSnapshot, Totals
@@ -34,19 +32,6 @@ from scheduler_service.errors import GenerationFailed
 logger = logging.getLogger(__name__)
 
 RUNNING = SequenceStatus.RUNNING
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prospect:
-    """What a group would find in a worker group."""
-
-    num_tokens_to_compute: int
-    """Those that neither device nor host has."""
-    num_blocks_to_fetch: int
-    """Blocks that the host has; none if they are sooner computed again."""
-    shortage: float
-    """The share of the sequences there that must end before it finds places and blocks beside
-    those that wait; 0 if none."""
 
 
 class Scheduler:
@@ -130,9 +115,22 @@ class Scheduler:
         )
         self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
         self._leaving = Leaving(self._prefixes, self._running, self.swapping, self._pipeline)
+        self.room = Room(
+            config,
+            capacity,
+            self.blocks,
+            self._prefixes,
+            self._running,
+            self.swapping,
+            self.rates,
+            self._making_way,
+            waiting=self.waiting,
+            ahead=self.ahead,
+            groups=self.groups,
+        )
         self._ended: list[SequenceGroup] = []
 
-    # Placement: what the core asks and tells.
+    # What the core asks and tells.
 
     @property
     def is_full(self) -> bool:
@@ -140,98 +138,9 @@ class Scheduler:
         return self._pipeline.is_full
 
     @property
-    def max_step_tokens(self) -> int:
-        """Tokens of the largest step."""
-        return self._config.max_num_batched_tokens
-
-    @property
     def newest_work(self) -> StepWork:
         """What the newest open step takes the worker."""
         return self._pipeline.newest_work
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences here, in the batch or waiting for it."""
-        num_waiting = self.waiting.num_sequences + self.ahead.num_sequences
-        return self._running.num_places + num_waiting
-
-    def fits(self, group: SequenceGroup) -> bool:
-        """Whether the group's sequences can be computed here, one by one at least."""
-        is_in_model = group.num_prompt_tokens < self.capacity.max_model_len
-        is_allowed = group.tenant.may_ever_hold(group.most_blocks(self.capacity))
-        return is_in_model and is_allowed and self.blocks.fits(group.max_known_tokens)
-
-    def reach(self, group: SequenceGroup) -> int:
-        """The most tokens that a sequence of the group can come to have here, when it is alone."""
-        return min(self.max_length(group), self.capacity.num_cache_tokens + 1)
-
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether what one sequence has computed serves others."""
-        return self._config.enable_prefix_caching
-
-    def num_tokens_to_compute(self, group: SequenceGroup) -> int:
-        """Tokens of a group that has not run that are not in blocks here."""
-        longest = group.longest
-        return longest.num_known - len(self._prefixes.find(longest)) * self.blocks.block_size
-
-    def max_length(self, group: SequenceGroup) -> int:
-        """Tokens that the group's sequences may come to have in this model, as far as they were
-        asked for."""
-        most = group.num_prompt_tokens + group.request.max_tokens
-        return min(most, self.capacity.max_model_len)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether any group at all may find room here now."""
-        if self.ahead or self.swapping:
-            return False
-        if self.num_sequences >= self._config.max_num_seqs:
-            return False
-        # Beyond that it would only wait here, and could not go elsewhere.
-        return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
-
-    def prospect(self, group: SequenceGroup) -> Prospect:
-        """What a group would find here that fits."""
-        longest = group.longest
-        found = self._prefixes.find(longest)
-        num_blocks = self.blocks.num_blocks_for(longest.num_known)
-        num_promised = self.blocks.num_blocks_for(self.waiting.num_tokens) + len(self.waiting)
-        blocks_short = self.blocks.num_blocks_short(num_blocks - len(found), found, num_promised)
-        num_sequences = self.num_sequences
-        places_short = num_sequences + len(group.waiting()) - self._config.max_num_seqs
-        num_used = self.capacity.num_gpu_blocks - self.blocks.num_free_blocks
-        is_fetched = is_fetch_cheaper(self.rates, self.blocks.block_size)
-        stored = self._prefixes.find_on_host(longest, len(found)) if is_fetched else ()
-        num_found = (len(found) + len(stored)) * self.blocks.block_size
-        return Prospect(
-            num_tokens_to_compute=longest.num_known - num_found,
-            num_blocks_to_fetch=len(stored),
-            shortage=inf
-            if self.has_other_suspect(group)
-            else max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
-        )
-
-    def can_take_ahead(self, group: SequenceGroup) -> bool:
-        """Whether the group would find room here now at the expense of others that it goes ahead
-        of, be they running or waiting."""
-        if self.ahead or not self.fits(group):
-            return False
-        if self.has_other_suspect(group):
-            return False
-        return self._making_way.find(group, self.groups) is not None
-
-    def has_other_suspect(self, group: SequenceGroup) -> bool:
-        """Whether the group is a suspect, and may not be here with another one: were the worker
-        to die, both would fail."""
-        return group.is_suspect and any(other.is_suspect for other in self.groups)
-
-    @property
-    def num_tokens_to_prefill(self) -> int:
-        """Tokens of prompts that are not computed yet."""
-        prefilling = (seq for seq in self._running.prefilling if seq.status is RUNNING)
-        num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
-        return num_begun + self.waiting.num_tokens
 
     def take(self, group: SequenceGroup, now_us: int) -> None:
         """Queue a group for this batch."""
