@@ -26,6 +26,9 @@ from pagewire_kernels.cpu.native.structs import Batch
 from pagewire_kernels.cpu.threads import NotRecordable
 
 _ALIGNMENT = 64
+_SHARE_BYTES = 64
+_MAX_STEPS = 1 << 14
+"""Of src/share.h."""
 
 
 class Buffers:
@@ -64,6 +67,9 @@ class _Program(ctypes.Structure):
         ("steps", ctypes.c_int64),
         ("num_steps", ctypes.c_int64),
         ("state", ctypes.c_int64),
+        ("shares", ctypes.c_int64),
+        ("num_shares", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
     )
 
 
@@ -80,6 +86,7 @@ class Program:
         self._kernel = library.kernel("run_program")
         self._steps: list[tuple[Kernel, ctypes.Structure]] = []
         self._list = (_Step * 0)()
+        self._shares = torch.empty(0)
         self._program = _Program()
 
     def append(self, kernel: Kernel, task: ctypes.Structure) -> None:
@@ -88,6 +95,8 @@ class Program:
 
     def finish(self) -> None:
         """No step will be appended any more."""
+        if len(self._steps) > _MAX_STEPS:
+            raise NotRecordable(f"{len(self._steps)} operations")
         steps = [_Step(kernel.address, ctypes.addressof(task)) for kernel, task in self._steps]
         self._list = (_Step * len(steps))(*steps)
         self._program.steps = ctypes.addressof(self._list)
@@ -100,8 +109,15 @@ class Program:
 
     def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
         """Run all steps over what `batch` describes."""
-        self._program.state = 0
+        if num_threads > self._program.num_shares:
+            self._make_shares(num_threads)
+        self._program.state = self._program.num_threads = 0
         team(self._kernel, ctypes.addressof(self._program), num_threads)
+
+    def _make_shares(self, num_threads: int) -> None:
+        self._shares = self.buffers.take((num_threads, _SHARE_BYTES), torch.uint8).zero_()
+        self._program.shares = self._shares.data_ptr()
+        self._program.num_shares = num_threads
 
 
 class _State(threading.local):

@@ -6,6 +6,7 @@
 // next one is fetched. A thread takes panels that lie one after the other.
 #include "linear_finish.h"
 #include "linear_tile.h"
+#include "share.h"
 
 namespace pagewire {
 namespace {
@@ -79,17 +80,16 @@ void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_
   }
 }
 
-template <class Dot, class Finish>
+// sums: [num_rows, kPanel]
+template <class Dot>
 void multiply_block(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t panel,
-                    int64_t next_panel, Finish finish) {
-  alignas(64) float sums[kBlockRows * kPanel];
+                    int64_t next_panel, float* sums) {
   memset(sums, 0, num_rows * kPanel * sizeof(float));
   const int64_t panel_bytes = divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes;
   const auto* x = static_cast<const typename Dot::Input*>(task.x) + first_row * task.x_stride;
   const auto* weights = static_cast<const char*>(task.weight);
   multiply_panel<Dot>(x, task.x_stride, num_rows, weights + panel * panel_bytes,
                       weights + next_panel * panel_bytes, task.in_features, sums);
-  for (int64_t r = 0; r < num_rows; ++r) finish(task, first_row + r, panel, sums + r * kPanel);
 }
 
 // Blocks are of about the same size.
@@ -108,15 +108,14 @@ void multiply(LinearTask& task, Finish finish) {
   const int64_t block = rows_per_block<Dot>(num_rows, task.in_features);
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
-  Run run = take_run(task, num_items, task.num_threads);
-  while (run.item < num_items) {
-    const int64_t item = run.item;
-    run = item + 1 < run.end ? Run{item + 1, run.end} : take_run(task, num_items, task.num_threads);
-    const int64_t row = item / num_panels * block;
-    const int64_t left = num_rows - row;
-    const int64_t after = run.item < num_items ? run.item : item;
-    multiply_block<Dot>(task, row, left < block ? left : block, item % num_panels,
-                        after % num_panels, finish);
+  alignas(64) float sums[kBlockRows * kPanel];
+  Items items(task, num_items, task.num_threads);
+  for (int64_t item = items.take(); item >= 0; item = items.take()) {
+    const int64_t row = item / num_panels * block, panel = item % num_panels;
+    const int64_t count = num_rows - row < block ? num_rows - row : block;
+    multiply_block<Dot>(task, row, count, panel, items.following(item) % num_panels, sums);
+    if (!items.may_write()) return;
+    for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }
 }
 

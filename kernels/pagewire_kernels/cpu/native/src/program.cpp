@@ -3,11 +3,20 @@
 //
 // A thread joins the step that the program is at, and leaves it when there is no item left to take.
 // The last one to leave takes the program on to the next step. So a step waits for those who work
-// on it, but not for a thread that another process keeps from its core, or that never came.
-#include "team.h"
+// on it, but not for a thread that never came, nor for long for one that another process keeps from
+// its core, where a kernel lets its work be taken over (share.h).
+#include <algorithm>
+
+#include "share.h"
+
+extern "C" int sched_yield(void);
 
 namespace {
 
+using pagewire::At;
+using pagewire::now;
+using pagewire::Place;
+using pagewire::Share;
 using pagewire::Task;
 
 struct Step {
@@ -19,13 +28,20 @@ struct Program {
   const Step* steps;
   int64_t num_steps;
   int64_t state;  // step * kMaxThreads + threads on it; 0 before the program runs
+  Share* shares;  // of threads as they come; those beyond have none
+  int64_t num_shares;
+  int64_t num_threads;  // that have come; 0 before the program runs
 };
 
 constexpr int64_t kMaxThreads = 1 << 16;
 
 // Spinning costs nothing while all threads run. One that waits long, since another's core is taken
 // by a different process, should let that process run rather than burn the core beside it.
-constexpr int kSpinsBeforeYield = 4096;
+constexpr uint64_t kCyclesBeforeYield = 1 << 18;
+
+// One that waits for longer than items take begins another's again. A few microseconds are nothing
+// beside the time that a thread loses when it is kept from its core.
+constexpr uint64_t kCyclesBeforeTakingOver = 1 << 14;
 
 #if defined(__x86_64__)
 inline void relax() { __builtin_ia32_pause(); }
@@ -59,20 +75,45 @@ void leave(Program& program, int64_t i) {
   if (after == (i + 1) * kMaxThreads) program.steps[i].task->next_item = 0;
 }
 
-}  // namespace
+// Works on a step that this thread has joined, until nothing is left to take.
+void work(Program& program, int64_t i, const Place& here) {
+  program.steps[i].kernel(program.steps[i].task);
+  if (here.own->get().at == At::kGone) {
+    here.own->set({});  // another thread has joined in this one's stead
+  } else {
+    leave(program, i);
+  }
+}
 
-extern "C" int sched_yield(void);
-
-PAGEWIRE_KERNEL pw_run_program(Program* program) {
-  for (int64_t i = join(*program); i < program->num_steps; i = join(*program)) {
-    program->steps[i].kernel(program->steps[i].task);
-    leave(*program, i);
-    for (int spins = 0; load(program->state) < (i + 1) * kMaxThreads; ++spins) {
-      if (spins < kSpinsBeforeYield) {
-        relax();
-      } else {
-        sched_yield();
-      }
+// Waits until step `i` is done.
+void wait(Program& program, int64_t i, const Place& here) {
+  const uint64_t patience =
+      std::min(kCyclesBeforeTakingOver + 2 * here.item_cycles, kCyclesBeforeYield);
+  uint64_t since = now();
+  while (load(program.state) < (i + 1) * kMaxThreads) {
+    const uint64_t waited = now() - since;
+    if (waited > patience && take_over(here)) {
+      work(program, i, here);
+      since = now();
+    } else if (waited < kCyclesBeforeYield) {
+      relax();
+    } else {
+      sched_yield();
     }
   }
+}
+
+}  // namespace
+
+PAGEWIRE_KERNEL pw_run_program(Program* program) {
+  const int64_t number = __atomic_fetch_add(&program->num_threads, 1, __ATOMIC_RELAXED);
+  if (number >= program->num_shares) return;
+  Place& here = pagewire::place();
+  here = {program->shares, program->num_shares, program->shares + number, 0, 0};
+  for (int64_t i = join(*program); i < program->num_steps; i = join(*program)) {
+    here.step = i;
+    work(*program, i, here);
+    wait(*program, i, here);
+  }
+  here = {};
 }
