@@ -7,8 +7,10 @@ from pagewire_kernels.cpu.native.layers import NativeLayerKernels
 from pagewire_kernels.layer_kernels import ACTIVATIONS, LayerKernels, TorchLayerKernels
 from tests.support.native import native_libraries
 
-IMPLEMENTATIONS: list[LayerKernels] = [TorchLayerKernels()]
-IMPLEMENTATIONS += [NativeLayerKernels(found) for found in native_libraries()]
+IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": TorchLayerKernels()}
+IMPLEMENTATIONS |= {
+    found.instruction_set: NativeLayerKernels(found) for found in native_libraries()
+}
 
 FUNCTIONS = {
     "silu": torch.nn.functional.silu,
@@ -17,7 +19,9 @@ FUNCTIONS = {
     "relu": torch.nn.functional.relu,
 }
 
-pytestmark = pytest.mark.parametrize("kernels", IMPLEMENTATIONS, ids=str)
+pytestmark = pytest.mark.parametrize(
+    "kernels", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys()
+)
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
