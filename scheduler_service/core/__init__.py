@@ -80,6 +80,7 @@ told once; its tokens are told once, in order, and none after the end of their c
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import GroupCapacity, PolicyName, SchedulerConfig, TenantConfig
 from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core.inspection import Inspection, InspectionDetail
 from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
 from scheduler_service.core.pipeline import ResultMismatch
 from scheduler_service.core.plan import (
@@ -102,6 +103,8 @@ __all__ = [
     "GeneratedTokens",
     "GroupCapacity",
     "GroupSnapshot",
+    "Inspection",
+    "InspectionDetail",
     "NewSequence",
     "Outbox",
     "PolicyName",

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from scheduler_service.core.block_map import BlockMap, map_blocks
 from scheduler_service.core.block_pool import BlockPool
 from scheduler_service.core.cached_blocks import BlockKey
 from scheduler_service.core.host_blocks import HostBlocks
@@ -277,6 +278,18 @@ class BlockManager:
         """The plan in the making is complete, but for these (device block, host block) pairs that
         it must swap out to keep what was evicted."""
         return self.host.end_plan()
+
+    def device_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:
+        """Whose the device's blocks are, by (sequence id, number of its request)."""
+        return map_blocks(self.gpu_pool, self._tables, owners)
+
+    def host_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:
+        """The same of the host's blocks."""
+        return map_blocks(self.host.pool, self.host.tables, owners)
+
+    def host_table(self, seq_id: int) -> list[int]:
+        """A swapped-out sequence's blocks on the host, in order."""
+        return list(self.host.tables[seq_id])
 
     def check(self) -> None:
         """Assert the invariants, between plans."""

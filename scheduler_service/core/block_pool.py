@@ -39,6 +39,10 @@ class BlockPool:
         """How many have the block."""
         return self._ref_counts[block]
 
+    def reference_counts(self) -> list[int]:
+        """How many have each block."""
+        return list(self._ref_counts)
+
     def is_shared(self, block: int) -> bool:
         """Whether a write to `block` must copy it first (copy-on-write)."""
         return self._ref_counts[block] > 1

@@ -1,6 +1,7 @@
 """Which blocks hold which tokens, and which of them are free."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 BlockKey = bytes
 """Stands for the tokens of a block and all before them; see `prefix_cache.py`."""
@@ -27,6 +28,10 @@ class CachedBlocks:
     def num_free(self) -> int:
         """Blocks that are not in use."""
         return len(self._free)
+
+    def free_blocks(self) -> Iterable[int]:
+        """Those that are not in use, the longest unused first."""
+        return self._free.keys()
 
     def key_of(self, block: int) -> BlockKey | None:
         """The key of a block that has one."""

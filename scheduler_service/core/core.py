@@ -15,6 +15,7 @@ from scheduler_service.core.admission import (
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_capacity
 from scheduler_service.core.deadlines import check_deadline, next_look, passed, why_too_late
 from scheduler_service.core.heap import RemovableHeap
+from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.plan import StepPlan, StepResult
@@ -28,6 +29,7 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 from scheduler_service.core.snapshot import CoreSnapshot, Totals
 from scheduler_service.core.takeover import check_takes_over, continuation
 from scheduler_service.core.tenants import Tenants
+from scheduler_service.core.timeline import RequestEvent
 from scheduler_service.errors import (
     DuplicateRequest,
     GenerationFailed,
@@ -57,6 +59,7 @@ class SchedulerCore:
         self._schedulers: dict[str, Scheduler] = {}
         self._deadlines: RemovableHeap[SequenceGroup] = RemovableHeap()
         self._totals = Totals()
+        self._inspector = Inspector(self._schedulers)
 
     # Worker groups.
 
@@ -269,8 +272,14 @@ class SchedulerCore:
             num_preemptions=self._totals.num_preemptions,
             num_swapped_out_blocks=self._totals.num_swapped_out_blocks,
             num_swapped_in_blocks=self._totals.num_swapped_in_blocks,
+            first_token_counts=self._totals.first_token.counts.copy(),
+            inter_token_counts=self._totals.inter_token.counts.copy(),
             groups=[scheduler.snapshot() for scheduler in self._schedulers.values()],
         )
+
+    def inspect(self, detail: InspectionDetail) -> Inspection:
+        """Requests one by one, and memory block by block; linear in what is asked for."""
+        return self._inspector.look(self._registry.groups(), detail)
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. Linear in all live state."""
@@ -334,6 +343,8 @@ class SchedulerCore:
         request = group.request
         self._registry.add(group)
         group.frontend.outbox.accepted.append(request.handle)
+        event = RequestEvent.RESUMED if request.is_continued else RequestEvent.QUEUED
+        group.note(event, to_us(now))
         for seq in group.waiting():
             delivery.finish_resumed(seq)
         if group.num_unfinished == 0:
@@ -422,6 +433,8 @@ class SchedulerCore:
     def _close(self, group: SequenceGroup, now: float) -> None:
         """Say how a group ended, and forget it."""
         delivery.finish_request(group, group.clock.finish(to_us(now)))
+        group.note(RequestEvent.ENDED, to_us(now))
+        self._inspector.note_end(group, to_us(now))
         self._registry.remove(group, to_us(now))
         if group in self._deadlines:
             self._deadlines.remove(group)

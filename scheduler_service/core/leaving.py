@@ -10,6 +10,7 @@ from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.swapping import Swapping
+from scheduler_service.core.timeline import RequestEvent
 
 
 class Leaving:
@@ -35,6 +36,7 @@ class Leaving:
         """Have a group leave that is in no queue any more. It has begun here, or before."""
         self._leave_kv_behind(group, now_us)
         group.clock.recover(now_us)
+        group.note(RequestEvent.MOVED, now_us)
         self._groups[group] = None
 
     def discard(self, group: SequenceGroup) -> None:

@@ -32,6 +32,7 @@ from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.snapshot import Totals
 from scheduler_service.core.swapping import Swapping
+from scheduler_service.core.timeline import RequestEvent
 from scheduler_service.core.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class Preemption:
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
         """Free the blocks of sequences of one group; they wait to be computed again."""
         self._log("recompute", victims)
+        victims[0].group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
             self._running.vacate(seq, batch.now_us)
@@ -139,6 +141,7 @@ class Preemption:
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
         """Move the blocks of a whole group to the host, from where it will come back."""
         self._log("swap", victims)
+        victims[0].group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
         self._swapping.swap_out(victims, batch)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.timeline import RequestEvent
 
 RUNNING = SequenceStatus.RUNNING
 
@@ -174,6 +175,7 @@ class RunningSet:
         group = sequences[0].group
         if group.num_running == 0:
             group.clock.enter_batch(self._clock, now_us)
+            group.note(RequestEvent.STARTED, now_us)
         for seq in sequences:
             seq.status = RUNNING
         group.num_running += len(sequences)

@@ -9,6 +9,7 @@ from scheduler_service.core.batch import Batch
 from scheduler_service.core.beam_delivery import deliver_beams, without_beams
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import BlockManager
+from scheduler_service.core.block_map import BlockMap
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.decoding import Decoding
 from scheduler_service.core.leaving import Leaving
@@ -23,9 +24,10 @@ from scheduler_service.core.rates import StepRates, StepWork
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.room import Room
 from scheduler_service.core.running_set import RunningSet
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, number_of
 from scheduler_service.core.snapshot import GroupSnapshot, Totals
 from scheduler_service.core.swapping import Swapping
+from scheduler_service.core.timeline import RequestEvent
 from scheduler_service.core.waiting_queue import WaitingQueue
 from scheduler_service.errors import GenerationFailed
 
@@ -145,6 +147,7 @@ class Scheduler:
     def take(self, group: SequenceGroup, now_us: int) -> None:
         """Queue a group for this batch."""
         self.groups[group] = None
+        group.timeline.add_placement(self.capacity.group_id, now_us)
         room = self.capacity.max_model_len - group.num_prompt_tokens
         max_output_tokens = min(group.request.max_tokens, room)
         for seq in group.sequences:
@@ -198,6 +201,7 @@ class Scheduler:
         self.waiting.take_all()
         self.ahead.take_all()
         for group in self.groups:
+            group.note(RequestEvent.WORKER_LOST, now_us)
             if group.num_running:
                 group.clock.leave_batch(now_us, Phase.RECOVERY)
             group.num_running = 0
@@ -218,7 +222,25 @@ class Scheduler:
             num_free_cpu_blocks=self.blocks.num_free_host_blocks,
             num_running_sequences=self._running.num_places,
             num_steps=self.num_steps,
+            block_size=self.capacity.block_size,
+            max_num_seqs=self._config.max_num_seqs,
+            us_per_decode_step=self.rates.us_per_decode_step or 0.0,
+            us_per_prefill_token=self.rates.us_per_prefill_token or 0.0,
         )
+
+    def block_maps(self) -> tuple[BlockMap, BlockMap]:
+        """Whose the blocks are on the device and on the host; what several requests share is the
+        one's that came here first."""
+        owners = [
+            (seq.seq_id, number_of(group))
+            for group in reversed(self.groups)
+            for seq in group.sequences
+        ]
+        return self.blocks.device_map(owners), self.blocks.host_map(owners)
+
+    def prefilling_groups(self) -> set[SequenceGroup]:
+        """Running groups with tokens to compute besides their newest ones, or blocks to come."""
+        return {seq.group for seq in (*self._running.prefilling, *self._running.arriving)}
 
     def take_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
@@ -251,6 +273,7 @@ class Scheduler:
     def update(self, result: StepResult, now_us: int) -> None:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
         step = self._pipeline.pop(result)
+        waited_us = now_us - self.clock.mark_us
         self.clock.advance(now_us, result)
         self.rates.note(step.work, result)
         self.num_steps += 1
@@ -259,6 +282,7 @@ class Scheduler:
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is RUNNING and step.step_id >= seq.first_step_id:
                 self._prefixes.note_prefill(seq, num_tokens, is_last)
+                self._totals.note_prefill(seq, num_tokens, is_last, now_us)
         for row, prompt_logprobs in result.prompt_logprobs.items():
             delivery.deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
         for row, logprobs in result.logprobs.items():
@@ -269,6 +293,10 @@ class Scheduler:
             sampled, token_ids = without_beams(sampled, token_ids)
         accepted, finished = delivery.deliver_tokens(sampled, token_ids)
         self._totals.num_generated_tokens += accepted
+        # Decodes come in every step, so each has waited for its token since the step before.
+        num_decoded = accepted - sum(is_last for _, _, is_last in step.prefills)
+        if num_decoded > 0:
+            self._totals.inter_token.add(waited_us, num_decoded)
         self._policy.note_tokens(step.sampled)
         for seq, status in finished:
             self.end_sequence(seq, status, now_us)

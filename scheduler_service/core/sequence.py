@@ -11,6 +11,7 @@ from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import Phase, RequestClock
 from scheduler_service.core.tenants import Tenant
+from scheduler_service.core.timeline import RequestEvent, Timeline
 
 
 class SequenceStatus(IntEnum):
@@ -180,6 +181,8 @@ class SequenceGroup:
     """Whether it has ever been in a batch."""
     error: Exception | None = None
     """Why it failed, if it did."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """What happened to it."""
     num_prompt_tokens: int = field(init=False)
     """Tokens of the prompt."""
 
@@ -213,6 +216,11 @@ class SequenceGroup:
     def choices(self) -> list[Sequence]:
         """Those that its frontend has handles of."""
         return self.sequences[: self.request.num_choices]
+
+    def note(self, event: RequestEvent, now_us: int) -> None:
+        """Add to its timeline, with the tokens that its longest sequence has."""
+        num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
+        self.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
     def most_blocks(self, capacity: GroupCapacity) -> int:
         """Blocks that its sequences can come to need in a worker group, be it large enough; what
@@ -254,3 +262,8 @@ class SequenceGroup:
             assert seq.num_in_flight >= 0
             assert len(seq.output_token_ids) <= self.request.max_tokens
             assert not seq.forks or seq.status is SequenceStatus.RUNNING
+
+
+def number_of(group: SequenceGroup) -> int:
+    """The number of an accepted request: its first sequence's."""
+    return group.sequences[0].seq_id

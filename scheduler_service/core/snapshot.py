@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from scheduler_service.core.latency_histogram import LatencyHistogram
+from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.timeline import RequestEvent
+
 
 @dataclass(slots=True)
 class Totals:
@@ -13,6 +17,21 @@ class Totals:
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """From a request's acceptance to its first token."""
+    inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """From one token of a sequence to its next."""
+
+    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
+        """A running sequence's first tokens so far are computed; with the last of them came its
+        next token."""
+        group = seq.group
+        group.timeline.add(RequestEvent.PREFILLED, now_us, num_tokens)
+        is_first_token = is_last and seq.choice_index == 0 and not seq.output_token_ids
+        if is_first_token and not group.is_lockstep:
+            group.timeline.add(RequestEvent.FIRST_TOKEN, now_us, num_tokens + 1)
+            if not group.request.is_continued:
+                self.first_token.add(now_us - group.clock.submitted_us)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +49,11 @@ class GroupSnapshot:
     num_running_sequences: int
     num_steps: int
     """Results received since the group joined."""
+    block_size: int
+    max_num_seqs: int
+    us_per_decode_step: float
+    """0 if not known, as the next."""
+    us_per_prefill_token: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,4 +74,7 @@ class CoreSnapshot:
     """Blocks moved from devices to hosts since start."""
     num_swapped_in_blocks: int
     """And back."""
+    first_token_counts: list[int]
+    """As in `LatencyHistogram`, like the next."""
+    inter_token_counts: list[int]
     groups: list[GroupSnapshot] = field(default_factory=list)

@@ -14,6 +14,7 @@ from scheduler_service.core.plan import NewSequence
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.timeline import RequestEvent
 
 
 class Swapping:
@@ -57,6 +58,7 @@ class Swapping:
             if not self._can_come_back(sequences):
                 return
             self._groups.remove(group)
+            group.note(RequestEvent.SWAPPED_IN, batch.now_us)
             batch.swap_in += self._blocks.swap_in([seq.seq_id for seq in sequences])
             for seq in sequences:
                 seq.num_computed = seq.length - 1

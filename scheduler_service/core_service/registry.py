@@ -7,8 +7,10 @@ to register as some rank of a group replaces a former one, which is told to stop
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -30,8 +32,21 @@ Context: TypeAlias = grpc.aio.ServicerContext[pb.RegisterWorkerRequest, pb.Regis
 HELD_UP_SHARE = 0.1
 """Share of the lease granted on top: a loop that was held up reads waiting heartbeats in it."""
 
+MAX_LOSSES = 32
+"""Losses that are remembered, for status pages."""
+
 FAREWELL_TIMEOUT_S = 1.0
 """For a last message to a worker that may not listen any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoss:
+    """A worker that was lost, and when."""
+
+    group_id: str
+    rank: int
+    model: str
+    at: float
 
 
 class WorkerRegistry:
@@ -53,6 +68,10 @@ class WorkerRegistry:
         self._step_timeout = step_timeout
         self._on_change = on_change
         self._groups: dict[str, WorkerGroup] = {}
+        self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
+        """The last workers that were lost, the last one last."""
+        self.num_losses = 0
+        """Workers lost so far."""
 
     def __iter__(self) -> Iterator[WorkerGroup]:
         """The groups by group id."""
@@ -200,9 +219,15 @@ class WorkerRegistry:
                 "worker left worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
             )
         else:
+            self._note_loss(worker)
             logger.warning(
                 "worker lost worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
             )
+
+    def _note_loss(self, worker: Worker) -> None:
+        of = worker.registration
+        self.num_losses += 1
+        self.losses.append(WorkerLoss(of.group_id, of.rank, of.model.name, self._driver.clock()))
 
     async def _read_heartbeats(self, worker: Worker, group: WorkerGroup, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:

@@ -12,6 +12,7 @@ from scheduler_service.core_service import attachments, registry
 from scheduler_service.core_service.assets import AssetCache, chunks_of
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.status import StatusBoard
+from scheduler_service.core_service.status_messages import to_detail
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.status_codes import errors_as_statuses
 
@@ -71,15 +72,18 @@ class SchedulerServicer(SchedulerServiceServicer):
         self, request: pb.SchedulerServiceGetStatusRequest, context: Context
     ) -> pb.SchedulerServiceGetStatusResponse:
         async with errors_as_statuses(context):
-            return pb.SchedulerServiceGetStatusResponse(status=self._status.snapshot())
+            status = self._status.snapshot(to_detail(request.detail))
+            return pb.SchedulerServiceGetStatusResponse(status=status)
 
     async def WatchStatus(
         self, request: pb.SchedulerServiceWatchStatusRequest, context: Context
     ) -> AsyncIterator[pb.SchedulerServiceWatchStatusResponse]:
         async with errors_as_statuses(context):
             interval_s = _interval_ms(request) / 1000
+            detail = to_detail(request.detail)
             while True:
-                yield pb.SchedulerServiceWatchStatusResponse(status=self._status.snapshot())
+                status = self._status.snapshot(detail)
+                yield pb.SchedulerServiceWatchStatusResponse(status=status)
                 await asyncio.sleep(interval_s)
 
     async def DrainWorker(

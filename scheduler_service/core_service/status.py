@@ -4,10 +4,17 @@ import asyncio
 import logging
 
 from pagewire.v1 import status_pb2
+from scheduler_service.core.inspection import InspectionDetail
+from scheduler_service.core.request_clock import to_us
 from scheduler_service.core.snapshot import GroupSnapshot
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.status_messages import (
+    block_map,
+    histogram,
+    request_status,
+)
 from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.version import VERSION
 
@@ -27,12 +34,35 @@ class StatusBoard:
         self._attachments = attachments
         self._started_at = driver.clock()
 
-    def snapshot(self) -> status_pb2.EngineStatus:
-        """The state of this instant."""
+    def snapshot(self, detail: InspectionDetail | None = None) -> status_pb2.EngineStatus:
+        """The state of this instant, in as much detail as is asked for."""
+        now = self._driver.clock()
+        status = self._counts(now)
+        if detail is not None and (detail.include_requests or detail.include_blocks):
+            self._add_detail(status, detail, now)
+        return status
+
+    def _add_detail(
+        self, status: status_pb2.EngineStatus, detail: InspectionDetail, now: float
+    ) -> None:
+        seen = self._driver.core.inspect(detail)
+        now_us = to_us(now)
+        status.requests.extend(request_status(request, now_us) for request in seen.requests)
+        status.ended_requests.extend(
+            request_status(request, now_us) for request in seen.ended_requests
+        )
+        status.num_unlisted_requests = seen.num_unlisted_requests
+        for group in status.groups:
+            maps = seen.block_maps.get(group.group_id)
+            if maps is not None:
+                group.gpu_blocks.CopyFrom(block_map(maps[0]))
+                group.cpu_blocks.CopyFrom(block_map(maps[1]))
+
+    def _counts(self, now: float) -> status_pb2.EngineStatus:
         core = self._driver.core.snapshot()
         groups = {group.group_id: group for group in core.groups}
         return status_pb2.EngineStatus(
-            uptime_s=self._driver.clock() - self._started_at,
+            uptime_s=now - self._started_at,
             version=VERSION,
             models=[model.name for model in self._registry.served_models()],
             num_waiting=core.num_waiting,
@@ -47,6 +77,15 @@ class StatusBoard:
             num_swapped_in_blocks=core.num_swapped_in_blocks,
             groups=[
                 self._group_status(group, groups.get(group.group_id)) for group in self._registry
+            ],
+            time_to_first_token=histogram(core.first_token_counts),
+            inter_token_latency=histogram(core.inter_token_counts),
+            num_worker_losses=self._registry.num_losses,
+            worker_losses=[
+                status_pb2.WorkerLoss(
+                    group_id=loss.group_id, rank=loss.rank, model=loss.model, age_s=now - loss.at
+                )
+                for loss in self._registry.losses
             ],
         )
 
@@ -84,6 +123,7 @@ class StatusBoard:
             num_steps=group.num_steps,
             epoch=group.epoch,
             heartbeat_age_s=self._driver.clock() - group.last_heartbeat,
+            world_size=group.world_size,
         )
         if planned is not None:
             status.num_gpu_blocks = planned.num_gpu_blocks
@@ -91,4 +131,8 @@ class StatusBoard:
             status.num_cpu_blocks = planned.num_cpu_blocks
             status.num_free_cpu_blocks = planned.num_free_cpu_blocks
             status.num_running_sequences = planned.num_running_sequences
+            status.block_size = planned.block_size
+            status.max_num_seqs = planned.max_num_seqs
+            status.decode_step_us = planned.us_per_decode_step
+            status.prefill_token_us = planned.us_per_prefill_token
         return status

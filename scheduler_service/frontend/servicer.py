@@ -144,9 +144,11 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     ) -> inference_pb.GetStatusResponse:
         """The core's snapshot."""
         tenant.check_operator()
+        validation.check_status_detail(request.detail)
         try:
             response = await self._core.GetStatus(
-                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=CORE_TIMEOUT_S
+                scheduler_pb.SchedulerServiceGetStatusRequest(detail=request.detail),
+                timeout=CORE_TIMEOUT_S,
             )
         except grpc.aio.AioRpcError as error:
             raise _core_is_away(error) from error
@@ -159,7 +161,8 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         """The core's snapshots, for as long as the client and the core are there."""
         tenant.check_operator()
         validation.check_status_interval(request)
-        watch = scheduler_pb.SchedulerServiceWatchStatusRequest()
+        validation.check_status_detail(request.detail)
+        watch = scheduler_pb.SchedulerServiceWatchStatusRequest(detail=request.detail)
         if request.HasField("interval_ms"):
             watch.interval_ms = request.interval_ms
         call = self._core.WatchStatus(watch)

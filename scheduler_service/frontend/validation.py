@@ -12,7 +12,7 @@ from struct import pack, unpack
 from google.protobuf.message import Message
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import model_pb2, sampling_pb2
+from pagewire.v1 import model_pb2, sampling_pb2, status_pb2
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 
 MIN_TEMPERATURE = unpack("f", pack("f", 0.01))[0]
@@ -28,6 +28,7 @@ MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5
 """Either way; length to this power stays within float32."""
 MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS = 100, 60_000
+MAX_STATUS_REQUESTS = 4096
 
 MAX_HOLD_MS = 60_000
 
@@ -88,6 +89,11 @@ def check_chat(chat: inference_pb.Chat) -> None:
 def check_status_interval(request: inference_pb.WatchStatusRequest) -> None:
     """Raise InvalidArgument for an interval out of range."""
     _check_range(request, "interval_ms", MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS, prefix="")
+
+
+def check_status_detail(detail: status_pb2.StatusDetail) -> None:
+    """Raise InvalidArgument for a number of requests out of range."""
+    _check_range(detail, "max_requests", 1, MAX_STATUS_REQUESTS, prefix="detail.")
 
 
 def _check_prompt(request: inference_pb.GenerateRequest) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from scheduler_service.core import (
     CoreSnapshot,
     GroupCapacity,
+    Inspection,
+    InspectionDetail,
     Outbox,
     Request,
     SchedulerConfig,
@@ -131,6 +133,9 @@ class RecordingCore:
 
     def snapshot(self) -> CoreSnapshot:
         return self._core.snapshot()
+
+    def inspect(self, detail: InspectionDetail) -> Inspection:
+        return self._core.inspect(detail)
 
     def check(self) -> None:
         self._core.check()

@@ -249,9 +249,10 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
         return pb.SchedulerServiceAbortResponse()
 
     async def GetStatus(self, request: Any, context: Any) -> pb.SchedulerServiceGetStatusResponse:
-        return pb.SchedulerServiceGetStatusResponse(
-            status=status_pb2.EngineStatus(num_running=7, models=[m.name for m in self.models])
-        )
+        status = status_pb2.EngineStatus(num_running=7, models=[m.name for m in self.models])
+        if request.detail.include_requests:
+            status.requests.add(number=1, num_prompt_tokens=request.detail.max_requests)
+        return pb.SchedulerServiceGetStatusResponse(status=status)
 
     async def WatchStatus(self, request: Any, context: Any) -> None:
         for count in range(3):

@@ -446,9 +446,9 @@ def test_memory_does_not_grow_with_requests_that_have_ended() -> None:
         driver.run_until_idle()
         driver.records = {}
 
-    serve(400)
-    tracemalloc.start()
+    tracemalloc.start()  # before the last ended requests, which are remembered, are made
     try:
+        serve(400)
         before = tracemalloc.get_traced_memory()[0]
         serve(1200)
         gc.collect()  # empties the interpreter's free lists, too

@@ -31,6 +31,7 @@ from scheduler_service.errors import (
     TenantLimit,
 )
 from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.inspections import check_inspection
 from tests.support.recorded import Recorder
 from tests.support.symbolic_worker import Sampling
 
@@ -324,6 +325,7 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.driver.core.check()
+        check_inspection(self.driver.core)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver") or self.driver.has_failed:

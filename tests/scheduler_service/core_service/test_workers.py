@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from scheduler_service.columns import from_column
 from scheduler_service.core_service.service import SERVICE_NAME, CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
@@ -277,6 +278,63 @@ async def test_status_tells_of_requests_and_groups(
         assert 0 < group.num_free_gpu_blocks < worker.num_gpu_blocks
         assert group.num_steps >= 4
         worker.may_answer.set()
+
+
+async def test_a_status_in_detail_tells_of_requests_and_blocks(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub
+) -> None:
+    worker = await fleet.start(FakeWorker("w", group_id="g"))
+    detail = status_pb2.StatusDetail(include_requests=True, include_blocks=True)
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, range(8), max_tokens=400)
+        await frontend.wait_tokens(1, 5)
+        worker.hold_results()
+        plain = (await core.GetStatus(pb.SchedulerServiceGetStatusRequest())).status
+        assert not plain.requests
+        assert not plain.groups[0].HasField("gpu_blocks")
+        asked = pb.SchedulerServiceGetStatusRequest(detail=detail)
+        status = (await core.GetStatus(asked)).status
+        [request] = status.requests
+        assert request.state == status_pb2.REQUEST_STATE_DECODING
+        assert (request.group_id, request.num_prompt_tokens) == ("g", 8)
+        assert request.num_output_tokens >= 5
+        assert len(request.events) == len(request.event_times_us) == len(request.event_values)
+        [group] = status.groups
+        owners = from_column(group.gpu_blocks.owners, "owners")
+        [table] = [from_column(column, "table") for column in request.block_tables]
+        assert [owners[block] for block in table] == [request.number] * len(table)
+        assert len(group.gpu_blocks.num_references) == len(owners) == group.num_gpu_blocks
+        assert owners.count(0) == group.num_free_gpu_blocks
+        assert sum(status.time_to_first_token.counts) == 1
+        worker.may_answer.set()
+
+
+async def test_a_lost_worker_is_remembered_and_one_that_was_told_to_end_is_not(
+    service: CoreService, fleet: Fleet, core: SchedulerServiceStub
+) -> None:
+    lost = await fleet.start(FakeWorker("lost", group_id="g"))
+    await until(lambda: ready_groups(service), "the group is ready")
+    await lost.kill()
+    await until(lambda: not list(service.registry), "its stream broke")
+    await fleet.start(FakeWorker("drained"))
+    await until(lambda: ready_groups(service), "the other is ready")
+    await core.DrainWorker(pb.DrainWorkerRequest(group_id="drained"))
+    await until(lambda: not list(service.registry), "it has left")
+    status = (await core.GetStatus(pb.SchedulerServiceGetStatusRequest())).status
+    assert [(loss.group_id, loss.rank, loss.model) for loss in status.worker_losses] == [
+        ("g", 0, "counter")
+    ]
+    assert status.num_worker_losses == 1
+
+
+async def test_more_requests_than_can_be_told_are_refused_by_name(
+    core: SchedulerServiceStub,
+) -> None:
+    detail = status_pb2.StatusDetail(include_requests=True, max_requests=5_000)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await core.GetStatus(pb.SchedulerServiceGetStatusRequest(detail=detail))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "max_requests" in str(error.value.details())
 
 
 async def test_a_summary_is_logged_when_something_happened(

@@ -4,6 +4,7 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import status_pb2
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
@@ -76,6 +77,16 @@ async def test_detokenize_gives_the_text_with_special_tokens_on_request(ready: S
         ),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1, 405]), "token_ids[1]"),
         ("WatchStatus", pb.WatchStatusRequest(interval_ms=99), "interval_ms"),
+        (
+            "GetStatus",
+            pb.GetStatusRequest(detail=status_pb2.StatusDetail(max_requests=0)),
+            "detail.max_requests",
+        ),
+        (
+            "WatchStatus",
+            pb.WatchStatusRequest(detail=status_pb2.StatusDetail(max_requests=4097)),
+            "detail.max_requests",
+        ),
     ],
 )
 async def test_bad_input_is_named(ready: Served, method: str, request_: object, field: str) -> None:
@@ -103,6 +114,12 @@ async def test_the_status_is_the_cores(ready: Served) -> None:
     response = await ready.client.GetStatus(pb.GetStatusRequest())
     assert response.status.num_running == 7
     assert list(response.status.models) == ["tiny"]
+
+
+async def test_the_core_is_told_in_what_detail(ready: Served) -> None:
+    detail = status_pb2.StatusDetail(include_requests=True, max_requests=9)
+    response = await ready.client.GetStatus(pb.GetStatusRequest(detail=detail))
+    assert [request.num_prompt_tokens for request in response.status.requests] == [9]
 
 
 async def test_the_watched_status_is_the_cores_until_it_goes(ready: Served) -> None:

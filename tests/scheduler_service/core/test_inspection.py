@@ -1,0 +1,222 @@
+"""What status pages see of requests and blocks."""
+
+import dataclasses
+
+import pytest
+
+from scheduler_service.core import InspectionDetail, SchedulerConfig
+from scheduler_service.core.block_map import CACHED
+from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.latency_histogram import (
+    FIRST_BOUND_US,
+    GROWTH,
+    NUM_BUCKETS,
+    LatencyHistogram,
+)
+from scheduler_service.core.request_snapshot import RequestSnapshot, RequestState
+from scheduler_service.core.timeline import MAX_EVENTS, NUM_FIRST_EVENTS, RequestEvent, Timeline
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.inspections import check_inspection
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
+
+
+def make_driver(*, config: SchedulerConfig = CONFIG, **capacity: object) -> CoreDriver:
+    driver = CoreDriver(config)
+    driver.add_group(make_capacity(**capacity))
+    return driver
+
+
+def step(driver: CoreDriver, times: int = 1) -> None:
+    for _ in range(times):
+        driver.schedule("g0")
+        driver.deliver("g0")
+        driver.collect()
+        check_inspection(driver.core)
+
+
+def live(driver: CoreDriver) -> dict[str, RequestSnapshot]:
+    return {request.request_id: request for request in check_inspection(driver.core).requests}
+
+
+def events(request: RequestSnapshot) -> list[str]:
+    return [event.name for event, _, _ in request.events]
+
+
+def test_a_request_tells_its_life_from_queue_to_end() -> None:
+    driver = make_driver()
+    driver.submit(prompt=list(range(12)), max_tokens=3, request_id="a", tenant="t", priority=-2)
+    [queued] = live(driver).values()
+    assert (queued.state, queued.group_id, queued.block_tables) == (RequestState.QUEUED, "", [])
+    step(driver)
+    prefilling = live(driver)["a"]
+    assert (prefilling.state, prefilling.num_computed_tokens) == (RequestState.PREFILLING, 8)
+    step(driver)
+    decoding = live(driver)["a"]
+    assert (decoding.state, decoding.num_output_tokens) == (RequestState.DECODING, 1)
+    assert [len(table) for table in decoding.block_tables] == [3]
+    driver.run_until_idle()
+    [ended] = check_inspection(driver.core).ended_requests
+    assert ended.state is RequestState.FINISHED
+    assert (ended.tenant, ended.priority, ended.group_id) == ("t", -2, "g0")
+    assert (ended.num_prompt_tokens, ended.num_output_tokens) == (12, 3)
+    assert [(event.name, value) for event, _, value in ended.events] == [
+        ("QUEUED", 12),
+        ("PLACED", 0),
+        ("STARTED", 12),
+        ("PREFILLED", 8),
+        ("PREFILLED", 12),
+        ("FIRST_TOKEN", 13),
+        ("ENDED", 15),
+    ]
+    assert ended.events[-1][1] == ended.ended_us > ended.submitted_us
+
+
+def test_blocks_that_requests_share_are_the_first_ones_and_counted() -> None:
+    driver = make_driver()
+    prompt = list(range(9))
+    driver.submit(prompt=prompt, max_tokens=20, request_id="a")
+    step(driver, 2)
+    driver.submit(prompt=prompt, max_tokens=20, request_id="b")
+    step(driver, 2)
+    requests = live(driver)
+    assert requests["b"].num_cached_tokens == 8
+    shared = requests["a"].block_tables[0][:2]
+    assert requests["b"].block_tables[0][:2] == shared
+    device, _ = check_inspection(driver.core).block_maps["g0"]
+    assert [device.num_references[block] for block in shared] == [2, 2]
+    assert [device.owners[block] for block in shared] == [requests["a"].number] * 2
+
+
+def test_free_blocks_with_contents_are_told_from_empty_ones() -> None:
+    driver = make_driver()
+    driver.submit(prompt=list(range(9)), max_tokens=2)
+    driver.run_until_idle()
+    device, _ = check_inspection(driver.core).block_maps["g0"]
+    assert sorted(set(device.owners)) == [CACHED, 0]
+    assert device.owners.count(CACHED) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "state"),
+    [
+        (PreemptionMode.SWAP, ["SWAPPED_OUT", "SWAPPED_IN", "STARTED"], RequestState.SWAPPED),
+        (PreemptionMode.RECOMPUTE, ["PREEMPTED", "STARTED", "PREFILLED"], RequestState.PREEMPTED),
+    ],
+)
+def test_who_makes_room_shows_how(
+    mode: PreemptionMode, names: list[str], state: RequestState
+) -> None:
+    config = dataclasses.replace(
+        CONFIG, preemption_mode=mode, enable_prefix_caching=False, watermark=0
+    )
+    driver = make_driver(config=config, num_gpu_blocks=6, num_cpu_blocks=8)
+    driver.submit(prompt=[1, 2, 3], max_tokens=16, request_id="a")
+    driver.submit(prompt=[4, 5, 6], max_tokens=16, request_id="b")
+    for _ in range(40):
+        step(driver)
+        if live(driver)["b"].state is state:
+            break
+    preempted = live(driver)["b"]
+    assert preempted.state is state
+    assert bool(preempted.host_block_tables) == (state is RequestState.SWAPPED)
+    driver.run_until_idle()
+    ended = {r.request_id: events(r) for r in check_inspection(driver.core).ended_requests}
+    first = ended["b"].index(names[0])
+    assert ended["b"][first : first + 3] == names
+    assert names[0] not in ended["a"]
+
+
+def test_a_lost_worker_shows_in_the_timelines_of_its_requests() -> None:
+    driver = make_driver()
+    driver.submit(prompt=[1, 2, 3], max_tokens=6, request_id="a")
+    step(driver, 2)
+    driver.lose_group("g0")
+    assert live(driver)["a"].state is RequestState.RECOVERING
+    driver.add_group(make_capacity("g1"))
+    driver.run_until_idle()
+    [ended] = check_inspection(driver.core).ended_requests
+    assert ended.placements == ["g0", "g1"]
+    assert events(ended)[-6:] == [
+        "FIRST_TOKEN",
+        "WORKER_LOST",
+        "PLACED",
+        "STARTED",
+        "PREFILLED",
+        "ENDED",
+    ]
+
+
+def test_a_new_core_knows_that_a_request_goes_on() -> None:
+    driver = make_driver()
+    driver.submit(prompt=[1, 2, 3], max_tokens=6, request_id="a")
+    step(driver, 2)
+    driver.lose_core()
+    assert events(live(driver)["a"]) == ["RESUMED"]
+    driver.run_until_idle()
+    assert not any(driver.core.snapshot().first_token_counts), "its first token was another core's"
+
+
+def test_ends_are_told_apart() -> None:
+    driver = make_driver()
+    driver.cancel(driver.submit(prompt=[1], max_tokens=2, request_id="cancelled"))
+    driver.submit(prompt=[1], max_tokens=2, request_id="late", timeout=0.5)
+    driver.expire(1.0)
+    driver.run_until_idle()
+    ended = {r.request_id: r for r in check_inspection(driver.core).ended_requests}
+    assert {name: r.state.name for name, r in ended.items()} == {
+        "cancelled": "ABORTED",
+        "late": "ABORTED",
+    }
+    assert (ended["cancelled"].error_reason, ended["late"].error_reason) == (
+        "",
+        "DEADLINE_EXCEEDED",
+    )
+
+
+def test_only_what_is_asked_for_is_looked_at() -> None:
+    driver = make_driver()
+    for index in range(6):
+        driver.submit(prompt=[index], max_tokens=9)
+    step(driver)
+    seen = driver.core.inspect(InspectionDetail())
+    assert (seen.requests, seen.block_maps, seen.ended_requests) == ([], {}, [])
+    seen = driver.core.inspect(InspectionDetail(include_requests=True, max_requests=5))
+    assert [request.request_id for request in seen.requests] == ["r1", "r2", "r3", "r4", "r5"]
+    assert (seen.num_unlisted_requests, seen.block_maps) == (1, {})
+    assert all(request.block_tables == [] for request in seen.requests)
+
+
+def test_latencies_are_counted_once_for_each_token() -> None:
+    driver = make_driver()
+    driver.submit(prompt=[1, 2], max_tokens=5)
+    driver.submit(prompt=[3, 4], max_tokens=4, n=2)
+    driver.run_until_idle()
+    counts = driver.core.snapshot()
+    assert sum(counts.first_token_counts) == 2
+    assert sum(counts.inter_token_counts) == counts.num_generated_tokens - 3
+
+
+def test_a_histogram_puts_a_time_under_the_first_bound_that_holds_it() -> None:
+    histogram = LatencyHistogram()
+    for us in (0, FIRST_BOUND_US, 1_000, 25_000, 10**12):
+        histogram.add(us)
+    buckets = [index for index, count in enumerate(histogram.counts) for _ in range(count)]
+    assert buckets[:2] == [0, 0]
+    for us, bucket in zip((1_000, 25_000), buckets[2:4], strict=True):
+        assert FIRST_BOUND_US * GROWTH ** (bucket - 1) < us <= FIRST_BOUND_US * GROWTH**bucket
+    assert buckets[4] == NUM_BUCKETS - 1
+
+
+def test_a_long_timeline_keeps_its_beginning_and_its_end() -> None:
+    timeline = Timeline()
+    for at_us in range(500):
+        timeline.add(RequestEvent.PREFILLED, at_us, at_us)
+    times = [at_us for _, at_us, _ in timeline.entries]
+    last = list(range(500 - MAX_EVENTS + NUM_FIRST_EVENTS, 500))
+    assert times == [*range(NUM_FIRST_EVENTS), *last]
+    for at_us in range(200):
+        timeline.add_placement(f"g{at_us}", at_us)
+    assert len(timeline.placements) <= MAX_EVENTS
+    assert timeline.placements[0] == "g0"
+    assert timeline.placements[-1] == "g199"

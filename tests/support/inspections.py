@@ -1,0 +1,38 @@
+"""What a core shows of itself, held against what it has."""
+
+from collections import Counter
+
+from scheduler_service.core import Inspection, InspectionDetail, SchedulerCore
+from scheduler_service.core.block_map import BlockMap
+from scheduler_service.replay.recorder import RecordingCore
+
+ALL = InspectionDetail(include_requests=True, include_blocks=True, max_requests=1_000)
+
+
+def check_inspection(core: SchedulerCore | RecordingCore) -> Inspection:
+    """Assert that counts, requests, block tables and block maps tell the same."""
+    counts, seen = core.snapshot(), core.inspect(ALL)
+    states = Counter(request.state.name for request in seen.requests)
+    assert states["PREFILLING"] + states["DECODING"] == counts.num_running
+    assert states["SWAPPED"] == counts.num_swapped
+    assert len(seen.requests) - counts.num_running - counts.num_swapped == counts.num_waiting
+    for group in counts.groups:
+        device, host = seen.block_maps[group.group_id]
+        requests = [request for request in seen.requests if request.group_id == group.group_id]
+        tables = {request.number: request.block_tables for request in requests}
+        _check_map(device, group.num_free_gpu_blocks, tables)
+        tables = {request.number: request.host_block_tables for request in requests}
+        _check_map(host, group.num_free_cpu_blocks, tables)
+    for request in seen.requests + seen.ended_requests:
+        times = [at_us for _, at_us, _ in request.events]
+        assert times == sorted(times)
+    return seen
+
+
+def _check_map(blocks: BlockMap, num_free: int, tables: dict[int, list[list[int]]]) -> None:
+    counts = Counter(b for own in tables.values() for table in own for b in table)
+    assert blocks.num_references == [counts[block] for block in range(len(blocks.owners))]
+    assert sum(owner <= 0 for owner in blocks.owners) == num_free
+    for block, owner in enumerate(blocks.owners):
+        owners = {number for number, own in tables.items() if any(block in t for t in own)}
+        assert owner in owners if owners else owner <= 0
