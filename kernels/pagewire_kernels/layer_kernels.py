@@ -23,6 +23,13 @@ class LayerKernels(Protocol):
 
     name: str
 
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of a table. table: [num_tokens, size]; token_ids: int64 [num_rows].
+
+        Returns a new [num_rows, size].
+        """
+        ...
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
@@ -99,6 +106,7 @@ class TorchLayerKernels:
     """Plain torch, on any device: what runs where there is nothing faster."""
 
     name = "torch"
+    embed = staticmethod(reference.embed)
     rms_norm = staticmethod(reference.rms_norm)
     layer_norm = staticmethod(reference.layer_norm)
     activate = staticmethod(reference.activate)

@@ -92,6 +92,15 @@ def test_a_broken_number_stays_one(kernels: NativeLayerKernels, dtype: torch.dty
     assert kernels.rms_norm(x, torch.ones(2, dtype=dtype), 1e-5).isnan().all()
 
 
+def test_embedding_takes_rows_of_a_table(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
+    """A part of a wider one here; tokens that it does not have are zeros."""
+    table = torch.randn(30, 50).to(dtype)[:, :37]
+    token_ids = torch.tensor([29, 0, 7, 7, 30, -1])
+    rows = kernels.embed(table, token_ids)
+    assert torch.equal(rows[:4], reference.embed(table, token_ids[:4]))
+    assert not rows[4:].any()
+
+
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (40, 40), (80, 32)])
 @pytest.mark.parametrize("with_norms", [False, True])
 def test_rotation_and_cache_write_agree(

@@ -18,6 +18,7 @@ from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()
 SIZE, HEADS, KV_HEADS, HEAD_DIM = 96, 4, 1, 16
+NUM_TOKENS = 200
 
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no compiled kernels for this processor")
 
@@ -41,9 +42,16 @@ class Layers:
     def __init__(self, library: Library, dtype: torch.dtype) -> None:
         self.kernels = NativeLayerKernels(library)
         generator = torch.Generator().manual_seed(3)
+        self.table = torch.randn(NUM_TOKENS, SIZE, generator=generator).to(dtype)
         self.weights = torch.rand(6, SIZE, generator=generator).to(dtype)
         angles = torch.rand(50, HEAD_DIM // 2, generator=generator)
         self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.kernels.embed(self.table, token_ids)
+
+    def embed_by_torch(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.table[token_ids]
 
     def __call__(
         self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
@@ -68,9 +76,7 @@ class Layers:
         return self.kernels.act_and_mul(update, "silu")
 
 
-def _batch(
-    num_rows: int, dtype: torch.dtype, seed: int
-) -> tuple[Tensor, Tensor, AttentionMetadata]:
+def _batch(num_rows: int, seed: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(8 * 4, generator=generator)[: min(num_rows, 32)]
     column = torch.zeros(1, dtype=torch.int32)
@@ -83,7 +89,7 @@ def _batch(
         max_context_len=1,
     )
     positions = torch.randint(50, (num_rows,), generator=generator)
-    return torch.randn(num_rows, SIZE, generator=generator).to(dtype), positions, metadata
+    return torch.randint(NUM_TOKENS, (num_rows,), generator=generator), positions, metadata
 
 
 def _cache(dtype: torch.dtype) -> Tensor:
@@ -92,18 +98,21 @@ def _cache(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("is_embedding_recorded", [True, False])
 def test_a_program_gives_the_same_bits_and_the_same_cache(
-    library: Library, dtype: torch.dtype, num_threads: int
+    library: Library, dtype: torch.dtype, num_threads: int, is_embedding_recorded: bool
 ) -> None:
     torch.set_num_threads(num_threads)
     layers = Layers(library, dtype)
-    recorded, expected_cache, cache = RecordedLayers(layers, library), _cache(dtype), _cache(dtype)
+    embed = layers.embed if is_embedding_recorded else layers.embed_by_torch
+    recorded = RecordedLayers(embed, layers, library)
+    expected_cache, cache = _cache(dtype), _cache(dtype)
     for step, num_rows in enumerate([3, 1, 64, 65, 7, 700, 2]):  # grows twice
-        x, positions, metadata = _batch(num_rows, dtype, step)
-        before = x.clone()
+        token_ids, positions, metadata = _batch(num_rows, step)
         with torch.inference_mode():
-            output = recorded(x, positions, cache, metadata)
-            assert torch.equal(x, before)
+            output = recorded(token_ids, positions, cache, metadata)
+            assert recorded.is_recorded
+            x = layers.table[token_ids]
             expected = layers(x, positions, expected_cache, metadata)
         assert output.shape == (num_rows, SIZE // 2)
         assert torch.equal(output, expected), num_rows
@@ -112,11 +121,11 @@ def test_a_program_gives_the_same_bits_and_the_same_cache(
 
 def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:
     layers = Layers(library, torch.float32)
-    recorded = RecordedLayers(layers, library)
-    x, positions, metadata = _batch(5, torch.float32, 0)
+    recorded = RecordedLayers(layers.embed, layers, library)
+    token_ids, positions, metadata = _batch(5, 0)
     caches = [_cache(torch.float32) for _ in range(2)]
     for cache in caches:
-        recorded(x, positions, cache, metadata)
+        recorded(token_ids, positions, cache, metadata)
     assert caches[0].any()
     assert torch.equal(*caches)
 
@@ -128,10 +137,10 @@ def test_it_is_recorded_once_for_batches_that_fit(library: Library) -> None:
         calls.append(x.shape[0])
         return layers(x, *others)  # type: ignore[arg-type]
 
-    recorded, cache = RecordedLayers(counted, library), _cache(torch.float32)
+    recorded, cache = RecordedLayers(layers.embed, counted, library), _cache(torch.float32)
     for num_rows in (1, 64, 2, 100, 128, 1):
-        x, positions, metadata = _batch(num_rows, torch.float32, 0)
-        recorded(x, positions, cache, metadata)
+        token_ids, positions, metadata = _batch(num_rows, 0)
+        recorded(token_ids, positions, cache, metadata)
     assert calls == [64, 128]
 
 
@@ -182,11 +191,13 @@ def test_rows_that_are_not_the_steps_are_refused_while_recording() -> None:
 
 
 def test_layers_that_compute_otherwise_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    layers = RecordedLayers(lambda x, *others: x * 2, LIBRARIES[0])
-    x, positions, metadata = _batch(3, torch.float32, 0)
+    own = Layers(LIBRARIES[0], torch.float32)
+    layers = RecordedLayers(own.embed, lambda x, *others: x * 2, LIBRARIES[0])
+    token_ids, positions, metadata = _batch(3, 0)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert torch.equal(layers(x, positions, _cache(x.dtype), metadata), x * 2)
+            output = layers(token_ids, positions, _cache(torch.float32), metadata)
+            assert torch.equal(output, own.table[token_ids] * 2)
     assert [record.message for record in caplog.records] == [
         "layers are not recorded as a program: they use the operation aten.mul.Tensor"
     ]

@@ -125,7 +125,7 @@ class GPT2Model(NativeModel):
         )
         self.embedding = self.position_embedding = self.head = self.norm = None
         if layout.is_first_stage:
-            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place)
+            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place, kernels.layers)
             self.position_embedding = torch.empty(
                 s.max_positions, s.hidden_size, **place.as_kwargs()
             )

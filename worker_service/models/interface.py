@@ -42,7 +42,8 @@ class Model(Protocol):
         """Last hidden states of all rows; writes the rows' KV into the cache on the way.
 
         token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks, num_layers, 2,
-        block_size, num_kv_heads, head_dim]. Returns [num_tokens, hidden_size].
+        block_size, num_kv_heads, head_dim]. Returns [num_tokens, hidden_size], which the next call
+        may overwrite.
         """
         ...
 

@@ -214,7 +214,7 @@ class LlamaModel(NativeModel):
         self._layer_range = layout.layer_range(s.num_layers)
         self.embedding = self.head = self.norm = None
         if layout.is_first_stage:
-            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place)
+            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place, kernels.layers)
         rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
         self.layers = nn.ModuleList(
             LlamaLayer(s, layer, place, kernels, rotary) for layer in self._layer_range

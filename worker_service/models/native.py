@@ -83,7 +83,7 @@ class NativeModel(nn.Module, ABC):
         super().__init__()
         self.ranks = place.ranks
         alone = place.ranks.layout.world_size == 1
-        self._run_layers = kernels.prepare(self.run_layers) if alone else self.run_layers
+        self._run = kernels.prepare(self.embed, self.run_layers) if alone else None
         self._needs_fixed_products = place.needs_fixed_products
         self._hidden_like = torch.empty(hidden_size, **place.as_kwargs())
 
@@ -135,12 +135,14 @@ class NativeModel(nn.Module, ABC):
 
         Of several stages each computes its layers, takes what the one before has, and hands on.
         """
+        if self._run is not None:
+            return self._run(token_ids, positions, kv_cache, metadata)
         layout = self.ranks.layout
         if layout.is_first_stage:
             x = self.embed(token_ids, positions)
         else:
             x = self.ranks.receive(token_ids, positions, like=self._hidden_like)
-        x = self._run_layers(x, positions, kv_cache, metadata)
+        x = self.run_layers(x, positions, kv_cache, metadata)
         if not layout.is_last_stage:
             self.ranks.send_on(x)
         return x

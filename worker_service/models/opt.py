@@ -142,16 +142,16 @@ class OPTModel(NativeModel):
         self.project_out: Linear | None = None
         self.norm: LayerNorm | None = None
         if layout.is_first_stage:
-            self._make_first(place)
+            self._make_first(place, kernels.layers)
         self.layers = nn.ModuleList(
             OPTLayer(s, layer, place, kernels) for layer in self._layer_range
         )
         if layout.is_last_stage:
             self._make_last(place, kernels.layers)
 
-    def _make_first(self, place: Placement) -> None:
+    def _make_first(self, place: Placement, kernels: LayerKernels) -> None:
         s = self._settings
-        self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, place)
+        self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, place, kernels)
         self.position_embedding = torch.empty(
             s.max_positions + POSITION_OFFSET, s.hidden_size, **place.as_kwargs()
         )

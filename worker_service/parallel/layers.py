@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.cpu.native import NativeWeight
+from pagewire_kernels.layer_kernels import LayerKernels
 from worker_service.models.linear import Linear, TiedLinear
 from worker_service.models.packed_weight import PackedWeight
 from worker_service.models.placement import Placement
@@ -34,13 +35,14 @@ class RowParallelLinear(Linear):
 class VocabEmbedding(nn.Module):
     """Rows of a table by token, where each rank has the rows of some tokens."""
 
-    def __init__(self, vocab_size: int, size: int, place: Placement) -> None:
+    def __init__(self, vocab_size: int, size: int, place: Placement, kernels: LayerKernels) -> None:
         super().__init__()
         self.share = place.ranks.layout.vocab_share(vocab_size)
         num_rows = place.ranks.layout.vocab_rows(vocab_size)
         self.weight: Tensor | None = torch.empty(num_rows, size, **place.as_kwargs())
         self.weight[self.share.size :] = 0
         self.packed: NativeWeight | None = None
+        self._kernels = kernels
         self._ranks = place.ranks
 
     def share_packed(self, packed: PackedWeight) -> None:
@@ -62,7 +64,7 @@ class VocabEmbedding(nn.Module):
         if self.packed is not None:
             return self.packed.gather(indices)
         assert self.weight is not None
-        return nn.functional.embedding(indices, self.weight)
+        return self._kernels.embed(self.weight, indices)
 
 
 class VocabHead(nn.Module):

@@ -15,8 +15,15 @@ from pagewire_kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
+Embed = Callable[[Tensor, Tensor], Tensor]
+"""Of token ids and positions, to the residual stream."""
+
 Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
 """Of the residual stream, positions, the KV cache and the metadata, to hidden states."""
+
+Whole = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
+"""Of token ids, positions, the KV cache and the metadata, to hidden states, which the next call may
+overwrite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +33,23 @@ class Kernels:
     attention: AttentionBackend
     layers: LayerKernels
 
-    def prepare(self, layers: Layers) -> Layers:
-        """What computes the same as a model's layers: they themselves, or a recorded program."""
-        if self.layers.name != "native":
-            return layers
-        from pagewire_kernels.cpu.native import library
-        from pagewire_kernels.cpu.native.recorded import RecordedLayers
+    def prepare(self, embed: Embed, layers: Layers) -> Whole:
+        """What computes the same as a model's embedding and layers: they themselves, or a recorded
+        program."""
+        if self.layers.name == "native":
+            from pagewire_kernels.cpu.native import library
+            from pagewire_kernels.cpu.native.recorded import RecordedLayers
 
-        found = library()
-        return layers if found is None else RecordedLayers(layers, found)
+            found = library()
+            if found is not None:
+                return RecordedLayers(embed, layers, found)
+
+        def whole(
+            token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        ) -> Tensor:
+            return layers(embed(token_ids, positions), positions, kv_cache, metadata)
+
+        return whole
 
 
 def select_kernels(

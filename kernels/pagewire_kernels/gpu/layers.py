@@ -1,5 +1,6 @@
 """`LayerKernels` for CUDA devices."""
 
+from pagewire_kernels import reference
 from pagewire_kernels.gpu.activation import act_and_mul, activate
 from pagewire_kernels.gpu.norm import layer_norm, rms_norm
 from pagewire_kernels.gpu.rotary import rotate_and_write_kv
@@ -10,6 +11,7 @@ class TritonLayerKernels:
     computed by one program, or within one, in an order that its size alone decides."""
 
     name = "triton"
+    embed = staticmethod(reference.embed)
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     activate = staticmethod(activate)

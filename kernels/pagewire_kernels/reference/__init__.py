@@ -2,7 +2,7 @@
 
 attention.py  attention over a paged cache
 cache.py      writing to it, reading from it, moving its blocks
-layers.py     norms, rotary embedding, activations
+layers.py     embedding, norms, rotary embedding, activations
 sampling.py   from logits to a token, and log probabilities
 """
 
@@ -12,6 +12,7 @@ from pagewire_kernels.reference.layers import (
     ACTIVATIONS,
     act_and_mul,
     activate,
+    embed,
     layer_norm,
     rms_norm,
     rotate_and_write_kv,
@@ -23,6 +24,7 @@ __all__ = [
     "act_and_mul",
     "activate",
     "apply_penalties",
+    "embed",
     "gather_kv",
     "gather_logprobs",
     "layer_norm",

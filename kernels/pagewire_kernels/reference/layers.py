@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and activations in plain torch, computed in float32."""
+"""Embedding, norms, rotary embedding and activations in plain torch, computed in float32."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,11 @@ from torch.nn import functional
 from pagewire_kernels.reference.cache import write_kv
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def embed(table: Tensor, token_ids: Tensor) -> Tensor:
+    """Rows of a table by token. table: [num_tokens, size]; token_ids: int64 [num_rows]."""
+    return functional.embedding(token_ids, table)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

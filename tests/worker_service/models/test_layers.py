@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu.native import library
+from pagewire_kernels.layer_kernels import TorchLayerKernels
 from worker_service.models.linear import Linear
 from worker_service.models.onednn_weight import OneDNNWeight, num_padded_rows
 from worker_service.models.packed_weight import can_pack
@@ -75,7 +76,7 @@ def test_packing_changes_rounding_only_and_frees_the_weight() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tied_head_and_its_embedding_share_one_table(dtype: torch.dtype) -> None:
     place = Placement(dtype=dtype, device=CPU)
-    embedding = VocabEmbedding(80, 48, place)
+    embedding = VocabEmbedding(80, 48, place, TorchLayerKernels())
     assert embedding.weight is not None
     table = embedding.weight.copy_(torch.randn(80, 48)).clone()
     head = VocabHead(80, 48, place, tied_to=embedding)

@@ -48,18 +48,18 @@ def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
     torch.set_num_threads(num_threads)
     model = _model(family, dtype)
     recorded, eager = PagedDriver(model), PagedDriver(model)
-    run_layers = model._run_layers
-    assert isinstance(run_layers, RecordedLayers)
+    run = model._run
+    assert isinstance(run, RecordedLayers)
     for step in _steps():
-        model._run_layers = run_layers
+        model._run = run
         logits = recorded.run(step)
-        assert run_layers.is_recorded
-        model._run_layers = model.run_layers
+        assert run.is_recorded
+        model._run = None
         assert all(map(torch.equal, logits, eager.run(step)))
     assert torch.equal(recorded.kv_cache.nan_to_num(), eager.kv_cache.nan_to_num())
 
 
 def test_a_model_whose_layers_torch_computes_runs_as_it_is() -> None:
     model = _model("llama", "float16")
-    assert not isinstance(model._run_layers, RecordedLayers)
+    assert not isinstance(model._run, RecordedLayers)
     assert PagedDriver(model).run([(0, 0, _tokens(5, 0))])[0].isfinite().all()

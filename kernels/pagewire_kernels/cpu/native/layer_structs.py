@@ -38,6 +38,20 @@ class ActivationTask(ctypes.Structure):
     )
 
 
+class EmbedTask(ctypes.Structure):
+    """`EmbedTask` of src/layers.h."""
+
+    _fields_ = (
+        ("next_item", c_int64),
+        ("batch", c_int64),
+        ("table", c_int64),
+        ("table_row_bytes", c_int64),
+        ("y", c_int64),
+        ("row_bytes", c_int64),
+        ("num_tokens", c_int64),
+    )
+
+
 class RotateTask(ctypes.Structure):
     """`RotateTask` of src/layers.h."""
 

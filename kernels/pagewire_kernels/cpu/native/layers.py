@@ -1,4 +1,4 @@
-"""Launches the kernels of src/norm.cpp, src/activation.cpp and src/rotate.cpp."""
+"""Launches the kernels of src/embed.cpp, src/norm.cpp, src/activation.cpp and src/rotate.cpp."""
 
 import ctypes
 
@@ -7,7 +7,12 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.layer_structs import ActivationTask, NormTask, RotateTask
+from pagewire_kernels.cpu.native.layer_structs import (
+    ActivationTask,
+    EmbedTask,
+    NormTask,
+    RotateTask,
+)
 from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -26,6 +31,24 @@ class NativeLayerKernels:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Rows of a table by token; those that it does not have are zeros."""
+        num_tokens, size = table.shape
+        assert table.stride(1) == 1
+        assert token_ids.dtype == torch.int64
+        num_rows, token_ids = token_ids.shape[0], token_ids.contiguous()
+        y = new_rows(num_rows, size, table.dtype)
+        task = EmbedTask(
+            batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
+            table=table.data_ptr(),
+            table_row_bytes=table.stride(0) * table.element_size(),
+            y=y.data_ptr(),
+            row_bytes=size * table.element_size(),
+            num_tokens=num_tokens,
+        )
+        launch(self._library.kernel("embed"), task, 1)
+        return y
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -63,8 +63,7 @@ class GatherTask(ctypes.Structure):
 
     _fields_ = (
         ("next_item", ctypes.c_int64),
-        ("num_rows", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
+        ("batch", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64),
@@ -159,25 +158,24 @@ class NativeWeight(_Packed):
         self._multiply(self._kernels[y.dtype], rows, bias, y)
         return y
 
-    def gather(self, ids: Tensor) -> Tensor:
-        """Rows of the weight: ids, int64 [num_rows]; returns [num_rows, in_features].
+    def gather(self, token_ids: Tensor) -> Tensor:
+        """Rows of the weight: token_ids, int64 [num_rows]; returns [num_rows, in_features].
 
-        An id that the weight does not have gives zeros.
+        A token that the weight does not have gives zeros.
         """
-        assert ids.dtype == torch.int64
-        ids = ids.contiguous()
-        y = torch.empty((ids.shape[0], self.in_features), dtype=self.dtype)
+        assert token_ids.dtype == torch.int64
+        num_rows = token_ids.shape[0]
+        token_ids = token_ids.contiguous()
+        y = new_rows(num_rows, self.in_features, self.dtype)
         task = GatherTask(
-            num_rows=ctypes.addressof(batch_of(ids.shape[0])),
-            ids=ids.data_ptr(),
+            batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
             packed=self.address,
             y=y.data_ptr(),
             y_stride=self.in_features,
             in_features=self.in_features,
             out_features=self.out_features,
         )
-        num_threads = max(1, min(torch.get_num_threads(), ids.shape[0]))
-        threads.run(self._gather, ctypes.addressof(task), num_threads)
+        launch(self._gather, task, max(1, min(torch.get_num_threads(), num_rows)))
         return y
 
 

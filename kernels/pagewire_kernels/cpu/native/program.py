@@ -81,6 +81,7 @@ class Program:
         self.batch = Batch(num_rows=max_rows)
         self.buffers = Buffers()
         # Stand for a step's own while recording; nothing reads them.
+        self.token_ids = torch.empty(max_rows, dtype=torch.int64)
         self.positions = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mapping = torch.empty(max_rows, dtype=torch.int64)
         self._kernel = library.kernel("run_program")
@@ -185,20 +186,29 @@ def new_rows(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def batch_of(
-    num_rows: int, *, positions: Tensor | None = None, slot_mapping: Tensor | None = None
+    num_rows: int,
+    *,
+    token_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
 ) -> Batch:
     """The batch that a task is to read: the program's, or one for a single launch."""
     program = _state.program
     if program is None:
         batch = _state.batch
         batch.num_rows = num_rows
+        batch.token_ids = 0 if token_ids is None else token_ids.data_ptr()
         batch.positions = 0 if positions is None else positions.data_ptr()
         batch.slot_mapping = 0 if slot_mapping is None else slot_mapping.data_ptr()
         return batch
-    expected = ((positions, program.positions), (slot_mapping, program.slot_mapping))
+    expected = (
+        (token_ids, program.token_ids),
+        (positions, program.positions),
+        (slot_mapping, program.slot_mapping),
+    )
     for given, own in expected:
         if given is not None and given.data_ptr() != own.data_ptr():
-            raise NotRecordable("positions or slots are not the step's own")
+            raise NotRecordable("tokens, positions or slots that are not the step's own")
     if num_rows != program.max_rows:
         raise NotRecordable(f"{num_rows} rows, not the step's own")
     return program.batch

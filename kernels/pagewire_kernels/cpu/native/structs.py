@@ -15,6 +15,7 @@ class Batch(ctypes.Structure):
     _fields_ = (
         ("num_rows", c_int64),
         ("num_seqs", c_int64),
+        ("token_ids", c_int64),
         ("positions", c_int64),
         ("slot_mapping", c_int64),
         ("query_start", c_int64),
@@ -25,17 +26,21 @@ class Batch(ctypes.Structure):
 
 
 def describe_batch(
-    batch: Batch, metadata: AttentionMetadata, positions: Tensor | None = None
+    batch: Batch,
+    metadata: AttentionMetadata,
+    positions: Tensor | None = None,
+    token_ids: Tensor | None = None,
 ) -> None:
     """Have `batch` tell a step's, whose tensors must live as long as it is used."""
     for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
         assert tensor.dtype == torch.int32, "metadata is int32"
         assert tensor.is_contiguous(), "metadata is contiguous"
-    for column in (metadata.slot_mapping, positions):
-        assert column is None or column.dtype == torch.int64, "slots and positions are int64"
-        assert column is None or column.is_contiguous(), "slots and positions are contiguous"
+    for column in (metadata.slot_mapping, positions, token_ids):
+        assert column is None or column.dtype == torch.int64, "columns are int64"
+        assert column is None or column.is_contiguous(), "columns are contiguous"
     batch.num_rows = metadata.slot_mapping.shape[0]
     batch.num_seqs = metadata.context_lens.shape[0]
+    batch.token_ids = 0 if token_ids is None else token_ids.data_ptr()
     batch.positions = 0 if positions is None else positions.data_ptr()
     batch.slot_mapping = metadata.slot_mapping.data_ptr()
     batch.query_start = metadata.query_start.data_ptr()

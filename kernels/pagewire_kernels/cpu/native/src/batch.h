@@ -9,6 +9,7 @@ namespace pagewire {
 struct Batch {
   int64_t num_rows;             // tokens of all sequences, flattened
   int64_t num_seqs;
+  const int64_t* token_ids;     // [num_rows]
   const int64_t* positions;     // [num_rows]
   const int64_t* slot_mapping;  // [num_rows]; negative: not written
   const int32_t* query_start;   // [num_seqs + 1]

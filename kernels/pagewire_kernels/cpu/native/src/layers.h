@@ -57,6 +57,16 @@ struct RotateTask : Task {
   float eps;
 };
 
+// Rows of a table by token.
+struct EmbedTask : Task {
+  const Batch* batch;  // tokens beyond the table give zeros
+  const void* table;
+  int64_t table_row_bytes;
+  void* y;  // [num_rows], dense rows
+  int64_t row_bytes;
+  int64_t num_tokens;  // in the table
+};
+
 constexpr int64_t kMaxHeadDim = 1024;
 
 }  // namespace pagewire

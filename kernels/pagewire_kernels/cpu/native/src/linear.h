@@ -13,6 +13,7 @@
 #pragma once
 
 #include "activation.h"
+#include "batch.h"
 #include "dot.h"
 #include "team.h"
 
@@ -45,12 +46,11 @@ struct PackTask : Task {
   int64_t num_parts;  // 1, or 2 of a gated layer
 };
 
-// Rows of a packed weight by number: an embedding whose table is also the head's weight.
+// Rows of a packed weight by token: an embedding whose table is also the head's weight.
 struct GatherTask : Task {
-  const int64_t* num_rows;
-  const int64_t* ids;  // [*num_rows]; those beyond the table give zeros
+  const Batch* batch;  // tokens beyond the table give zeros
   const void* packed;
-  void* y;  // [*num_rows, in_features]
+  void* y;  // [num_rows, in_features]
   int64_t y_stride;
   int64_t in_features;
   int64_t out_features;

@@ -51,8 +51,8 @@ void gather(GatherTask& task) {
   using Input = typename Dot::Input;
   const int64_t num_steps = divide_up(task.in_features, Dot::kInputsPerStep);
   const int64_t num_whole = task.in_features / Dot::kInputsPerStep;
-  for (int64_t i = take_item(task); i < *task.num_rows; i = take_item(task)) {
-    const int64_t id = task.ids[i];
+  for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
+    const int64_t id = task.batch->token_ids[i];
     Input* y = static_cast<Input*>(task.y) + i * task.y_stride;
     if (id < 0 || id >= task.out_features) {
       memset(y, 0, task.in_features * sizeof(Input));
