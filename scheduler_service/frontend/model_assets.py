@@ -99,6 +99,12 @@ class ModelDirectory:
         """Whether any model is served and ready."""
         return any(self._find_ready(info) for info in self._served.values())
 
+    @property
+    def served(self) -> list[model_pb2.ModelInfo]:
+        """The models that are served and ready, by name."""
+        served = sorted(self._served.values(), key=lambda info: info.name)
+        return [info for info in served if self._find_ready(info)]
+
     def update(self, models: Iterable[model_pb2.ModelInfo]) -> None:
         """Take in which models are served now, and fetch the files of new ones."""
         self._served = {info.name: info for info in models}

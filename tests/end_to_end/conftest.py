@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +18,8 @@ EMBEDDED = ROOT / "worker_service/embedded_model"
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    with Cluster(folder, worker_flags=["--dtype", "float32"]) as cluster:
+    flags = {"worker_flags": ["--dtype", "float32"], "frontend_flags": ["--http", "127.0.0.1:0"]}
+    with Cluster(folder, **flags) as cluster:
         yield cluster.start()
 
 
@@ -25,6 +27,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def stub(cluster: Cluster) -> Iterator[InferenceServiceStub]:
     with inference_stub(cluster.frontend_address()) as stub:
         yield stub
+
+
+@pytest.fixture
+def openai_client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    url = f"{cluster.http_url()}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 class Reference:

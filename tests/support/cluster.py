@@ -1,6 +1,7 @@
 """Real services as real processes, on unix sockets in a test's own folder."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,11 @@ class Cluster:
 
     def frontend_address(self, index: int = 0) -> str:
         return f"unix:{self.folder}/frontend-{index}.sock"
+
+    def http_url(self, index: int = 0) -> str:
+        """Where a frontend that was told to listens for HTTP, as its log tells."""
+        (found,) = re.findall(r"listening http=(\S+)", self.frontends[index].log)
+        return f"http://{found}"
 
     def start_core(self) -> Service:
         self.core = self._start(

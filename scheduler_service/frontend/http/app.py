@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
 
-from scheduler_service.frontend.http import health
+from scheduler_service.frontend.http import completions, health, models
 from scheduler_service.frontend.http.body_limit import BodyLimit
 from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.errors import handle_errors
@@ -12,7 +12,11 @@ from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.version import VERSION
 
-ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (health.make_router,)
+ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
+    health.make_router,
+    models.make_router,
+    completions.make_router,
+)
 
 
 def make_app(services: HttpServices) -> FastAPI:
@@ -32,7 +36,5 @@ def make_app(services: HttpServices) -> FastAPI:
         app.include_router(make_router(services))
     handle_errors(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
-    app.add_middleware(
-        Authenticate, authentication=services.authentication, open_paths=OPEN_PATHS
-    )
+    app.add_middleware(Authenticate, authentication=services.authentication, open_paths=OPEN_PATHS)
     return app

@@ -85,6 +85,24 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorResponse, "description": description}
+    for code, description in {
+        400: "A field is wrong, or the prompt is too long",
+        401: "No or wrong credentials",
+        403: "The credentials are not good for this",
+        404: "No such model, or nothing here",
+        409: "A live request has this id",
+        413: "The body is too large",
+        429: "Too much is waiting; Retry-After tells when to try again",
+        500: "A bug, or the model failed",
+        503: "No model can be served now, or shutting down",
+        504: "The deadline has passed",
+    }.items()
+}
+"""What every endpoint that does some work may answer."""
+
+
 def http_code(error: Exception) -> int:
     """The HTTP status code of `error`; whatever is not ours is 500."""
     return HTTP_CODES[status_code(error)]

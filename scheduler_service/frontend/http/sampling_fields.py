@@ -1,0 +1,133 @@
+"""What completions and chats have in common: how tokens are chosen, and where the request goes.
+
+Declared once, as OpenAI's interface and vLLM's extensions of it name them. A field that is in
+neither list is refused by its name, so that a misspelt one is no silent default.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = StopText | Annotated[list[StopText], Field(max_length=16)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_UINT32 = 2**32 - 1
+
+
+class Strict(BaseModel):
+    """A part of a request: unknown fields are refused, and so is a text for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = Field(
+        False, description="Whether a last chunk, without choices, tells the usage."
+    )
+    include_obfuscation: bool | None = Field(
+        None, description="Ignored: chunks are not padded.", exclude=True
+    )
+
+
+class StructuredOutputs(Strict):
+    """A constraint on the output, as vLLM names it; exactly one."""
+
+    json_: dict[str, Any] | bool | str | None = Field(
+        None, alias="json", description="A JSON schema."
+    )
+    regex: str | None = Field(None, description="A regular expression for the whole output.")
+    choice: list[str] | None = Field(None, description="The texts allowed.")
+    grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+
+
+class JsonSchema(Strict):
+    """A named JSON schema."""
+
+    name: str | None = Field(None, description="Of no effect.")
+    description: str | None = Field(None, description="Of no effect.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The schema.")
+    strict: bool | None = Field(None, description="Of no effect: schemas are always enforced.")
+
+
+class TextFormat(Strict):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that a schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class SamplingFields(Strict):
+    """How tokens are chosen. An absent field takes the model's own default."""
+
+    model: str | None = Field(None, description="May be absent when one model is served.")
+    n: int | None = Field(None, ge=1, le=128, description="Number of choices.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(
+        None, ge=-(2**63), le=2**64 - 1, description="Makes the answer repeatable."
+    )
+    stop: Stop | None = Field(None, description="The output ends before any of these.")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024, description="Token ids, as text, to -100 to 100."
+    )
+    stream: bool | None = Field(None, description="Whether to send chunks as they come.")
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    # vLLM's.
+    top_k: int | None = Field(None, ge=-1, le=MAX_UINT32, description="0 and -1: all.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    bad_words: list[Text] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    priority: int | None = Field(
+        None, ge=-(2**31), le=2**31 - 1, description="Lower is served earlier, by that policy."
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write tokens in log probabilities as `token_id:N`."
+    )
+
+    user: str | None = Field(None, description="Ignored.")
+    metadata: dict[str, str] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: every prompt is cached.")
+    store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with a chunk that tells the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage

@@ -1,0 +1,234 @@
+"""`/v1/completions` between a client and a core that a test controls."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.support.frontends import eventually
+from tests.support.http_frontends import HttpServed, http_served, none_open
+from tests.support.tokenizers import byte_level
+
+PATH = "/v1/completions"
+WISH = {"prompt": "hello", "max_tokens": 50}
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[HttpServed]:
+    async with http_served() as served:
+        yield served
+
+
+def ids(text: str) -> list[int]:
+    return list(byte_level().encode(text, add_special_tokens=False).ids)
+
+
+def post(
+    served: HttpServed, wish: dict[str, Any], **headers: str
+) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(served.client.post(PATH, json=wish, headers=headers))
+
+
+def events(body: str) -> list[Any]:
+    """What the server-sent events of a body hold."""
+    return [
+        json.loads(line.removeprefix("data: ")) if line != "data: [DONE]" else "[DONE]"
+        for line in body.split("\n\n")
+        if line
+    ]
+
+
+async def test_a_request_goes_to_the_core_as_one_of_grpc_does(served: HttpServed) -> None:
+    wish = WISH | {"temperature": 0, "seed": -1, "logit_bias": {"7": 3}, "top_k": -1, "priority": 4}
+    answer = post(served, wish | {"min_p": 0.25, "stop_token_ids": [9], "ignore_eos": True})
+    request = await served.core.next_request()
+    sampling = request.submit.sampling
+    assert (sampling.seed, sampling.top_k, sampling.min_p) == (2**64 - 1, 0, 0.25)
+    assert [(entry.token_id, entry.bias) for entry in sampling.logit_bias] == [(7, 3)]
+    assert request.submit.priority == 4
+    assert request.submit.max_tokens == 50
+    assert request.submit.max_hold_ms == 1000
+    await request.complete(ids("world"))
+    body = (await answer).json()
+    assert body["choices"][0]["text"] == "world"
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stream_tells_what_there_is_and_ends_with_done(served: HttpServed) -> None:
+    answer = post(served, WISH | {"stream": True}, **{"X-Request-Id": "mine-1"})
+    await (await served.core.next_request()).complete(ids("hello world"))
+    response = await answer
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-request-id"] == "mine-1"
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+    assert all(chunk["id"] == "cmpl-mine-1" and "usage" not in chunk for chunk in chunks)
+
+
+async def test_a_second_live_request_of_an_id_is_refused(served: HttpServed) -> None:
+    first = post(served, WISH, **{"X-Request-Id": "same"})
+    request = await served.core.next_request()
+    refused = await post(served, WISH, **{"X-Request-Id": "same"})
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "duplicate_request"
+    await request.complete(ids("world"))
+    assert (await first).status_code == 200
+
+
+async def test_a_malformed_request_id_is_refused(served: HttpServed) -> None:
+    refused = await post(served, WISH, **{"X-Request-Id": "a b"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "X-Request-Id"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_frees_its_request_at_once(
+    served: HttpServed, stream: bool
+) -> None:
+    answer = post(served, WISH | {"stream": stream, "prompt": ["hello", "world"]})
+    requests = [await served.core.next_request() for _ in range(2)]
+    for request in requests:
+        await request.accept()
+    answer.cancel()
+    for request in requests:
+        await request.cancelled()
+    await none_open(served.frontend)
+
+
+async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
+    served: HttpServed,
+) -> None:
+    """Its socket and our buffers are full then, and a write waits."""
+    assert served.frontend.http is not None
+    host, _, port = served.frontend.http.address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    body = json.dumps(
+        {"prompt": "hello", "max_tokens": 250, "n": 100, "stream": True, "logprobs": 20}
+    )
+    writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+    writer.write(body.encode())
+    request = await served.core.next_request()
+    await request.accept()
+    flood = ids("hello world ") * 15
+    for choice in range(100):
+        await request.send_tokens(flood, choice)
+    writer.close()
+    await request.cancelled()
+    await none_open(served.frontend)
+
+
+async def test_an_error_before_the_first_byte_has_its_code(served: HttpServed) -> None:
+    answer = post(served, WISH | {"stream": True})
+    request = await served.core.next_request()
+    await request.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_delay_us=2_500_000)
+    refused = await answer
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "3"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_a_stream_that_is_cut_ends_with_its_error_and_not_with_done(
+    served: HttpServed,
+) -> None:
+    answer = post(served, WISH | {"stream": True})
+    request = await served.core.next_request()
+    await request.accept()
+    await request.send_tokens(ids("hello"))
+    await request.fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED", "NaN")
+    *_, last = events((await answer).text)
+    assert last["error"]["code"] == "generation_failed"
+
+
+async def test_one_prompts_error_ends_the_others(served: HttpServed) -> None:
+    answer = post(served, WISH | {"prompt": ["hello", "world"]})
+    requests = [await served.core.next_request() for _ in range(2)]
+    await requests[0].accept()
+    await requests[1].fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED", "NaN")
+    assert (await answer).status_code == 500
+    await requests[0].cancelled()
+
+
+async def test_a_deadline_is_504(served: HttpServed) -> None:
+    answer = post(served, WISH)
+    await (await served.core.next_request()).fail(
+        grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+    )
+    assert (await answer).status_code == 504
+
+
+async def test_open_requests_finish_within_the_grace_period() -> None:
+    async with http_served(grace_period_s=20) as served:
+        answer = post(served, WISH | {"stream": True})
+        request = await served.core.next_request()
+        await request.accept()
+        stopping = asyncio.create_task(served.frontend.stop())
+        await eventually(served.frontend.requests.is_draining.is_set)
+        refused = await post(served, WISH)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        await request.complete(ids("world"))
+        assert events((await answer).text)[-1] == "[DONE]"
+        await stopping
+
+
+async def test_what_does_not_finish_in_time_ends_as_an_error() -> None:
+    async with http_served(grace_period_s=0) as served:
+        answer = post(served, WISH | {"stream": True})
+        request = await served.core.next_request()
+        await request.accept()
+        await eventually(lambda: answer.done() or len(served.frontend.requests) == 1)
+        await served.frontend.stop()
+        body = (await answer).text
+        assert events(body)[-1]["error"]["code"] == "shutting_down"
+
+
+async def test_a_body_that_turns_out_too_long_is_refused(served: HttpServed) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield b" " * (1 << 20)
+
+    answer = await served.client.post(PATH, content=pieces())
+    assert answer.status_code == 413
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"temperature": 0.001}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"404": 1, "405": 1}}, "logit_bias[1].token_id"),
+    ({"stop_token_ids": [405]}, "stop_token_ids[0]"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"min_tokens": 60}, "min_tokens"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"suffix": "x"}, "suffix"),
+    ({"store": True}, "store"),
+    ({"model": 5}, "model"),
+]
+
+
+@pytest.mark.parametrize(("wish", "param"), WRONG)
+async def test_a_wrong_field_is_named(served: HttpServed, wish: dict[str, Any], param: str) -> None:
+    refused = await post(served, WISH | wish)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] is not None
+    assert error["param"].startswith(param)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "a", "n": NaN}'])
+async def test_a_body_that_is_no_request_is_refused(served: HttpServed, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    refused = await served.client.post(PATH, content=body, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"]
