@@ -53,6 +53,7 @@ class Timings:
     detokenize_us: int
     preempted_us: int
     recovery_us: int
+    unaccounted_us: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
