@@ -5,6 +5,7 @@ reads a malformed address as a host name. So an address is looked at here first.
 """
 
 import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -32,6 +33,16 @@ def check_address(address: str) -> None:
         split_host_port(address)
 
 
+def check_addresses(**addresses: str | None) -> None:
+    """Raise ValueError that names the first that is there and not well formed."""
+    for name, address in addresses.items():
+        try:
+            if address is not None:
+                check_address(address)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
 def unix_path(address: str) -> str:
     """The path of `unix:PATH` or `unix:///PATH`."""
     return address.removeprefix(UNIX).removeprefix("//")
@@ -46,6 +57,17 @@ def split_host_port(address: str) -> tuple[str, int]:
     if not colon or not well_formed:
         raise ValueError(f"{address!r}: expected HOST:PORT or unix:PATH")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach `address`."""
+    if address.startswith(UNIX):
+        return True
+    host, _ = split_host_port(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def ensure_free(address: str) -> None:

@@ -1,11 +1,13 @@
-"""What both commands share: logging, and errors as one line and an exit code."""
+"""What both commands share: flags, logging, and errors as one line and an exit code."""
 
 import asyncio
 import logging
+import resource
 import sys
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import typer
 
@@ -27,6 +29,44 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+HealthListen: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PAGEWIRE_HEALTH_LISTEN",
+        metavar="HOST:PORT|unix:PATH",
+        help="Answer health checks here besides, without TLS or credentials.",
+    ),
+]
+ClusterTokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PAGEWIRE_CLUSTER_TOKEN_FILE",
+        metavar="FILE",
+        help="The token that the services of the deployment show each other; see docs/security.md.",
+    ),
+]
+ClusterCa: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PAGEWIRE_CLUSTER_CA",
+        metavar="FILE",
+        help="Authority of the services' certificates (PEM), for TLS between them.",
+    ),
+]
+ClusterCert: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PAGEWIRE_CLUSTER_CERT", metavar="FILE", help="This service's certificate (PEM)."
+    ),
+]
+ClusterKey: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PAGEWIRE_CLUSTER_KEY", metavar="FILE", help="That certificate's key (PEM)."
+    ),
+]
+
+
 def run_service(
     make_config: Callable[[], Config],
     serve: Callable[[Config], Coroutine[Any, Any, None]],
@@ -46,12 +86,19 @@ def run_service(
         config = make_config()
     except ValueError as error:
         exit_with(error, EXIT_BAD_CONFIG)
+    _allow_many_connections()
     try:
         asyncio.run(serve(config))
     except CannotRecord as error:
         exit_with(error, EXIT_BAD_CONFIG)
     except CannotListen as error:
         exit_with(error, EXIT_FAILURE)
+
+
+def _allow_many_connections() -> None:
+    """As many open files as the system lets us have; the usual first limit is for `select`."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def exit_with(error: Exception, code: int) -> NoReturn:

@@ -2,7 +2,7 @@
 
 Both roles run the same way:
 
-    runner = ServiceRunner(listen="127.0.0.1:7610", service_names=[...], grace_period_s=30)
+    runner = ServiceRunner(listen="127.0.0.1:7610", service_names=[...], grace_period_s=30, ...)
     add_SomeServiceServicer_to_server(servicer, runner.server)
     await runner.start()             # binds, or raises CannotListen
     await runner.set_serving(True)   # what grpc.health.v1 answers; NOT_SERVING until told
@@ -21,8 +21,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from scheduler_service.addresses import UNIX, CannotListen, ensure_free
-from scheduler_service.grpc_options import MAX_MESSAGE_BYTES, server_options
+from scheduler_service.addresses import UNIX, CannotListen, ensure_free, is_local
+from scheduler_service.gate import Gate
+from scheduler_service.grpc_options import Options, server_options
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,24 @@ class ServiceRunner:
         listen: str,
         service_names: Sequence[str],
         grace_period_s: float,
-        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        options: Options | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        gates: Sequence[Gate] = (),
+        knows_callers: bool = False,
+        health_listen: str | None = None,
     ) -> None:
+        """`credentials`: None for no TLS; `gates` refuse calls; `knows_callers` tells whether
+        strangers are kept out, by either; `health_listen`: an address for health checks alone."""
         self.grace_period_s = grace_period_s
-        self.server = grpc.aio.server(options=server_options(max_receive_bytes=max_receive_bytes))
+        self.server = grpc.aio.server(options=options or server_options(), interceptors=gates)
         self.address = listen
         """Where the service listens; with port 0, the port in effect once it has started."""
+        self.health_address = health_listen
+        """Where it answers health checks besides, of anybody and without TLS, for probes that know
+        neither TLS nor credentials."""
+        self._credentials = credentials
+        self._knows_callers = knows_callers
+        self._health_server: grpc.aio.Server | None = None
         self._service_names = ["", *service_names]
         self._health = health.aio.HealthServicer()
         self._signalled = asyncio.Event()
@@ -58,9 +71,30 @@ class ServiceRunner:
         """Listen; raises CannotListen. Servicers must have been added before."""
         await self.set_serving(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        self.address = _bind(self.server, self.address)
+        self.address = _bind(self.server, self.address, self._credentials)
+        await self._start_health_server()
         await self.server.start()
         logger.info("listening address=%s", self.address)
+        self._warn_if_exposed()
+
+    async def _start_health_server(self) -> None:
+        if self.health_address is None:
+            return
+        self._health_server = grpc.aio.server(options=server_options())
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+        self.health_address = _bind(self._health_server, self.health_address, None)
+        await self._health_server.start()
+        logger.info("listening for health checks address=%s", self.health_address)
+
+    def _warn_if_exposed(self) -> None:
+        if is_local(self.address):
+            return
+        if self._credentials is None:
+            logger.warning("listening to other machines without TLS address=%s", self.address)
+        if not self._knows_callers:
+            logger.warning(
+                "listening to other machines without asking who calls address=%s", self.address
+            )
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers for the whole process and for each service."""
@@ -96,14 +130,19 @@ class ServiceRunner:
         """Refuse new calls, give open ones `grace_s` seconds, then end them."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
         logger.info("stopped address=%s", self.address)
 
 
-def _bind(server: grpc.aio.Server, address: str) -> str:
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
     """The address in effect, once the server holds it."""
     ensure_free(address)
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise CannotListen(address, "the address cannot be used") from error
     if address.startswith(UNIX):

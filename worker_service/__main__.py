@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from worker_service.command_line.cache_flags import CacheFlags
+from worker_service.command_line.cluster_flags import ClusterFlags
 from worker_service.command_line.model_flags import ModelFlags
 from worker_service.command_line.rank_flags import LauncherName, RankFlags
 from worker_service.command_line.ray_flags import RayFlags
@@ -37,6 +38,7 @@ app = typer.Typer(add_completion=False)
 def serve(
     model: ModelFlags,
     service: ServiceFlags,
+    cluster: ClusterFlags,
     cache: CacheFlags,
     runner: RunnerFlags,
     ranks: RankFlags,
@@ -65,7 +67,7 @@ def serve(
             else model.config(place),
             cache=cache.config(),
             runner=runner.config(),
-            network=service.network(place),
+            network=service.network(place, cluster.config()),
             group=place.group,
             served_model_name=service.served_model_name,
             grace_period_s=service.grace_period,

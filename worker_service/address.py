@@ -1,6 +1,7 @@
 """Addresses: `HOST:PORT` and `unix:PATH`."""
 
 import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -49,6 +50,16 @@ def parse(text: str, option: str) -> Address:
         if colon and host and not is_bare_ipv6 and port.isdecimal() and int(port) < 2**16:
             return TcpAddress(host.removeprefix("[").removesuffix("]"), int(port))
     raise InvalidOption(f"{option}: expected HOST:PORT or unix:PATH, got {text!r}")
+
+
+def is_local(address: Address) -> bool:
+    """Whether only this machine can reach an address."""
+    if isinstance(address, UnixAddress):
+        return True
+    try:
+        return ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        return address.host == "localhost"
 
 
 def check_free(address: Address) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from worker_service.address import TcpAddress, parse
+from worker_service.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.errors import InvalidOption
 from worker_service.parallel.layout import Layout
 
@@ -97,6 +98,12 @@ class NetworkConfig:
 
     core: str | None = None
     """Address of the scheduler core to register with. None: only serve."""
+
+    health_listen: str | None = None
+    """Where to answer health checks besides, of anybody. None: only where it listens."""
+
+    cluster: ClusterConfig = NO_CLUSTER
+    """What members of the deployment show each other."""
 
     group_id: str = field(default_factory=_random_id)
     """The worker group this worker belongs to."""

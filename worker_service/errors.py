@@ -11,6 +11,7 @@
     ├── InvalidPlan        a message from the core contradicts itself or our state
     ├── OutOfOrder         a call or a step out of its turn
     ├── SentAway           the core told this worker to end
+    ├── NotAMember         the caller does not know the cluster's token
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
     └── StepFailed         our own bug, or the device's failure, in the middle of a step
@@ -66,6 +67,10 @@ class OutOfOrder(WorkerError):
 
 class SentAway(WorkerError):
     """The core told this worker to end; the message says why."""
+
+
+class NotAMember(WorkerError):
+    """The caller does not know the cluster's token."""
 
 
 class StaleEpoch(WorkerError):

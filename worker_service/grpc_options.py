@@ -3,6 +3,12 @@
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Largest message: a plan that takes in thousands of long prompts."""
 
+MAX_METADATA_BYTES = 16 * 2**10
+"""Most metadata of a call."""
+
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""Time in which a connection must have become one of gRPC's, TLS included."""
+
 KEEPALIVE_MS = 5_000
 """Time in which nothing came from a peer after which it is pinged."""
 
@@ -12,7 +18,7 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 MIN_PING_INTERVAL_MS = 1_000
 """Pings of a core that come this far apart are never held against it."""
 
-Options = tuple[tuple[str, int], ...]
+Options = tuple[tuple[str, int | str], ...]
 
 
 def keepalive_options(
@@ -39,6 +45,9 @@ _COMMON = (
 
 SERVER_OPTIONS: Options = (
     *_COMMON,
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     # A port that is taken is an error, not a share of its connections.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 
 from pagewire.v1 import scheduler_service_pb2
 from worker_service import address
+from worker_service.cluster import Cluster
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
 from worker_service.errors import SentAway
@@ -34,9 +35,15 @@ class Worker:
         self._core = None if network.core is None else address.parse(network.core, "core")
         if network.advertise is not None:
             address.parse(network.advertise, "advertise")
+        self._health_listen = (
+            None
+            if network.health_listen is None
+            else address.parse(network.health_listen, "health_listen")
+        )
         self._engine = Engine(executor)
         self._servicer = WorkerServicer(config, self._engine)
-        self._server = Server(self._servicer)
+        self._cluster = Cluster(network.cluster)
+        self._server = Server(self._servicer, self._cluster)
         self._membership = Membership(
             registration=self._registration, num_steps=lambda: self._engine.num_steps
         )
@@ -57,6 +64,8 @@ class Worker:
         """Serve until told to end. Raises WorkerError if it cannot, or was sent away."""
         self.address = await self._server.start(self._listen)
         logger.info("listening address=%s", self.address)
+        if self._health_listen is not None:
+            await self._server.start_health_checks(self._health_listen)
         self.listening.set()
         try:
             await _until_first(self._engine.load(), self._end.wait())
@@ -123,7 +132,11 @@ class Worker:
 
     def _registrar(self, core: address.Address) -> Registrar:
         return Registrar(
-            str(core), self._membership, on_drain=self._drain_as_told, on_stop=self._stop_as_told
+            str(core),
+            self._cluster,
+            self._membership,
+            on_drain=self._drain_as_told,
+            on_stop=self._stop_as_told,
         )
 
     def _registration(self) -> scheduler_service_pb2.WorkerRegistration:

@@ -15,6 +15,7 @@ import grpc
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
+from worker_service.cluster import Cluster
 from worker_service.grpc_options import CHANNEL_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,14 @@ class Registrar:
     def __init__(
         self,
         core: str,
+        cluster: Cluster,
         membership: Membership,
         *,
         on_drain: Callable[[], None],
         on_stop: Callable[[str], None],
     ) -> None:
         self._core = core
+        self._cluster = cluster
         self._membership = membership
         self._on_drain = on_drain
         self._on_stop = on_stop
@@ -79,24 +82,24 @@ class Registrar:
     async def run(self) -> None:
         """Register, and register again whenever the stream breaks, until the core says stop."""
         retry_s = FIRST_RETRY_S
-        async with grpc.aio.insecure_channel(self._core, options=CHANNEL_OPTIONS) as channel:
-            stub = pb_grpc.SchedulerServiceStub(channel)
-            while True:
-                self._is_welcome = False
-                reason = await self._register_once(stub)
-                self._is_absent.set()
-                if self._is_stopped:
-                    return
-                retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
-                logger.warning(
-                    "not registered core=%s retry_s=%.1f reason=%s", self._core, retry_s, reason
-                )
-                # Workers that lost the same core at the same instant come back spread out.
-                await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+        while True:
+            self._is_welcome = False
+            # Each with the certificates of its time.
+            async with self._cluster.channel(self._core, CHANNEL_OPTIONS) as channel:
+                reason = await self._register_once(pb_grpc.SchedulerServiceStub(channel))
+            self._is_absent.set()
+            if self._is_stopped:
+                return
+            retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
+            logger.warning(
+                "not registered core=%s retry_s=%.1f reason=%s", self._core, retry_s, reason
+            )
+            # Workers that lost the same core at the same instant come back spread out.
+            await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
 
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
         """One stream from registration to its end. Returns why it ended."""
-        stream = stub.RegisterWorker()
+        stream = stub.RegisterWorker(metadata=self._cluster.metadata())
         heartbeats: asyncio.Task[None] | None = None
         try:
             await stream.write(self._membership.heartbeat(is_first=True))

@@ -24,6 +24,7 @@ STATUS_CODES: dict[type[errors.WorkerError], grpc.StatusCode] = {
     errors.InvalidPlan: grpc.StatusCode.INVALID_ARGUMENT,
     errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SentAway: grpc.StatusCode.UNAVAILABLE,
+    errors.NotAMember: grpc.StatusCode.UNAUTHENTICATED,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
     errors.GroupBroken: grpc.StatusCode.ABORTED,
     errors.StepFailed: grpc.StatusCode.INTERNAL,

@@ -129,7 +129,7 @@ class SchedulerCore:
         it had never been.
         """
         check_request(request, self._config)
-        former = self._registry.find(request.request_id)
+        former = self._registry.find(request.tenant, request.request_id)
         if former is not None:
             check_takes_over(request, former.request)
             request = continuation(request, former, to_us(now))
@@ -162,9 +162,9 @@ class SchedulerCore:
         if seq is not None:
             self._end(seq.group, ABORTED, None, now)
 
-    def abort(self, request_id: str, now: float) -> None:
-        """End a request on somebody's wish; its frontend is told. Raises UnknownRequest."""
-        group = self._registry.find(request_id)
+    def abort(self, tenant: str, request_id: str, now: float) -> None:
+        """End a tenant's request on somebody's wish; its frontend hears. Raises UnknownRequest."""
+        group = self._registry.find(tenant, request_id)
         if group is None:
             raise UnknownRequest(
                 f"no live request {request_id}", details={"request_id": request_id}

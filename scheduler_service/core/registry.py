@@ -24,7 +24,8 @@ class Registry:
     ) -> None:
         self._rank = rank
         self._tenants = tenants
-        self._groups: dict[str, SequenceGroup] = {}
+        self._groups: dict[tuple[str, str], SequenceGroup] = {}
+        """By tenant and request id: tenants draw ids without knowing of each other."""
         self._frontends: dict[str, Frontend] = {}
         self._live_seq_ids: set[int] = set()
         self._last_seq_id = 0
@@ -43,9 +44,9 @@ class Registry:
         sequences = frontend.sequences.values() if frontend is not None else ()
         return list(dict.fromkeys(seq.group for seq in sequences))
 
-    def find(self, request_id: str) -> SequenceGroup | None:
-        """The live group of this request id."""
-        return self._groups.get(request_id)
+    def find(self, tenant: str, request_id: str) -> SequenceGroup | None:
+        """The live group of a tenant's request id."""
+        return self._groups.get((tenant, request_id))
 
     def find_sequence(self, frontend_id: str, handle: int) -> Sequence | None:
         """The sequence, ended or not, that a frontend calls so, if its request is live."""
@@ -85,7 +86,7 @@ class Registry:
     def add(self, group: SequenceGroup) -> None:
         """The group is live."""
         frontend = group.frontend
-        self._groups[group.request.request_id] = group
+        self._groups[_key(group)] = group
         self._frontends[frontend.frontend_id] = frontend
         self._tenants.add_request(group.tenant, group.clock.submitted_us)
         for seq in group.choices():
@@ -96,7 +97,7 @@ class Registry:
 
     def remove(self, group: SequenceGroup, now_us: int) -> None:
         """The group is live no more."""
-        del self._groups[group.request.request_id]
+        del self._groups[_key(group)]
         self._tenants.remove_request(group.tenant, group.num_prompt_tokens, now_us)
         for seq in group.choices():
             del group.frontend.sequences[seq.handle]
@@ -141,3 +142,7 @@ class Registry:
             seq_id = seq_id % _MAX_SEQ_ID + 1
         self._last_seq_id = seq_id
         return seq_id
+
+
+def _key(group: SequenceGroup) -> tuple[str, str]:
+    return group.request.tenant, group.request.request_id

@@ -13,14 +13,13 @@ from scheduler_service.core.sequence import SequenceGroup
 
 def check_takes_over(request: Request, live: Request) -> None:
     """Raise RequestTakenOver or DuplicateRequest unless a request is a later try at the live one
-    that has its id."""
+    of its tenant that has its id."""
     attempts.check_later(
         request.request_id,
         request.attempt,
         live_attempt=live.attempt,
         is_same=bool(request.fingerprint)
-        and (request.fingerprint, request.tenant, request.model)
-        == (live.fingerprint, live.tenant, live.model),
+        and (request.fingerprint, request.model) == (live.fingerprint, live.model),
     )
 
 

@@ -8,11 +8,10 @@ import grpc
 
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.registry import WorkerRegistry
 from scheduler_service.core_service.worker_group import WorkerGroup
+from scheduler_service.core_service.worker_link import Dial
 from scheduler_service.errors import Unavailable, UnknownModel
-from scheduler_service.grpc_options import channel_options
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +24,9 @@ Files = Mapping[str, bytes]
 class AssetCache:
     """Files by fingerprint; callers that come while they are being fetched wait for them."""
 
-    def __init__(self, registry: WorkerRegistry) -> None:
+    def __init__(self, registry: WorkerRegistry, dial: Dial) -> None:
         self._registry = registry
+        self._dial = dial
         self._fetches: dict[str, asyncio.Task[Files]] = {}
 
     async def get(self, model: str) -> Files:
@@ -41,7 +41,9 @@ class AssetCache:
         fetch = self._fetches.get(fingerprint)
         if fetch is None:
             self._forget_all_but({group.registration.model.fingerprint for group in self._registry})
-            fetch = self._fetches[fingerprint] = asyncio.create_task(_fetch_from_any(holders))
+            fetch = self._fetches[fingerprint] = asyncio.create_task(
+                _fetch_from_any(holders, self._dial)
+            )
             fetch.add_done_callback(lambda done: self._forget_failed(fingerprint, done))
         return await asyncio.shield(fetch)
 
@@ -61,10 +63,10 @@ class AssetCache:
             del self._fetches[fingerprint]
 
 
-async def _fetch_from_any(groups: list[WorkerGroup]) -> Files:
+async def _fetch_from_any(groups: list[WorkerGroup], dial: Dial) -> Files:
     for registration in [group.registration for group in groups]:
         try:
-            files = await _fetch(registration.address)
+            files = await _fetch(registration.address, dial)
         except grpc.aio.AioRpcError as error:
             logger.warning(
                 "assets not fetched worker_id=%s code=%s details=%s",
@@ -84,12 +86,11 @@ async def _fetch_from_any(groups: list[WorkerGroup]) -> Files:
     raise Unavailable("no worker could send the model's files", reason="NO_ASSETS")
 
 
-async def _fetch(address: str) -> Files:
+async def _fetch(address: str, dial: Dial) -> Files:
     pieces: dict[str, list[bytes]] = {}
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+    async with dial(address) as worker:
         request = worker_pb.WorkerServiceGetModelAssetsRequest()
-        call = WorkerServiceStub(channel).GetModelAssets(request, timeout=FETCH_TIMEOUT_S)
-        async for response in call:
+        async for response in worker.GetModelAssets(request, timeout=FETCH_TIMEOUT_S):
             pieces.setdefault(response.chunk.file_name, []).append(response.chunk.data)
     return {name: b"".join(data) for name, data in pieces.items()}
 

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from scheduler_service.command_line import LogLevel, run_service
+from scheduler_service.cluster import ClusterConfig
+from scheduler_service.command_line import (
+    ClusterCa,
+    ClusterCert,
+    ClusterKey,
+    ClusterTokenFile,
+    HealthListen,
+    LogLevel,
+    run_service,
+)
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
 from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
@@ -168,6 +177,11 @@ def scheduler(
             help="Record whole plans, not only their hashes.",
         ),
     ] = SERVICE.record_plans,
+    health_listen: HealthListen = None,
+    cluster_token_file: ClusterTokenFile = None,
+    cluster_ca: ClusterCa = None,
+    cluster_cert: ClusterCert = None,
+    cluster_key: ClusterKey = None,
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
@@ -178,6 +192,10 @@ def scheduler(
         limits = NO_TENANTS if tenants is None else read_tenants(tenants)
         return CoreServiceConfig(
             listen=listen,
+            health_listen=health_listen,
+            cluster=ClusterConfig(
+                token_file=cluster_token_file, ca=cluster_ca, cert=cluster_cert, key=cluster_key
+            ),
             lease_ms=lease_ms,
             step_timeout=StepTimeout(
                 floor_s=step_timeout,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scheduler_service.addresses import check_address
+from scheduler_service.addresses import check_addresses
+from scheduler_service.cluster import NO_CLUSTER, ClusterConfig
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_times import StepTimeout
 
@@ -13,7 +14,13 @@ class CoreServiceConfig:
     """Address and patience of one scheduler core."""
 
     listen: str = "127.0.0.1:7610"
-    """Where frontends and workers call. Loopback by default: there is no authentication yet."""
+    """Where frontends and workers call. Loopback by default, as there are no credentials."""
+
+    health_listen: str | None = None
+    """Where to answer health checks besides, of anybody."""
+
+    cluster: ClusterConfig = NO_CLUSTER
+    """What members of the deployment show each other."""
 
     lease_ms: int = 2000
     """Time without a heartbeat after which a worker counts as lost."""
@@ -34,10 +41,7 @@ class CoreServiceConfig:
     """Sizes of batches and queues, and how far planning runs ahead."""
 
     def __post_init__(self) -> None:
-        try:
-            check_address(self.listen)
-        except ValueError as error:
-            raise ValueError(f"listen: {error}") from error
+        check_addresses(listen=self.listen, health_listen=self.health_listen)
         if self.record_plans and self.record is None:
             raise ValueError("record_plans: expected a file to record to, by --record")
         if not 100 <= self.lease_ms <= 600_000:

@@ -64,9 +64,9 @@ class CoreDriver:
         self.core.cancel(frontend_id, handle, self.clock())
         self._changed()
 
-    def abort(self, request_id: str) -> None:
-        """End a request of whichever frontend; raises UnknownRequest if there is none."""
-        self.core.abort(request_id, self.clock())
+    def abort(self, tenant: str, request_id: str) -> None:
+        """End a tenant's request of whichever frontend; raises UnknownRequest if there is none."""
+        self.core.abort(tenant, request_id, self.clock())
         self._changed()
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int) -> None:

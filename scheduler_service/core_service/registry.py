@@ -21,7 +21,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
-from scheduler_service.core_service.worker_link import WorkerLink
+from scheduler_service.core_service.worker_link import Dial, WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.tasks import run_until_first
 
@@ -60,6 +60,7 @@ class WorkerRegistry:
         scheduler_config: SchedulerConfig,
         step_timeout: StepTimeout,
         on_change: Callable[[], None],
+        dial: Dial,
     ) -> None:
         """`on_change` is called when a worker became ready or is no longer."""
         self._driver = driver
@@ -67,6 +68,7 @@ class WorkerRegistry:
         self._scheduler_config = scheduler_config
         self._step_timeout = step_timeout
         self._on_change = on_change
+        self._dial = dial
         self._groups: dict[str, WorkerGroup] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
         """The last workers that were lost, the last one last."""
@@ -204,7 +206,12 @@ class WorkerRegistry:
         return WorkerGroup(
             registration,
             lambda ranks: WorkerLink(
-                ranks, self._driver, self._scheduler_config, self._on_change, self._step_timeout
+                ranks,
+                self._driver,
+                self._scheduler_config,
+                self._on_change,
+                self._step_timeout,
+                self._dial,
             ),
         )
 

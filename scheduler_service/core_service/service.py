@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.cluster import Cluster
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service.assets import AssetCache
 from scheduler_service.core_service.attachments import Attachments
@@ -42,6 +45,8 @@ class CoreService:
     """
 
     def __init__(self, config: CoreServiceConfig) -> None:
+        cluster = Cluster(config.cluster)
+        dial = partial(cluster.dial, WorkerServiceStub)
         self._core = _make_core(config)
         self.driver = CoreDriver(self._core)
         self.attachments = Attachments(self.driver)
@@ -51,12 +56,17 @@ class CoreService:
             scheduler_config=config.scheduler,
             step_timeout=config.step_timeout,
             on_change=self._on_workers_changed,
+            dial=dial,
         )
-        self.assets = AssetCache(self.registry)
+        self.assets = AssetCache(self.registry, dial)
         self.runner = ServiceRunner(
             listen=config.listen,
             service_names=[SERVICE_NAME],
             grace_period_s=config.grace_period_s,
+            credentials=cluster.server_credentials(),
+            gates=cluster.gates(),
+            knows_callers=cluster.has_credentials,
+            health_listen=config.health_listen,
         )
         self.status = StatusBoard(self.driver, self.registry, self.attachments)
         servicer = SchedulerServicer(

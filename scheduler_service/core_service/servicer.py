@@ -65,7 +65,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self, request: pb.SchedulerServiceAbortRequest, context: Context
     ) -> pb.SchedulerServiceAbortResponse:
         async with errors_as_statuses(context):
-            self._driver.abort(request.request_id)
+            self._driver.abort(request.tenant, request.request_id)
             return pb.SchedulerServiceAbortResponse()
 
     async def GetStatus(

@@ -15,7 +15,7 @@ that hang again and again, and an epoch that another core has drawn, whose worke
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -31,7 +31,6 @@ from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.hangs import GroupHung, Hangs
 from scheduler_service.core_service.step_stream import LinkFailed, StepOverdue, StepStream
 from scheduler_service.errors import PagewireError
-from scheduler_service.grpc_options import channel_options
 from scheduler_service.tasks import run_all
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,8 @@ STABLE_AFTER_S = 30.0
 Response = TypeVar("Response")
 Stubs: TypeAlias = Sequence[WorkerServiceStub]
 """Of a group's ranks, in order."""
+Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]]
+"""A stub of the worker at an address, on a connection of its own."""
 
 
 class CannotServe(Exception):
@@ -71,6 +72,7 @@ class WorkerLink:
         config: SchedulerConfig,
         on_change: Callable[[], None],
         step_timeout: StepTimeout,
+        dial: Dial,
     ) -> None:
         """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
         self.state = status_pb2.WORKER_STATE_STARTING
@@ -80,6 +82,7 @@ class WorkerLink:
         self._driver = driver
         self._config = config
         self._on_change = on_change
+        self._dial = dial
         self._num_former_steps = 0
         self._blocks: worker_pb.ProfileBlocksResponse | None = None
         self._stream: StepStream | None = None
@@ -130,7 +133,7 @@ class WorkerLink:
             # On connections of its own: one that was cut off may seem to be there for long.
             async with AsyncExitStack() as stack:
                 stubs = [
-                    WorkerServiceStub(await stack.enter_async_context(_channel(rank.address)))
+                    await stack.enter_async_context(self._dial(rank.address))
                     for rank in self._ranks
                 ]
                 await self._execute_steps(stubs, await self._prepare(stubs))
@@ -283,10 +286,6 @@ class WorkerLink:
         if state != self.state:
             self.state = state
             self._on_change()
-
-
-def _channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=channel_options())
 
 
 async def _answer(call: Awaitable[Response]) -> Response:

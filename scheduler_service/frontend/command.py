@@ -1,12 +1,23 @@
 """The flags of `python -m scheduler_service frontend`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from scheduler_service.command_line import LogLevel, run_service
+from scheduler_service.cluster import ClusterConfig
+from scheduler_service.command_line import (
+    ClusterCa,
+    ClusterCert,
+    ClusterKey,
+    ClusterTokenFile,
+    HealthListen,
+    LogLevel,
+    run_service,
+)
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
+from scheduler_service.tls import tls_files
 
 DEFAULTS = FrontendConfig()
 HTTP_OFF = "off"
@@ -45,6 +56,49 @@ def frontend(
             help="Let other frontends listen at the same HTTP address; connections are spread.",
         ),
     ] = DEFAULTS.http_share_port,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_API_KEYS",
+            metavar="FILE",
+            help="Keys that clients may bring, as TOML; see docs/security.md.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGEWIRE_API_KEY",
+            help="The one key that clients may bring. Other users of this machine can read it on "
+            "a command line, but not in the environment.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_TLS_CERT", metavar="FILE", help="Certificate for clients (PEM)."
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_TLS_KEY", metavar="FILE", help="That certificate's key (PEM)."
+        ),
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_TLS_CLIENT_CA",
+            metavar="FILE",
+            help="Authority of which clients must have a certificate (PEM).",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_CONNECTIONS",
+            help="Most connections of clients; more are refused.",
+        ),
+    ] = DEFAULTS.max_connections,
     max_concurrent_requests: Annotated[
         int,
         typer.Option(
@@ -68,6 +122,11 @@ def frontend(
             help="Time in which open requests may finish after SIGTERM.",
         ),
     ] = DEFAULTS.grace_period_s,
+    health_listen: HealthListen = None,
+    cluster_token_file: ClusterTokenFile = None,
+    cluster_ca: ClusterCa = None,
+    cluster_cert: ClusterCert = None,
+    cluster_key: ClusterKey = None,
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
@@ -80,6 +139,14 @@ def frontend(
             listen=listen,
             http=None if http == HTTP_OFF else http,
             http_share_port=http_share_port,
+            health_listen=health_listen,
+            cluster=ClusterConfig(
+                token_file=cluster_token_file, ca=cluster_ca, cert=cluster_cert, key=cluster_key
+            ),
+            api_keys=api_keys,
+            api_key=api_key,
+            tls=tls_files(tls_cert, tls_key, tls_client_ca),
+            max_connections=max_connections,
             max_concurrent_requests=max_concurrent_requests,
             default_timeout_s=default_timeout,
             grace_period_s=grace_period,

@@ -1,8 +1,14 @@
 """What a frontend is told when it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from scheduler_service.addresses import check_address, split_host_port
+from scheduler_service.addresses import check_addresses, split_host_port
+from scheduler_service.cluster import NO_CLUSTER, ClusterConfig
+from scheduler_service.frontend.api_keys import read_keys
+from scheduler_service.tls import TlsFiles
+
+MIN_API_KEY_CHARS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +19,25 @@ class FrontendConfig:
     """Address of the scheduler core."""
 
     listen: str = "127.0.0.1:7600"
-    """Where clients call. Loopback by default: there is no authentication yet."""
+    """Where clients call. Loopback by default, as there is no authentication."""
+
+    health_listen: str | None = None
+    """Where to answer health checks besides, of anybody."""
+
+    api_keys: Path | None = None
+    """File of the keys that clients may bring; without it and `api_key` everybody may call."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """The one key that clients may bring, where there are no tenants to tell apart."""
+
+    tls: TlsFiles | None = None
+    """What clients are shown, and what they must show."""
+
+    cluster: ClusterConfig = NO_CLUSTER
+    """What to show the core."""
+
+    max_connections: int = 16_384
+    """Connections of clients; more are refused."""
 
     http: str | None = None
     """Where HTTP clients call, HOST:PORT; None: nowhere."""
@@ -32,19 +56,32 @@ class FrontendConfig:
     """Seconds in which open requests may finish when the service is told to end."""
 
     def __post_init__(self) -> None:
-        for name, address in (("core", self.core), ("listen", self.listen)):
-            try:
-                check_address(address)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        check_addresses(core=self.core, listen=self.listen, health_listen=self.health_listen)
         if self.http is not None:
             _check_http(self.http)
+        self._check_keys()
+        if self.max_connections < 1:
+            raise ValueError("max_connections: expected at least 1")
         if self.max_concurrent_requests < 1:
             raise ValueError("max_concurrent_requests: expected at least 1")
         if self.default_timeout_s is not None and not 0 < self.default_timeout_s < float("inf"):
             raise ValueError("default_timeout: expected a positive number of seconds")
         if not 0 <= self.grace_period_s < float("inf"):
             raise ValueError("grace_period: expected a number of seconds, at least 0")
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether strangers are kept out."""
+        asks_certificate = self.tls is not None and self.tls.ca is not None
+        return asks_certificate or self.api_keys is not None or self.api_key is not None
+
+    def _check_keys(self) -> None:
+        if self.api_keys is not None:
+            if self.api_key is not None:
+                raise ValueError("api_key: expected either one key or api_keys, a file of them")
+            read_keys(self.api_keys)
+        elif self.api_key is not None and len(self.api_key) < MIN_API_KEY_CHARS:
+            raise ValueError(f"api_key: expected at least {MIN_API_KEY_CHARS} characters")
 
 
 def _check_http(address: str) -> None:

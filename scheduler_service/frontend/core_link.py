@@ -19,10 +19,10 @@ import grpc
 
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
 from scheduler_service.frontend.choice_stream import ChoiceStream
+from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.outgoing import Outgoing
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.status_codes import from_failed
@@ -39,12 +39,12 @@ class CoreLink:
 
     def __init__(
         self,
-        stub: scheduler_grpc.SchedulerServiceStub,
+        core: CoreConnection,
         frontend_id: str,
         on_models: Callable[[Iterable[model_pb2.ModelInfo]], None],
     ) -> None:
         """`on_models` hears which models can be served: none while the core is away."""
-        self._stub: Any = stub
+        self._core = core
         self._frontend_id = frontend_id
         self._on_models = on_models
         self._requests: dict[int, RequestStream] = {}
@@ -94,6 +94,7 @@ class CoreLink:
         backoff_s = MIN_BACKOFF_S
         while True:
             try:
+                await self._core.renew()
                 await self._attach()
             except grpc.aio.AioRpcError as error:
                 self._log_lost(error)
@@ -112,7 +113,7 @@ class CoreLink:
         self._outgoing = Outgoing(self._frontend_id)
         for request in self._requests.values():
             self._outgoing.submit(request)
-        call = self._stub.Attach()
+        call = self._core.Attach()
         try:
             # A TaskGroup will not do: one that is failing swallows a cancellation (until Python
             # 3.13), and the loop around this would then never end.

@@ -22,9 +22,12 @@ Read = Callable[[], Awaitable[inference_pb.GenerateManyRequest | None]]
 class ManyRequests:
     """The requests of one GenerateMany stream."""
 
-    def __init__(self, requests: OpenRequests, deadline: float | None, tenant: Tenant) -> None:
+    def __init__(
+        self, requests: OpenRequests, deadline: float | None, tenant_now: Callable[[], Tenant]
+    ) -> None:
+        """`tenant_now` tells for each request whose it is; it may raise PagewireError."""
         self._requests = requests
-        self._tenant = tenant
+        self._tenant_now = tenant_now
         self._deadline = deadline
         self._streams: set[RequestStream] = set()
         self._news: dict[RequestStream, None] = {}
@@ -70,9 +73,8 @@ class ManyRequests:
         try:
             if not request.HasField("request_id"):
                 raise InvalidArgument("request_id", "required on a GenerateMany stream")
-            self._streams.add(
-                self._requests.open(request, self._deadline, self._on_news, self._tenant)
-            )
+            tenant = self._tenant_now()
+            self._streams.add(self._requests.open(request, self._deadline, self._on_news, tenant))
         except PagewireError as error:
             self._errors.append(_request_error(request.request_id, error))
             self._wake.set()

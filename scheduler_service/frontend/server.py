@@ -10,29 +10,32 @@ from typing import Any
 
 import grpc
 
-from pagewire.v1 import inference_service_pb2, scheduler_service_pb2, scheduler_service_pb2_grpc
+from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from scheduler_service.cluster import Cluster
 from scheduler_service.errors import Unavailable
+from scheduler_service.frontend.api_keys import ApiKeys, read_keys, single_key
 from scheduler_service.frontend.authentication import Authentication, NoAuthentication
 from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.model_assets import ModelDirectory
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.servicer import InferenceServicer
-from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES, channel_options
+from scheduler_service.gate import HEALTH, REFLECTION, Gate, Metadata
+from scheduler_service.grpc_options import public_server_options
+from scheduler_service.metadata import authorization
 from scheduler_service.service_runner import ServiceRunner
+from scheduler_service.tls import server_credentials
+from scheduler_service.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ASSETS_TIMEOUT_S = 60.0
 """How long a model's files may take; the largest tokenizers have some 30 MB."""
-CORE_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 32 << 10)]
-"""Bytes the core may send ahead of what this process has read. Kept small, so that a frontend that
-cannot keep up is not seconds behind: the core then merges several steps' news into one message, and
-every client gets fewer and larger responses."""
 FLUSH_S = 2.0
 """For calls to write their last status after their requests were ended."""
 
@@ -41,13 +44,10 @@ class Frontend:
     """All parts of one frontend, wired. `start`, then `stop`; `serve` is both around a signal."""
 
     def __init__(self, config: FrontendConfig) -> None:
-        self.authentication: Authentication = NoAuthentication()
-        self._channel = grpc.aio.insecure_channel(
-            config.core, options=[*channel_options(), *CORE_WINDOW]
-        )
-        core: Any = scheduler_service_pb2_grpc.SchedulerServiceStub(self._channel)
-        self.models = ModelDirectory(lambda name: _fetch_assets(core, name))
-        self.link = CoreLink(core, _frontend_id(), self.models.update)
+        self.authentication = authentication_of(config)
+        self._core = CoreConnection(Cluster(config.cluster), config.core)
+        self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
+        self.link = CoreLink(self._core, _frontend_id(), self.models.update)
         self.requests = OpenRequests(
             self.link,
             self.models,
@@ -58,7 +58,11 @@ class Frontend:
             listen=config.listen,
             service_names=[SERVICE_NAME],
             grace_period_s=config.grace_period_s,
-            max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES,
+            options=public_server_options(max_connections=config.max_connections),
+            credentials=None if config.tls is None else server_credentials(config.tls),
+            gates=[Gate(self._check, (HEALTH, REFLECTION))],
+            knows_callers=config.knows_callers,
+            health_listen=config.health_listen,
         )
         self.http = (
             HttpServer(config.http, share_port=config.http_share_port) if config.http else None
@@ -66,10 +70,10 @@ class Frontend:
         self._http_services = HttpServices(
             requests=self.requests,
             models=self.models,
-            core=core,
+            core=self._core,
             authentication=self.authentication,
         )
-        servicer = InferenceServicer(self.requests, self.models, core, self.authentication)
+        servicer = InferenceServicer(self.requests, self.models, self._core, self.authentication)
         add_InferenceServiceServicer_to_server(servicer, self.runner.server)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -91,7 +95,11 @@ class Frontend:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self.runner.stop(FLUSH_S), self._stop_http())
         await self.models.close()
-        await self._channel.close()
+        await self._core.close()
+
+    def _check(self, metadata: Metadata) -> None:
+        """Strangers' messages are not even read."""
+        self.authentication.tenant_of(authorization(metadata))
 
     async def _stop_http(self) -> None:
         if self.http is not None:
@@ -113,6 +121,17 @@ async def serve(config: FrontendConfig) -> None:
     await frontend.start()
     await frontend.runner.wait_for_signal()
     await frontend.stop()
+
+
+def authentication_of(config: FrontendConfig) -> Authentication:
+    """By keys, where there are any."""
+    if config.api_keys is not None:
+        path = config.api_keys
+        return ApiKeys(WatchedFiles([path], lambda: read_keys(path)).get)
+    if config.api_key is not None:
+        keys = single_key(config.api_key)
+        return ApiKeys(lambda: keys)
+    return NoAuthentication()
 
 
 async def _fetch_assets(core: Any, name: str) -> Mapping[str, bytes]:

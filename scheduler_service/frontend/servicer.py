@@ -15,6 +15,7 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
 from scheduler_service.frontend import validation
 from scheduler_service.frontend.authentication import Authentication, Tenant
+from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.open_requests import INLINE_BYTES, OpenRequests
@@ -44,8 +45,7 @@ def _rpc(method: Method[R]) -> Rpc[R]:
     @functools.wraps(method)
     async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
         try:
-            tenant = self.authentication.tenant_of(authorization(context.invocation_metadata()))
-            return await method(self, request, context, tenant)
+            return await method(self, request, context, self.tenant_of(context))
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -67,14 +67,17 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self,
         requests: OpenRequests,
         models: ModelDirectory,
-        core: Any,
+        core: CoreConnection,
         authentication: Authentication,
     ) -> None:
-        """`core` is a stub of the core's SchedulerService."""
-        self.authentication = authentication
+        self._authentication = authentication
         self._requests = requests
         self._models = models
         self._core = core
+
+    def tenant_of(self, context: Context) -> Tenant:
+        """Whose call it is; raises Unauthenticated."""
+        return self._authentication.tenant_of(authorization(context.invocation_metadata()))
 
     @_rpc
     async def Generate(  # type: ignore[override]
@@ -98,7 +101,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             message = await context.read()
             return None if message is grpc.aio.EOF else message
 
-        await ManyRequests(self._requests, _deadline(context), tenant).run(read, context.write)
+        # The key may be revoked while the stream is open: each request asks again.
+        await ManyRequests(self._requests, _deadline(context), lambda: self.tenant_of(context)).run(
+            read, context.write
+        )
 
     @_rpc
     async def Abort(
@@ -176,7 +182,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         raise Unavailable("the scheduler core has gone", reason="CORE_AWAY")
 
     async def _abort_elsewhere(self, request_id: str, tenant: Tenant) -> None:
-        abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id)
+        abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id, tenant=tenant.name)
         try:
             await self._core.Abort(abort, timeout=CORE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

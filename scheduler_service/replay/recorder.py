@@ -89,8 +89,8 @@ class RecordingCore:
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
         self._call("cancel", frontend_id=frontend_id, handle=handle, now=now)
 
-    def abort(self, request_id: str, now: float) -> None:
-        self._call("abort", request_id=request_id, now=now)
+    def abort(self, tenant: str, request_id: str, now: float) -> None:
+        self._call("abort", tenant=tenant, request_id=request_id, now=now)
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
         self._call(

@@ -78,7 +78,8 @@ class TraceReader:
         self._now = 0.0
         self._lives = Lives()
         self._arrivals: list[_Arrival] = []
-        self._accepted_ids: set[str] = set()
+        self._accepted_ids: set[tuple[str, str]] = set()
+        """With their tenants."""
         self._burst_at: float | None = None
         """When the first came of the requests that came since the last plan."""
         self._interventions: list[Entry] = []
@@ -125,12 +126,12 @@ class TraceReader:
 
     def _on_submit(self, request: Request, now: float) -> None:
         arrival = self._arrive(request)
-        self._accepted_ids.add(request.request_id)
+        self._accepted_ids.add((request.tenant, request.request_id))
         arrival.life = self._lives.begin(arrival.number, request, now)
 
     def _on_refusal(self, request: Request) -> None:
         """Elsewhere it might be accepted, unless it is one that was accepted here before."""
-        if request.request_id not in self._accepted_ids:
+        if (request.tenant, request.request_id) not in self._accepted_ids:
             self._arrive(request)
 
     def _on_cancel(self, frontend_id: str, handle: int, now: float) -> None:

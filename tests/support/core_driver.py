@@ -268,7 +268,7 @@ class CoreDriver:
         """Somebody ends it by its id."""
         self.collect()
         if record.is_live:
-            self.core.abort(record.request.request_id, self.now)
+            self.core.abort(record.request.tenant, record.request.request_id, self.now)
             self.collect()
             assert isinstance(record.error, RequestAborted)
 

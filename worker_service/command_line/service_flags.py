@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
+from worker_service.cluster import ClusterConfig
 from worker_service.command_line.options import env
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig
 from worker_service.launchers.local import address_of
@@ -51,6 +52,14 @@ class ServiceFlags:
             show_default="where it listens",
         ),
     ] = None
+    health_listen: Annotated[
+        str | None,
+        Option(
+            envvar=env("HEALTH_LISTEN"),
+            metavar="HOST:PORT|unix:PATH",
+            help="Answer health checks here besides, without TLS or credentials.",
+        ),
+    ] = None
     grace_period: Annotated[
         float,
         Option(
@@ -68,12 +77,14 @@ class ServiceFlags:
         int | None, Option(envvar=env("LAUNCHER_PID"), hidden=True, help="End with this process.")
     ] = None
 
-    def network(self, place: Place) -> NetworkConfig:
+    def network(self, place: Place, cluster: ClusterConfig) -> NetworkConfig:
         """Where one rank listens and whom it registers with. Raises InvalidOption."""
-        advertise, offset = self.advertise, place.address_offset
+        advertise, health, offset = self.advertise, self.health_listen, place.address_offset
         return NetworkConfig(
             listen=address_of(self.listen or DEFAULT_LISTEN, offset, "listen"),
             advertise=None if advertise is None else address_of(advertise, offset, "advertise"),
+            health_listen=None if health is None else address_of(health, offset, "health_listen"),
             core=self.core,
+            cluster=cluster,
             **({} if place.group_id is None else {"group_id": place.group_id}),
         )

@@ -23,6 +23,7 @@ from scheduler_service.errors import (
     InvalidArgument,
     PromptTooLong,
     QueueFull,
+    RequestAborted,
     UnknownModel,
     UnknownRequest,
 )
@@ -158,7 +159,7 @@ def test_a_full_queue_says_when_to_come_again_but_takes_what_was_accepted_before
 def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> None:
     core = SchedulerCore(CONFIG)
     with pytest.raises(UnknownRequest):
-        core.abort("r1", 0.0)
+        core.abort("", "r1", 0.0)
     core.cancel("f0", 1, 0.0)
     core.stop_choice("f0", 1, 3, 0.0)
     core.remove_frontend("f0", 0.0)
@@ -487,3 +488,20 @@ def test_impossible_capacities_are_refused(changes: dict[str, object]) -> None:
     [name] = changes
     with pytest.raises(ValueError, match=name):
         make_capacity(**changes)
+
+
+# Tenants.
+
+
+def test_request_ids_are_a_tenants_own() -> None:
+    core = SchedulerCore(CONFIG)
+    core.submit(make_request(request_id="r", handle=1, tenant="one"), 0.0)
+    core.submit(make_request(request_id="r", handle=2, tenant="two"), 0.0)
+    with pytest.raises(DuplicateRequest):
+        core.submit(make_request(request_id="r", handle=3, tenant="two"), 0.0)
+    with pytest.raises(UnknownRequest):
+        core.abort("three", "r", 0.0)
+    core.abort("two", "r", 0.0)
+    failed = core.take_outboxes()["f0"].requests_failed
+    assert [(handle, type(error)) for handle, error in failed] == [(2, RequestAborted)]
+    assert core.snapshot().num_waiting == 1

@@ -186,7 +186,7 @@ class Scenario:
         self.driver.cancel(self.records[name])
 
     def do_abort(self, name: str) -> None:
-        self.driver.core.abort(name, self.driver.now)
+        self.driver.core.abort("", name, self.driver.now)
 
     def do_stop(self, name: str, choice: str, num_tokens: str) -> None:
         self.driver.stop_choice(self.records[name], int(choice), int(num_tokens))

@@ -1,10 +1,13 @@
 """What a worker is told when it is to go, on a stream that takes one message at a time."""
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.cluster import NO_CLUSTER, Cluster
 from scheduler_service.core import SchedulerConfig, SchedulerCore
 from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
@@ -56,6 +59,7 @@ async def test_a_drained_worker_is_told_to_stop_after_it_was_told_to_drain() -> 
         scheduler_config=SchedulerConfig(),
         step_timeout=StepTimeout(),
         on_change=lambda: None,
+        dial=partial(Cluster(NO_CLUSTER).dial, WorkerServiceStub),
     )
     stream = SlowStream()
     serving = asyncio.create_task(registry.serve(cast(Any, stream)))

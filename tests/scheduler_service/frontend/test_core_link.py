@@ -7,9 +7,10 @@ import grpc
 import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from pagewire.v1 import scheduler_service_pb2_grpc as scheduler_grpc
+from scheduler_service.cluster import NO_CLUSTER, Cluster
 from scheduler_service.columns import to_column
 from scheduler_service.frontend import outgoing
+from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.core_link import MAX_HANDLE, CoreLink
 from scheduler_service.frontend.request_stream import RequestStream
 from tests.scheduler_service.frontend.conftest import Served
@@ -320,8 +321,9 @@ async def test_news_that_cannot_be_understood_end_their_own_request_only(
 
 
 async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
-    async with grpc.aio.insecure_channel("unix:/nowhere") as channel:
-        link = CoreLink(scheduler_grpc.SchedulerServiceStub(channel), "f", lambda models: None)
+    core = CoreConnection(Cluster(NO_CLUSTER), "unix:/nowhere")
+    try:
+        link = CoreLink(core, "f", lambda models: None)
 
         def submit(num_choices: int) -> int:
             stream = RequestStream("r", None, lambda _: None, "")
@@ -332,13 +334,18 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
         assert [submit(3), submit(1)] == [1, 4]
         link._next_handle = MAX_HANDLE - 1
         assert submit(2) == 5
+    finally:
+        await core.close()
 
 
 class BreakingCore:
-    """A stub and its calls: a stream that breaks when told to."""
+    """A connection, its stub and its calls: a stream that breaks when told to."""
 
     def __init__(self) -> None:
         self.breaks = asyncio.Event()
+
+    async def renew(self) -> None:
+        pass
 
     def Attach(self) -> "BreakingCore":
         return self

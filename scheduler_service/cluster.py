@@ -1,0 +1,163 @@
+"""What the services of one deployment show each other: certificates, a token, both or nothing.
+
+With certificates, every member has one of the cluster's own authority, and each end of a connection
+asks for the other's. They are made out to the same name, whatever machine a member runs on: what
+counts is that it belongs to the cluster, not where it is, and workers' addresses come and go.
+
+With a token, every call but health checks must bring it. Its file may hold several, one a line: the
+first is shown, any is taken, so that it can be changed without a moment at which members disagree.
+"""
+
+import hmac
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from scheduler_service.errors import Unauthenticated
+from scheduler_service.gate import HEALTH, Gate
+from scheduler_service.grpc_options import Options, channel_options
+from scheduler_service.metadata import AUTHORIZATION, authorization
+from scheduler_service.tls import TlsFiles, channel_credentials, server_credentials
+from scheduler_service.watched_files import WatchedFiles, read_file
+
+MEMBER_NAME = "pagewire-cluster"
+"""The DNS name in members' certificates."""
+
+MIN_TOKEN_CHARS = 16
+
+Stub = TypeVar("Stub")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Files of a member's credentials; all may be left out."""
+
+    token_file: Path | None = None
+    ca: Path | None = None
+    """The cluster's authority."""
+    cert: Path | None = None
+    """This member's certificate."""
+    key: Path | None = None
+    """That certificate's key."""
+
+    def __post_init__(self) -> None:
+        given = [path is not None for path in (self.ca, self.cert, self.key)]
+        if any(given) and not all(given):
+            raise ValueError("cluster_ca, cluster_cert, cluster_key: expected all three or none")
+        if self.token_file is not None:
+            _read_tokens(self.token_file)
+        _ = self.tls  # its files are read here, too
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The certificates, where there are any."""
+        if self.ca is None or self.cert is None or self.key is None:
+            return None
+        return TlsFiles(cert=self.cert, key=self.key, ca=self.ca)
+
+
+NO_CLUSTER = ClusterConfig()
+
+
+class Cluster:
+    """A member's credentials, as its servers and channels use them."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._tls = config.tls
+        self._channel_credentials: WatchedFiles[grpc.ChannelCredentials] | None = None
+        if config.tls is not None:
+            files = config.tls
+            self._channel_credentials = WatchedFiles(
+                files.paths, lambda: channel_credentials(files)
+            )
+        self._tokens: WatchedFiles[list[str]] | None = None
+        if config.token_file is not None:
+            path = config.token_file
+            self._tokens = WatchedFiles([path], lambda: _read_tokens(path))
+
+    @property
+    def has_credentials(self) -> bool:
+        """Whether strangers are kept out."""
+        return self._tls is not None or self._tokens is not None
+
+    # Where we listen.
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For a server that members call; None: without TLS."""
+        return None if self._tls is None else server_credentials(self._tls)
+
+    def gates(self) -> list[Gate]:
+        """Interceptors of such a server."""
+        return [] if self._tokens is None else [Gate(self._check, (HEALTH,))]
+
+    def _check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        assert self._tokens is not None
+        shown = (authorization(metadata) or "").encode()
+        tokens = [_bearer(token).encode() for token in self._tokens.get()]
+        if not any(hmac.compare_digest(shown, token) for token in tokens):
+            raise Unauthenticated(
+                "expected the cluster's token; is --cluster-token-file the same everywhere?",
+                reason="NOT_A_MEMBER",
+            )
+
+    # Where we call.
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """The certificates that are on disk now; the same object while they are the same."""
+        return None if self._channel_credentials is None else self._channel_credentials.get()
+
+    def channel(self, address: str, options: Options) -> grpc.aio.Channel:
+        """A channel to a member; it goes on with the certificates that it is made with."""
+        credentials = self.channel_credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]
+        return grpc.aio.secure_channel(address, credentials, options=named)
+
+    @asynccontextmanager
+    async def dial(
+        self, make: Callable[[grpc.aio.Channel], Stub], address: str
+    ) -> AsyncIterator[Stub]:
+        """A stub on a channel of its own."""
+        async with self.channel(address, channel_options()) as channel:
+            yield self.stub(make, channel)
+
+    def stub(self, make: Callable[[grpc.aio.Channel], Stub], channel: grpc.aio.Channel) -> Stub:
+        """A stub whose every call brings the token."""
+        made = make(channel)
+        if self._tokens is not None:
+            for name, call in vars(made).items():
+                setattr(made, name, self._with_token(call))
+        return made
+
+    def _with_token(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        tokens = self._tokens
+        assert tokens is not None
+
+        def call_with_token(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, metadata=((AUTHORIZATION, _bearer(tokens.get()[0])),), **kwargs)
+
+        return call_with_token
+
+
+def _bearer(token: str) -> str:
+    return f"Bearer {token}"
+
+
+def _read_tokens(path: Path) -> list[str]:
+    """The file's tokens; raises ValueError, which tells none of them."""
+    try:
+        lines = read_file("cluster_token_file", path).decode("ascii").split()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cluster_token_file: {path}: expected ASCII characters") from error
+    if not lines:
+        raise ValueError(f"cluster_token_file: {path}: expected a token")
+    if min(map(len, lines)) < MIN_TOKEN_CHARS:
+        raise ValueError(
+            f"cluster_token_file: {path}: expected at least {MIN_TOKEN_CHARS} characters a token"
+        )
+    return lines

@@ -1,0 +1,145 @@
+"""API keys: the file that tells them, and callers known by them.
+
+TOML, a table `key` for each, as `pagewire key new` writes it:
+
+    [[key]]
+    sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    tenant = "production"
+    models = ["llama-3-8b"]            # left out: all
+    expires = 2027-01-01T00:00:00Z     # left out: never
+    operator = true                    # left out: false
+
+Only hashes are there. A plain hash will do, for keys are drawn with 256 bits: nobody can try them
+all. They are looked up by their hash, too; what the time of that may tell is about the hash of a
+guess, which leads to no better guess.
+"""
+
+import hashlib
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from datetime import time as time_of_day
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from scheduler_service.errors import Unauthenticated
+from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.watched_files import read_file
+
+_FIELDS = ("sha256", "tenant", "models", "expires", "operator")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_BEARER = "bearer "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApiKey:
+    """What a key is good for."""
+
+    tenant: Tenant
+    expires: float | None = None
+    """Seconds since 1970 from which on it is not good any more; None: never."""
+
+
+Keys: TypeAlias = Mapping[str, ApiKey]
+"""By the SHA-256 of the key, in hexadecimal digits."""
+
+
+class ApiKeys:
+    """Authentication by keys."""
+
+    def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float] = time.time) -> None:
+        """`keys` is asked at every call."""
+        self._keys = keys
+        self._clock = clock
+
+    def tenant_of(self, authorization: str | None) -> Tenant:
+        """The tenant of the key that a call brings; raises Unauthenticated."""
+        if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
+            raise Unauthenticated(
+                "expected an API key, as authorization: Bearer KEY", reason="NO_API_KEY"
+            )
+        key = self._keys().get(hash_of(authorization[len(_BEARER) :].strip()))
+        if key is None:
+            raise Unauthenticated("the API key is unknown", reason="UNKNOWN_API_KEY")
+        if key.expires is not None and self._clock() >= key.expires:
+            raise Unauthenticated("the API key has expired", reason="EXPIRED_API_KEY")
+        return key.tenant
+
+
+def hash_of(key: str) -> str:
+    """What stands for a key in the file."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def single_key(key: str) -> Keys:
+    """One key for everything, with no tenants."""
+    return {hash_of(key): ApiKey(tenant=Tenant())}
+
+
+def read_keys(path: Path) -> Keys:
+    """The file's keys. Raises ValueError that names the file, the key's number and its field."""
+    try:
+        tables = tomllib.loads(read_file("api_keys", path).decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"api_keys: {path} is not TOML: {error}") from error
+    entries = tables.pop("key", [])
+    if tables or not isinstance(entries, list):
+        raise ValueError(f"api_keys: {path}: expected only tables [[key]]")
+    keys: dict[str, ApiKey] = {}
+    for number, entry in enumerate(entries, start=1):
+        where = f"api_keys: {path}: key {number}"
+        digest = _digest(where, entry)
+        if digest in keys:
+            raise ValueError(f"{where}: the same key is there before")
+        keys[digest] = _key(where, entry)
+    return keys
+
+
+def _digest(where: str, entry: Any) -> str:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected a table")
+    unknown = sorted(entry.keys() - set(_FIELDS))
+    if unknown:
+        raise ValueError(f"{where}: {unknown[0]}: unknown; there are: {', '.join(_FIELDS)}")
+    digest = entry.get("sha256")
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise ValueError(f"{where}: sha256: expected 64 hexadecimal digits")
+    return digest
+
+
+def _key(where: str, entry: Mapping[str, Any]) -> ApiKey:
+    name, models = entry.get("tenant"), entry.get("models")
+    is_operator = entry.get("operator", False)
+    if not isinstance(name, str) or not _TENANT.fullmatch(name):
+        raise ValueError(f"{where}: tenant: expected 1 to 64 characters of [A-Za-z0-9._-]")
+    if models is not None and not (
+        isinstance(models, list) and all(isinstance(model, str) for model in models)
+    ):
+        raise ValueError(f"{where}: models: expected a list of names")
+    if not isinstance(is_operator, bool):
+        raise ValueError(f"{where}: operator: expected true or false")
+    return ApiKey(
+        tenant=Tenant(
+            name=name,
+            models=None if models is None else frozenset(models),
+            is_operator=is_operator,
+        ),
+        expires=_expiry(where, entry.get("expires")),
+    )
+
+
+def _expiry(where: str, value: Any) -> float | None:
+    """A day means its beginning, and no offset means UTC."""
+    if value is None:
+        return None
+    if not isinstance(value, date):
+        raise ValueError(f"{where}: expires: expected a date, or a date with a time")
+    if not isinstance(value, datetime):
+        value = datetime.combine(value, time_of_day())
+    if value.tzinfo is None:
+        value = value.replace(tzinfo=UTC)
+    return float(value.timestamp())
