@@ -1,0 +1,357 @@
+"""Services let only members of their cluster in, and talk to nobody else.
+
+A core and a worker, real ones, each on a port of its own, with certificates made for the test.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.cluster import MEMBER_NAME, ClusterConfig
+from scheduler_service.core_service.config import CoreServiceConfig
+from scheduler_service.core_service.service import CoreService
+from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.server import Frontend
+from tests.support.certificates import Authority, Issued
+from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
+from worker_service import cluster as worker_cluster
+from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.lifecycle import Worker
+from worker_service.simulation.config import SimulationConfig
+from worker_service.simulation.executor import SimulatedExecutor
+
+TOKEN, OTHER_TOKEN = "t" * 32, "u" * 32
+BLOCK_SIZE = 16
+
+
+def files(ca: Path | None = None, issued: Issued | None = None, token: Path | None = None) -> Any:
+    """Arguments that `ClusterConfig` of either service takes."""
+    return {
+        "token_file": token,
+        "ca": ca,
+        "cert": issued and issued.cert,
+        "key": issued and issued.key,
+    }
+
+
+@asynccontextmanager
+async def running_core(**credentials: Any) -> AsyncIterator[CoreService]:
+    config = CoreServiceConfig(listen="127.0.0.1:0", cluster=ClusterConfig(**credentials))
+    async with CoreService(config) as core:
+        yield core
+
+
+@asynccontextmanager
+async def running_worker(core: str | None, **credentials: Any) -> AsyncIterator[Worker]:
+    config = WorkerConfig(
+        model=SimulationConfig(),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        network=NetworkConfig(
+            listen="127.0.0.1:0", core=core, cluster=worker_cluster.ClusterConfig(**credentials)
+        ),
+    )
+    worker = Worker(config, SimulatedExecutor(config.model, BLOCK_SIZE))
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    try:
+        yield worker
+    finally:
+        worker.end_at_once()
+        await task
+
+
+@asynccontextmanager
+async def whole(**credentials: Any) -> AsyncIterator[tuple[CoreService, Worker, Frontend]]:
+    """All three; the frontend listens without TLS."""
+    async with (
+        running_core(**credentials) as core,
+        running_worker(core.address, **credentials) as worker,
+    ):
+        frontend = Frontend(
+            FrontendConfig(
+                core=core.address,
+                listen="127.0.0.1:0",
+                grace_period_s=0,
+                cluster=ClusterConfig(**credentials),
+            )
+        )
+        await frontend.start()
+        try:
+            yield core, worker, frontend
+        finally:
+            await frontend.stop()
+
+
+async def generates(frontend: Frontend) -> None:
+    """A request goes all the way to the worker and back."""
+    async with client_of(frontend) as client:
+        request = generate_request([5, 6, 7], max_tokens=3, ignore_eos=True)
+        responses = await read_all(client.Generate(request, timeout=30))
+        assert responses[-1].usage.completion_tokens == 3
+        status = await client.GetStatus(inference_pb.GetStatusRequest())
+        assert status.status.num_finished >= 1
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    return path
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "ours")
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+# With a token.
+
+
+async def test_members_with_the_token_work_together(token: Path) -> None:
+    async with whole(**files(token=token)) as (_, _, frontend):
+        await generates(frontend)
+
+
+def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: Any) -> list[Any]:
+    """Every method of both services, and reflection."""
+    to_core, to_worker = SchedulerServiceStub(core), WorkerServiceStub(worker)
+    requests: dict[str, Any] = {
+        "GetModelAssets": scheduler_pb.SchedulerServiceGetModelAssetsRequest(),
+        "Abort": scheduler_pb.SchedulerServiceAbortRequest(),
+        "GetStatus": scheduler_pb.SchedulerServiceGetStatusRequest(),
+        "WatchStatus": scheduler_pb.SchedulerServiceWatchStatusRequest(),
+        "DrainWorker": scheduler_pb.DrainWorkerRequest(),
+    }
+    worker_requests: dict[str, Any] = {
+        "GetInfo": worker_pb.GetInfoRequest(),
+        "GetModelAssets": worker_pb.WorkerServiceGetModelAssetsRequest(),
+        "ProfileBlocks": worker_pb.ProfileBlocksRequest(),
+        "InitializeCache": worker_pb.InitializeCacheRequest(),
+        "StartProfile": worker_pb.StartProfileRequest(),
+        "StopProfile": worker_pb.StopProfileRequest(),
+    }
+    streams = {"Attach", "RegisterWorker", "ExecuteSteps"}
+    for descriptor, known in ((scheduler_pb, requests), (worker_pb, worker_requests)):
+        service = next(iter(descriptor.DESCRIPTOR.services_by_name.values()))
+        assert set(service.methods_by_name) <= {*known, *streams}
+    return [
+        *(getattr(to_core, rpc)(request, **options) for rpc, request in requests.items()),
+        *(getattr(to_worker, rpc)(request, **options) for rpc, request in worker_requests.items()),
+        to_core.Attach(**options),
+        to_core.RegisterWorker(**options),
+        to_worker.ExecuteSteps(**options),
+        reflection_pb2_grpc.ServerReflectionStub(core).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), **options
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        (("authorization", f"Bearer {OTHER_TOKEN}"),),
+        (("authorization", f"Bearer {TOKEN}x"),),
+        (("authorization", TOKEN),),
+    ],
+)
+async def test_strangers_may_ask_for_health_and_nothing_else(token: Path, metadata: Any) -> None:
+    async with (
+        whole(**files(token=token)) as (core, worker, _),
+        grpc.aio.insecure_channel(core.address) as to_core,
+        grpc.aio.insecure_channel(str(worker.address)) as to_worker,
+    ):
+        for call in internal_calls(to_core, to_worker, metadata=metadata):
+            assert (await error_of(call)).code() == grpc.StatusCode.UNAUTHENTICATED
+        for channel in (to_core, to_worker):
+            health = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest(service="liveness"))
+
+
+async def test_a_worker_without_the_token_never_joins(token: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text(OTHER_TOKEN)
+    async with (
+        running_core(**files(token=token)) as core,
+        running_worker(core.address, **files(token=wrong)),
+        running_worker(core.address, **files(token=token)) as member,
+    ):
+        await eventually(lambda: bool(core.registry.served_models()))
+        assert [group.group_id for group in core.registry] == [member._config.network.group_id]
+
+
+async def test_the_token_can_be_changed_while_all_run(token: Path) -> None:
+    async with whole(**files(token=token)) as (core, _, frontend):
+        await generates(frontend)
+        write(token, f"{TOKEN}\n{OTHER_TOKEN}\n")
+        async with grpc.aio.insecure_channel(core.address) as channel:
+            stub = SchedulerServiceStub(channel)
+            for known in (TOKEN, OTHER_TOKEN):
+                await stub.GetStatus(
+                    scheduler_pb.SchedulerServiceGetStatusRequest(),
+                    metadata=(("authorization", f"Bearer {known}"),),
+                )
+            write(token, f"{OTHER_TOKEN}\n")
+            error = await error_of(
+                stub.GetStatus(
+                    scheduler_pb.SchedulerServiceGetStatusRequest(),
+                    metadata=(("authorization", f"Bearer {TOKEN}"),),
+                )
+            )
+            assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+        await generates(frontend)
+
+
+# With certificates.
+
+
+async def test_members_with_certificates_work_together(authority: Authority, token: Path) -> None:
+    issued = authority.issue("member")
+    async with whole(**files(authority.cert, issued, token)) as (_, _, frontend):
+        await generates(frontend)
+
+
+@pytest.fixture
+def strangers(tmp_path: Path, authority: Authority) -> dict[str, grpc.ChannelCredentials | None]:
+    """Whom a member must not let in, by why."""
+    foreign = Authority(tmp_path, "theirs").issue("foreign")
+    expired = authority.issue("expired", days=-1)
+    root = authority.cert.read_bytes()
+
+    def credentials(issued: Issued) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(root, issued.key.read_bytes(), issued.cert.read_bytes())
+
+    return {
+        "no TLS": None,
+        "no certificate": grpc.ssl_channel_credentials(root),
+        "another authority's": credentials(foreign),
+        "expired": credentials(expired),
+    }
+
+
+@pytest.mark.parametrize("why", ["no TLS", "no certificate", "another authority's", "expired"])
+async def test_strangers_do_not_even_connect(
+    authority: Authority, strangers: dict[str, Any], why: str
+) -> None:
+    credentials = strangers[why]
+    member = authority.issue("member")
+    named = [("grpc.ssl_target_name_override", MEMBER_NAME)]
+    async with whole(**files(authority.cert, member)) as (core, worker, _):
+        for address in (core.address, str(worker.address)):
+            channel = (
+                grpc.aio.insecure_channel(address, named)
+                if credentials is None
+                else grpc.aio.secure_channel(address, credentials, named)
+            )
+            async with channel:
+                check = health_pb2_grpc.HealthStub(channel).Check
+                error = await error_of(check(health_pb2.HealthCheckRequest(), timeout=20))
+                assert error.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_members_do_not_talk_to_who_is_none(authority: Authority, tmp_path: Path) -> None:
+    """A core whose certificate is of another authority, and one made out to another name."""
+    foreign = Authority(tmp_path, "theirs")
+    member = authority.issue("member")
+    both = tmp_path / "both.pem"  # the impostors would let members in
+    both.write_bytes(foreign.cert.read_bytes() + authority.cert.read_bytes())
+    for impostor in (foreign.issue("foreign"), authority.issue("named", "elsewhere.example")):
+        async with (
+            running_core(**files(both, impostor)) as core,
+            running_worker(core.address, **files(authority.cert, member)),
+        ):
+            frontend = Frontend(
+                FrontendConfig(
+                    core=core.address,
+                    listen="127.0.0.1:0",
+                    grace_period_s=0,
+                    cluster=ClusterConfig(**files(authority.cert, member)),
+                )
+            )
+            try:
+                call = frontend._core.GetStatus(
+                    scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
+                )
+                error = await error_of(call)
+                assert error.code() == grpc.StatusCode.UNAVAILABLE
+                assert list(core.registry) == []
+            finally:
+                await frontend._core.close()
+
+
+async def test_new_certificates_on_disk_are_used_without_a_restart(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """The authority changes, too: through a time in which both are good."""
+    new = Authority(tmp_path, "new")
+    member = authority.issue("member")
+    ca = tmp_path / "ca.pem"
+    ca.write_bytes(authority.cert.read_bytes())
+    async with whole(**files(ca, member)) as (core, worker, frontend):
+        await generates(frontend)
+        ca.write_bytes(authority.cert.read_bytes() + new.cert.read_bytes())
+        later = new.issue("later")
+        for file, content in ((member.key, later.key), (member.cert, later.cert)):
+            file.write_bytes(content.read_bytes())
+        ca.write_bytes(new.cert.read_bytes())
+        # A former member is a stranger now, and the new one is let in by all.
+        credentials = worker_cluster.Cluster(
+            worker_cluster.ClusterConfig(**files(ca, member))
+        ).channel(core.address, ())
+        async with credentials as channel:
+            await SchedulerServiceStub(channel).GetStatus(
+                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
+            )
+        for attachment in list(core.attachments._attachments.values()):
+            attachment.close(RuntimeError("the test ends the stream"))
+        former = frontend._core._channel
+        await eventually(lambda: frontend._core._channel is not former)
+        await generates(frontend)
+        async with grpc.aio.secure_channel(
+            str(worker.address),
+            grpc.ssl_channel_credentials(new.cert.read_bytes(), *_pair(later)),
+            [("grpc.ssl_target_name_override", MEMBER_NAME)],
+        ) as channel:
+            await WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=20)
+
+
+def _pair(issued: Issued) -> tuple[bytes, bytes]:
+    return issued.key.read_bytes(), issued.cert.read_bytes()
+
+
+def test_credentials_that_are_no_good_are_refused_at_the_start(
+    authority: Authority, tmp_path: Path
+) -> None:
+    one, other = authority.issue("one"), authority.issue("other")
+    short = tmp_path / "short"
+    short.write_text("secret")
+    wrong = [
+        {"ca": authority.cert},
+        files(authority.cert, Issued(one.cert, other.key)),
+        files(tmp_path / "absent.pem", one),
+        files(one.key, one),
+        files(token=short),
+        files(token=tmp_path / "absent"),
+    ]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="cluster|tls") as caught:
+            ClusterConfig(**arguments)
+        assert "secret" not in str(caught.value)
+        with pytest.raises(worker_cluster.InvalidOption):
+            worker_cluster.Cluster(worker_cluster.ClusterConfig(**arguments))
