@@ -36,7 +36,7 @@ How it is made, from the outside in:
     running_set.py    who is in the batch, in that order
     preemption.py     who leaves it for want of memory, and how
     making_way.py     who leaves it for a request that goes ahead
-    leaving.py        who leaves the worker group, since it drains
+    leaving.py        who leaves the worker group, since it drains or is too small
     swapping.py       who is in host memory, and comes back
     moving_costs.py   whether it is worth it
     block_manager.py  who has which blocks; block_pool.py counts references

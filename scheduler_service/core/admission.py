@@ -75,6 +75,14 @@ def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireErro
         return InvalidArgument(
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
         )
+    error = None
+    if not request.is_continued:  # else a group had it that may not be back yet
+        error = _why_too_long(group, capacity)
+    return error or _why_tenant_cannot(group, capacity)
+
+
+def _why_too_long(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+    tokens = group.request.prompt_token_ids
     details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
     if len(tokens) + 1 > capacity.max_model_len:
         return PromptTooLong(
@@ -96,7 +104,7 @@ def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireErro
                 "block_size": capacity.block_size,
             },
         )
-    return _why_tenant_cannot(group, capacity)
+    return None
 
 
 def _why_tenant_cannot(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:

@@ -87,7 +87,7 @@ class SchedulerCore:
         if scheduler is None:
             return
         model = self._models[scheduler.capacity.model]
-        model.schedulers.remove(scheduler)
+        model.remove(scheduler)
         groups, computing = scheduler.lose(to_us(now))
         # One without requests was drained, most likely: nobody is hurt.
         level = logging.WARNING if groups else logging.INFO
@@ -214,11 +214,12 @@ class SchedulerCore:
         self.expire(now)
         model = self._models[scheduler.capacity.model]
         plan = None
-        has_ended = True
-        while plan is None and has_ended:  # what has ended may be all that others waited for
+        has_left = True
+        while plan is None and has_left:  # what has gone may be all that others waited for
             model.place(lambda group: self._end_if_late(group, now), to_us(now))
             plan = scheduler.schedule(to_us(now))
-            has_ended = self._close_ended(model.schedulers, now)
+            has_left = model.settle_outgrown(scheduler, to_us(now))
+            has_left |= self._close_ended(model.schedulers, now)
         return plan
 
     def newest_work(self, group_id: str) -> StepWork:

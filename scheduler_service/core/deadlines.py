@@ -99,7 +99,7 @@ def _own_us(group: SequenceGroup, model: Model, *, is_cached: bool = False) -> f
     """The time that a request needs of the worker group that is best for it; its prompt counts as
     far as it is not cached, unless it may be."""
     is_cached = is_cached or group.has_begun
-    costs = (_own_us_on(s, group, is_cached) for s in model.schedulers if s.room.fits(group))
+    costs = (_own_us_on(s, group, is_cached) for s in model.schedulers if group.fits(s.capacity))
     return min(costs, default=0.0)
 
 

@@ -1,9 +1,12 @@
-"""Groups on their way from a worker group that drains to others of its model.
+"""Groups on their way from a worker group to others of its model: it drains, or has become too
+small for them.
 
 A group leaves the batch at once, so that no step is planned for it any more, and is gone when the
 results of the steps under way are in: their tokens count, and nothing comes in later that could be
 taken for the result of a row that it gets elsewhere.
 """
+
+from collections.abc import Iterator
 
 from scheduler_service.core.pipeline import Pipeline
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
@@ -31,6 +34,9 @@ class Leaving:
 
     def __contains__(self, group: SequenceGroup) -> bool:
         return group in self._groups
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        return iter(self._groups)
 
     def begin(self, group: SequenceGroup, now_us: int) -> None:
         """Have a group leave that is in no queue any more. It has begun here, or before."""

@@ -11,7 +11,6 @@ from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.placing import Placing
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.room import Room
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -38,6 +37,8 @@ class Model:
     stirred: set[str] = field(default_factory=set)
     """Ids of worker groups that were given requests, since they were last asked for."""
     waiting: Lanes = field(init=False)
+    _lost: list[GroupCapacity] = field(default_factory=list)
+    """What worker groups held that have died, as far as none has come in their place."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups that there were when the queue was sorted, and whether they drained."""
     _alike: list[tuple[Scheduler, ...]] = field(default_factory=list)
@@ -66,7 +67,20 @@ class Model:
         self.drain.interrupt()
         self.reopen()
         self.schedulers.append(scheduler)
+        self._take_place_of_lost(scheduler.capacity.num_cache_tokens)
         self._notice_groups()
+
+    def remove(self, scheduler: Scheduler) -> None:
+        """A group is gone. If it did not drain, one like it is expected to take its place."""
+        self.schedulers.remove(scheduler)
+        if not scheduler.is_draining:
+            self._lost.append(scheduler.capacity)
+
+    def _take_place_of_lost(self, num_tokens: int) -> None:
+        """Expect the lost group back no more whose memory was the most like this: a worker that is
+        started again may find a little more or less."""
+        if self._lost:
+            self._lost.remove(min(self._lost, key=lambda c: abs(c.num_cache_tokens - num_tokens)))
 
     def reopen(self) -> None:
         """Put all that has not begun up for placement again."""
@@ -93,18 +107,51 @@ class Model:
                 )
             self.queue_again(scheduler.take_gone())
 
+    def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
+        """Have the requests that have outgrown a worker group go on in larger ones. Where there is
+        none, and none is expected back, they fail. Whether there were any."""
+        outgrown = here.take_outgrown()
+        moving: set[SequenceGroup] = set()
+        for group in outgrown:
+            group.outgrown_tokens = here.capacity.num_cache_tokens
+            if self._has_larger(group, here.capacity):
+                moving.add(group)
+                logger.info(
+                    "request leaves a group that it has outgrown request_id=%s group_id=%s "
+                    "num_cache_tokens=%d",
+                    group.request.request_id,
+                    here.capacity.group_id,
+                    here.capacity.num_cache_tokens,
+                )
+            else:
+                here.fail_outgrown(group, now_us)
+        if moving:
+            here.send_away(moving.__contains__, now_us)
+            self.queue_again(here.take_gone())
+        return bool(outgrown)
+
+    def _has_larger(self, group: SequenceGroup, here: GroupCapacity) -> bool:
+        """Whether a request can go on elsewhere, now or when what was lost is back, and come to be
+        as long as it could here."""
+        length = group.max_length(here)
+        capacities = chain(self.capacities(), self._lost)
+        return any(group.fits(each) and group.max_length(each) >= length for each in capacities)
+
     def is_needed(self, scheduler: Scheduler) -> bool:
-        """Whether something that has begun waits for a worker group although it drains."""
+        """Whether something that has begun waits for a worker group although it drains, or is on
+        its way to it."""
         self._notice_groups()
-        queues = chain(self.waiting, self.stranded)
+        on_their_way = (group for other in self.schedulers for group in other.leaving)
+        queues = chain(self.waiting, self.stranded, on_their_way)
         return any(scheduler in self._suitable(group) for group in queues)
 
     def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
         others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
 
         def can_leave(group: SequenceGroup) -> bool:
-            reach = here.room.reach(group)
-            return any(s.room.fits(group) and s.room.reach(group) >= reach for s in others)
+            reach = group.reach(here.capacity)
+            capacities = (scheduler.capacity for scheduler in others)
+            return any(group.fits(each) and group.reach(each) >= reach for each in capacities)
 
         return can_leave
 
@@ -154,14 +201,14 @@ class Model:
         the most of the tokens that it asks for, so that where it goes does not show in its answer;
         for one that has begun that is memory's concern too. Those that drain take nothing, unless
         it has begun and no other is left."""
-        fitting = [alike for alike in self._alike if alike[0].room.fits(group)]
+        fitting = [alike for alike in self._alike if group.fits(alike[0].capacity)]
         suitable = [alike for alike in fitting if not alike[0].is_draining]
-        reach = Room.max_length
+        reach = SequenceGroup.max_length
         if group.has_begun or group.request.generated:
             suitable = suitable or fitting
-            reach = Room.reach
-        farthest = max((reach(alike[0].room, group) for alike in suitable), default=0)
-        return tuple([alike for alike in suitable if reach(alike[0].room, group) == farthest])
+            reach = SequenceGroup.reach
+        farthest = max((reach(group, alike[0].capacity) for alike in suitable), default=0)
+        return tuple([alike for alike in suitable if reach(group, alike[0].capacity) == farthest])
 
     def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
         """These worker groups, in the order in which they came."""

@@ -73,16 +73,6 @@ class Room:
         num_waiting = self._waiting.num_sequences + self._ahead.num_sequences
         return self._running.num_places + num_waiting
 
-    def fits(self, group: SequenceGroup) -> bool:
-        """Whether the group's sequences can be computed here, one by one at least."""
-        is_in_model = group.num_prompt_tokens < self._capacity.max_model_len
-        is_allowed = group.tenant.may_ever_hold(group.most_blocks(self._capacity))
-        return is_in_model and is_allowed and self._blocks.fits(group.max_known_tokens)
-
-    def reach(self, group: SequenceGroup) -> int:
-        """The most tokens that a sequence of the group can come to have here, when it is alone."""
-        return min(self.max_length(group), self._capacity.num_cache_tokens + 1)
-
     @property
     def caches_prefixes(self) -> bool:
         """Whether what one sequence has computed serves others."""
@@ -92,12 +82,6 @@ class Room:
         """Tokens of a group that has not run that are not in blocks here."""
         longest = group.longest
         return longest.num_known - len(self._prefixes.find(longest)) * self._blocks.block_size
-
-    def max_length(self, group: SequenceGroup) -> int:
-        """Tokens that the group's sequences may come to have in this model, as far as they were
-        asked for."""
-        most = group.num_prompt_tokens + group.request.max_tokens
-        return min(most, self._capacity.max_model_len)
 
     @property
     def has_room(self) -> bool:
@@ -133,7 +117,7 @@ class Room:
     def can_take_ahead(self, group: SequenceGroup) -> bool:
         """Whether the group would find room here now at the expense of others that it goes ahead
         of, be they running or waiting."""
-        if self._ahead or not self.fits(group):
+        if self._ahead or not group.fits(self._capacity):
             return False
         if self.has_other_suspect(group):
             return False

@@ -1,7 +1,7 @@
 """What one worker group does in its next step, and what came of the last one."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
@@ -131,6 +131,7 @@ class Scheduler:
             groups=self.groups,
         )
         self._ended: list[SequenceGroup] = []
+        self._outgrown: list[SequenceGroup] = []
 
     # What the core asks and tells.
 
@@ -187,6 +188,11 @@ class Scheduler:
             self._leaving.begin(group, now_us)
         return len(leaving)
 
+    @property
+    def leaving(self) -> Iterable[SequenceGroup]:
+        """Groups that were sent away, and have steps in flight still."""
+        return self._leaving
+
     def take_gone(self) -> list[SequenceGroup]:
         """Part with the groups that were sent away and of which nothing is in flight any more."""
         gone = self._leaving.take_gone()
@@ -242,6 +248,27 @@ class Scheduler:
         """Running groups with tokens to compute besides their newest ones, or blocks to come."""
         return {seq.group for seq in (*self._running.prefilling, *self._running.arriving)}
 
+    def take_outgrown(self) -> list[SequenceGroup]:
+        """Groups with a sequence that has become longer than the whole cache, and beams that are
+        too large for it together. They hold what they have until they fail or are sent away.
+
+        Not before the plan is complete: others of their sequences may have rows in it, and must
+        not be forgotten by it, nor their blocks go to another row of the same step.
+        """
+        outgrown, self._outgrown = dict.fromkeys(self._outgrown), []
+        return [group for group in outgrown if group.num_unfinished]
+
+    def fail_outgrown(self, group: SequenceGroup, now_us: int) -> None:
+        """End one of these, which no other worker group can go on with."""
+        tokens = self.capacity.num_cache_tokens
+        who = "beams have" if group.is_lockstep else "sequence has"
+        error = GenerationFailed(
+            f"the {who} outgrown the KV cache of {tokens} tokens",
+            reason="KV_CACHE_TOO_SMALL",
+            details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
+        )
+        self.fail_group(group, error, now_us)
+
     def take_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
         ended, self._ended = self._ended, []
@@ -252,7 +279,7 @@ class Scheduler:
     def schedule(self, now_us: int) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or too much is in flight.
 
-        Groups may end in it; what they held serves the next call.
+        What has outgrown the cache has no row in it; `take_outgrown` is to be called after it.
         """
         if self._pipeline.is_full:
             return None
@@ -267,7 +294,7 @@ class Scheduler:
         self._swap_in(batch)
         self._admit(batch)
         plan = self._emit(batch)
-        self._fail_outgrown(batch)
+        self._outgrown += batch.outgrown
         return plan
 
     def update(self, result: StepResult, now_us: int) -> None:
@@ -305,6 +332,7 @@ class Scheduler:
         """Assert the invariants that hold between calls."""
         self.blocks.check()
         assert not self._ended
+        assert not self._outgrown
         self._running.check(self.groups)
         assert self._running.num_places <= self._config.max_num_seqs
         for group in self.groups:
@@ -340,24 +368,6 @@ class Scheduler:
         """Waiting groups, where none is swapped out."""
         if not self.swapping:
             self._admitting.admit(self.waiting, batch)
-
-    def _fail_outgrown(self, batch: Batch) -> None:
-        """End groups with a sequence that has become longer than the whole cache.
-
-        Not before the plan is complete: others of their sequences may have rows in it, and must
-        not be forgotten by it, nor their blocks go to another row of the same step.
-        """
-        for group in batch.outgrown:
-            if group.num_unfinished == 0:
-                continue  # by another of its sequences
-            tokens = self.capacity.num_cache_tokens
-            who = "beams have" if group.is_lockstep else "sequence has"
-            error = GenerationFailed(
-                f"the {who} outgrown the KV cache of {tokens} tokens",
-                reason="KV_CACHE_TOO_SMALL",
-                details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
-            )
-            self.fail_group(group, error, batch.now_us)
 
     def _emit(self, batch: Batch) -> StepPlan | None:
         batch.swap_out += self.blocks.end_plan()

@@ -173,6 +173,8 @@ class SequenceGroup:
     """Id of the worker group that keeps its room for it, while it is in none."""
     waits_until_us: int | None = None
     """Until when it may wait for a worker group although another would take it."""
+    outgrown_tokens: int = 0
+    """Tokens of the largest KV cache that it was too large for: it goes to larger ones only."""
     num_reserved_blocks: int = 0
     """What its tenant may not give to others while it is in a worker group."""
     is_charged: bool = False
@@ -228,6 +230,22 @@ class SequenceGroup:
         room = capacity.max_model_len - self.num_prompt_tokens
         num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
         return self.num_unfinished * -(-num_tokens // capacity.block_size)
+
+    def fits(self, capacity: GroupCapacity) -> bool:
+        """Whether its sequences can be computed in a worker group, one by one at least."""
+        is_in_model = self.num_prompt_tokens < capacity.max_model_len
+        is_allowed = self.tenant.may_ever_hold(self.most_blocks(capacity))
+        num_tokens = max(self.max_known_tokens, self.outgrown_tokens + 1)
+        return is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
+
+    def max_length(self, capacity: GroupCapacity) -> int:
+        """Tokens that its sequences may come to have in a worker group's model, as far as they were
+        asked for."""
+        return min(self.num_prompt_tokens + self.request.max_tokens, capacity.max_model_len)
+
+    def reach(self, capacity: GroupCapacity) -> int:
+        """The most tokens that one of its sequences can come to have in a worker group, alone."""
+        return min(self.max_length(capacity), capacity.num_cache_tokens + 1)
 
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""

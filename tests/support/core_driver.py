@@ -136,6 +136,7 @@ class CoreDriver:
 
     def add_group(self, capacity: GroupCapacity) -> None:
         """A worker joins."""
+        self.collect()
         self.core.add_group(capacity, self.now)
         worker = SymbolicWorker(
             num_gpu_blocks=capacity.num_gpu_blocks,
@@ -346,6 +347,8 @@ class CoreDriver:
                 capacity = self.links[group_id].capacity
                 prompt = len(record.request.prompt_token_ids)
                 longest = prompt + max(len(choice.tokens) for choice in record.choices)
+                if record.request.beam_search is not None:  # none of its tokens are told
+                    longest = capacity.max_model_len * record.request.beam_search.width
                 fits = prompt < capacity.max_model_len and longest <= capacity.num_cache_tokens
                 assert not fits or capacity.model != record.request.model, "it waits for nothing"
 
@@ -494,6 +497,8 @@ class CoreDriver:
         self._check_prefixes(record)
         assert record.error is not None
         lengths = [len(self._expected(record, i)) for i in range(len(record.choices))]
+        if record.error.reason == "KV_CACHE_TOO_SMALL":
+            assert int(record.error.details["num_cache_tokens"]) >= self._most_cache_tokens(record)
         if record.request.beam_search is not None:
             assert not any(choice.tokens for choice in record.choices), "told before the end"
             return
@@ -505,6 +510,13 @@ class CoreDriver:
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             longest = len(record.request.prompt_token_ids) + max(lengths)
             assert longest > self.least_cache_tokens
+
+    def _most_cache_tokens(self, record: RequestRecord) -> int:
+        """Of the groups there are in which a request can have all the tokens that it asks for."""
+        model = record.request.model
+        groups = [link.capacity for link in self.links.values() if link.capacity.model == model]
+        longest = max(group.max_model_len for group in groups)
+        return max(group.num_cache_tokens for group in groups if group.max_model_len == longest)
 
     def check_empty(self) -> None:
         """Assert that nothing is left of any request."""

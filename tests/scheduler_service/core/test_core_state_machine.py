@@ -376,6 +376,38 @@ class CrowdedMachine(CoreMachine):
             )
 
 
+class UnlikeMachine(CoreMachine):
+    """Small groups and a large one from the start: what outgrows the small ones moves, or waits."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        max_num_seqs=st.integers(2, 4),
+        mode=st.sampled_from(PreemptionMode),
+        host_blocks=st.sampled_from([0, 12]),
+        caching=st.booleans(),
+        policy=st.sampled_from(PolicyName),
+        small=st.sampled_from([5, 7, SMALL]),
+    )
+    def start(self, small: int, **values: Any) -> None:
+        fixed = {"chunked": True, "extra_tokens": 12, "watermark": 0.0, "isolate_tenants": False}
+        super().start(blocks=small, **fixed, **values)
+        self.add_group(LARGE)
+        self.add_group(small)
+
+    @rule(
+        count=st.integers(2, 5),
+        length=st.integers(1, 20),
+        seed=st.integers(0, 1000),
+        n=st.sampled_from([1, 1, 2, 3]),
+        logprobs=st.booleans(),
+        timeout=st.sampled_from([None, None, None, 5.0]),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, **values: Any) -> None:
+        fixed = {"num_alike": 8, "max_tokens": 40, "num_stop_tokens": 0, "frontend_id": "f0"}
+        super().submit(tenant="", fails_at=None, **fixed, **values)
+
+
 def machine_settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
@@ -398,6 +430,12 @@ class TestCrowdedCore(CrowdedMachine.TestCase):  # type: ignore[name-defined,mis
     settings = machine_settings(60)
 
 
+class TestUnlikeGroups(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
+    """In CI."""
+
+    settings = machine_settings(60)
+
+
 @pytest.mark.long
 class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
@@ -410,3 +448,10 @@ class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-def
     """By `make test-long`."""
 
     settings = machine_settings(5000)
+
+
+@pytest.mark.long
+class TestUnlikeGroupsAtLength(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
+    """By `make test-long`."""
+
+    settings = machine_settings(3000)

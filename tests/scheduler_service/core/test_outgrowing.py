@@ -1,0 +1,157 @@
+"""What the scenarios do not show of requests that outgrow a group: limits, losses, drains."""
+
+import dataclasses
+
+import pytest
+
+from scheduler_service.core import SchedulerConfig, TenantConfig
+from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, watermark=0.0)
+SMALL, LARGE = 4, 10
+"""Blocks, of 4 tokens each."""
+
+
+def make_driver(**changes: object) -> CoreDriver:
+    driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
+    driver.add_group(make_capacity("small", num_gpu_blocks=SMALL))
+    return driver
+
+
+def add(driver: CoreDriver, group_id: str, **changes: object) -> None:
+    driver.add_group(make_capacity(group_id, **({"num_gpu_blocks": LARGE} | changes)))
+
+
+def under_way(driver: CoreDriver, **request: object) -> RequestRecord:
+    """A request of which the small group has computed the prompt, and that is to outgrow it."""
+    values: dict[str, object] = {"prompt": [1] * 13, "max_tokens": 12}
+    record = driver.submit(**(values | request))  # type: ignore[arg-type]
+    driver.schedule("small")
+    driver.deliver("small")
+    return record
+
+
+def reason(record: RequestRecord) -> str | None:
+    return None if record.error is None else record.error.reason
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_it_goes_to_where_it_can_come_to_have_the_most_tokens(n: int, depth: int) -> None:
+    driver = make_driver(pipeline_depth=depth)
+    visited: dict[str, None] = {}
+    driver.on_plan = lambda group_id, _: visited.setdefault(group_id)
+    record = under_way(driver, n=n)
+    add(driver, "alike", num_gpu_blocks=SMALL)
+    add(driver, "middle", num_gpu_blocks=SMALL + 1)
+    add(driver, "large")
+    driver.run_until_idle()
+    assert record.finished is not None
+    assert list(visited) == ["small", "large"]
+    driver.check_empty()
+
+
+def test_moving_is_no_loss() -> None:
+    driver = make_driver(max_worker_losses=1)
+    record = under_way(driver)
+    add(driver, "large")
+    driver.run_until_idle()
+    assert record.finished is not None
+    assert record.num_losses == 0
+
+
+def test_one_that_no_group_can_hold_fails_though_others_are_as_large() -> None:
+    driver = make_driver()
+    record = under_way(driver)
+    add(driver, "alike", num_gpu_blocks=SMALL)
+    add(driver, "other model", model="other")
+    driver.run_until_idle()
+    assert reason(record) == "KV_CACHE_TOO_SMALL"
+    driver.check_empty()
+
+
+def test_a_larger_group_whose_model_is_shorter_is_none() -> None:
+    """It would end there as if it had all its tokens, and has fewer than it asked for."""
+    driver = make_driver()
+    record = under_way(driver)
+    add(driver, "short", max_model_len=20)
+    driver.schedule("small")
+    driver.run_until_idle()
+    assert reason(record) == "KV_CACHE_TOO_SMALL"
+
+
+def test_a_larger_group_that_drains_takes_it_and_is_not_drained_before() -> None:
+    driver = make_driver(pipeline_depth=3)
+    record = under_way(driver, n=2)
+    add(driver, "large")
+    driver.core.drain_group("large", driver.now)
+    while record.is_live:
+        leaves = driver.core.snapshot().num_running == 0
+        assert not (leaves and driver.core.is_drained("large"))
+        driver.schedule("small")
+        driver.schedule("large")
+        driver.deliver("small")
+        driver.deliver("large")
+        driver.collect()
+    assert record.finished is not None
+    assert driver.core.is_drained("large")
+
+
+def test_what_has_died_is_waited_for_and_taken_by_one_that_came_in_its_place() -> None:
+    driver = make_driver()
+    record = under_way(driver)
+    add(driver, "large")
+    driver.lose_group("large")
+    driver.run_until_idle()
+    assert record.is_live
+    add(driver, "a little less", num_gpu_blocks=LARGE - 1)
+    driver.run_until_idle()
+    assert record.finished is not None
+    late = under_way(driver)
+    driver.core.drain_group("a little less", driver.now)
+    driver.lose_group("a little less")
+    driver.run_until_idle()
+    assert reason(late) == "KV_CACHE_TOO_SMALL", "nobody is expected any more"
+
+
+def test_its_tenants_blocks_go_along() -> None:
+    driver = make_driver(tenants={"small": TenantConfig(max_kv_blocks=6)})
+    record = under_way(driver, tenant="small")
+    add(driver, "large")
+    driver.run_until_idle()
+    assert record.finished is not None
+    driver.check_empty()
+
+
+def test_it_may_end_on_its_way() -> None:
+    driver = make_driver(pipeline_depth=3)
+    record = under_way(driver, n=2)
+    add(driver, "large")
+    while driver.core.snapshot().num_running:
+        driver.schedule("small")
+        driver.deliver("small")
+    driver.cancel(record)
+    driver.run_until_idle()
+    driver.check_empty()
+
+
+@pytest.mark.parametrize("known", [0, 8])
+def test_a_new_core_takes_what_is_too_large_for_the_groups_that_have_come_so_far(
+    known: int,
+) -> None:
+    driver = make_driver()
+    add(driver, "large")
+    record = driver.submit(prompt=[1] * 17, max_tokens=12)
+    while len(record.choices[0].tokens) < known:
+        driver.schedule("large")
+        driver.deliver("large")
+        driver.collect()
+    del driver.links["large"]
+    driver.collect()
+    driver.lose_core()
+    assert record.is_live
+    driver.run_until_idle()
+    assert record.is_live
+    add(driver, "large")
+    driver.run_until_idle()
+    assert record.finished is not None
