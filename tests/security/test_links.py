@@ -350,7 +350,7 @@ def test_credentials_that_are_no_good_are_refused_at_the_start(
         files(token=tmp_path / "absent"),
     ]
     for arguments in wrong:
-        with pytest.raises(ValueError, match="cluster|tls") as caught:
+        with pytest.raises(ValueError, match=r"cluster|tls") as caught:
             ClusterConfig(**arguments)
         assert "secret" not in str(caught.value)
         with pytest.raises(worker_cluster.InvalidOption):
