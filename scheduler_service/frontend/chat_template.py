@@ -40,16 +40,26 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """The prompt's text. Raises InvalidArgument if the template refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises InvalidArgument if the template refuses the messages.
+
+        `variables` are those of the caller's that the template may know; ours go before them.
+        """
+        known = {"documents": None, **(variables or {}), **self._special_tokens}
+        known |= {
+            "messages": [dict(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._template.render(known)
         # A template is a program: besides its own refusals it can fail like any code.
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidArgument(

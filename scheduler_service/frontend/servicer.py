@@ -16,11 +16,11 @@ from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.frontend import validation
 from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.core_connection import CoreConnection
+from scheduler_service.frontend.chat_prompt import chat_tokens, check_chat
 from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.open_requests import INLINE_BYTES, OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
-from scheduler_service.frontend.settled import chat_tokens
 from scheduler_service.metadata import authorization
 from scheduler_service.status_codes import abort
 
@@ -125,7 +125,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         if kind is None:
             raise InvalidArgument("input", "expected one of text and chat")
         if kind == "chat":
-            validation.check_chat(request.chat)
+            check_chat(request.chat)
         return await _off_the_loop(request, _tokenize, model)
 
     @_rpc

@@ -13,6 +13,7 @@ from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong
+from scheduler_service.frontend.chat_prompt import chat_tokens
 from scheduler_service.frontend.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.model_assets import ServedModel
@@ -96,14 +97,6 @@ def prompt_tokens(request: inference_pb.GenerateRequest, model: ServedModel) -> 
         field = "text" if kind == "text" else "chat.messages"
         raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
     return tokens
-
-
-def chat_tokens(chat: inference_pb.Chat, model: ServedModel) -> list[int]:
-    """A conversation as token ids."""
-    return model.require_tokenizer("chat prompt").encode_chat(
-        [{"role": message.role, "content": message.content} for message in chat.messages],
-        add_generation_prompt=_or(chat, "add_generation_prompt", True),
-    )
 
 
 def settle(

@@ -49,9 +49,9 @@ class ModelTokenizer:
         self._special_tokens = _special_tokens(config)
         _set_post_processor(self._tokenizer, config, self._special_tokens)
         self._detokenizers = DetokenizerFactory(self._tokenizer, json.loads(text).get("decoder"))
-        self._template = _chat_template(
-            chat_template or _configured_template(config), self._special_tokens
-        )
+        self.template_source = chat_template or _configured_template(config)
+        """The chat template as the model's author wrote it; None without one."""
+        self._template = _chat_template(self.template_source, self._special_tokens)
         self.token_text = lru_cache(maxsize=65536)(self._detokenizers.token_text)
         """One token's text as it reads inside a text, with U+FFFD for broken characters."""
 
@@ -59,17 +59,23 @@ class ModelTokenizer:
         """Token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
-    ) -> list[int]:
-        """Token ids of a conversation; the template writes the special tokens itself.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as a text in which the template has written the special tokens.
 
         Raises UnsupportedByModel without a template, InvalidArgument if it refuses the messages.
         """
         if self._template is None:
             raise UnsupportedByModel("the model has no chat template", reason="NO_CHAT_TEMPLATE")
-        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
 
     def bad_word_sequences(self, word: str) -> list[list[int]]:
         """The token sequences that spell a word at a text's start and after a space."""

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, sampling_pb2, status_pb2
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
+from scheduler_service.frontend.chat_prompt import check_chat
 
 MIN_TEMPERATURE = unpack("f", pack("f", 0.01))[0]
 """0.01 as a float32 field holds it, which is a little less."""
@@ -77,13 +78,6 @@ def check_token_ids(path: str, token_ids: Collection[int], vocab_size: int) -> N
     if token_ids and max(token_ids) >= vocab_size:
         index, found = next((i, id) for i, id in enumerate(token_ids) if id >= vocab_size)
         raise InvalidArgument(f"{path}[{index}]", f"{_below_vocab(vocab_size)}, got {found}")
-
-
-def check_chat(chat: inference_pb.Chat) -> None:
-    """Raise InvalidArgument unless the conversation has turns, each with a role."""
-    _expect(len(chat.messages) > 0, "chat.messages", "expected at least one message")
-    for index, message in enumerate(chat.messages):
-        _expect(bool(message.role), f"chat.messages[{index}].role", "expected a role")
 
 
 def check_status_interval(request: inference_pb.WatchStatusRequest) -> None:

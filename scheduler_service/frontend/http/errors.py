@@ -62,10 +62,14 @@ OPENAI_CODES = {
 RETRY_AFTER_S = 1
 """Told with 429 and 503 where the error tells no delay."""
 
+_NO_FIELDS = ("body", "query", "path", "header", "str", "int", "float", "bool")
+"""Parts of pydantic's paths that tell where it looked, or which type it tried."""
+
 PROTO_NAMES = {
     "text": "prompt",
     "include_stop_in_output": "include_stop_str_in_output",
     "choice.choices": "guided_choice",
+    "template_arguments_json": "chat_template_kwargs",
 }
 """Fields that HTTP calls otherwise than the proto."""
 
@@ -167,7 +171,7 @@ def handle_errors(app: FastAPI) -> None:
 def _invalid(error: RequestValidationError) -> JSONResponse:
     """The first of what pydantic complains about, by its path in the body."""
     first = error.errors()[0]
-    path = [part for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    path = [part for part in first["loc"] if part not in _NO_FIELDS]
     if first["type"] == "json_invalid":
         return JSONResponse(_body(400, f"the body is no JSON: {first['msg']}", None, None), 400)
     names = [part for part in path if isinstance(part, int) or part.isidentifier()]

@@ -1,0 +1,66 @@
+"""Calls as Llama 3 writes them: the whole answer is a JSON object, or several with `;` between."""
+
+from collections.abc import Collection
+
+from scheduler_service.frontend.http.tool_calls.events import Content, Event, partial_marker
+from scheduler_service.frontend.http.tool_calls.json_call import JsonCall
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+class LlamaParser:
+    """See `ToolCallParser`."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._start = ""
+        """The text, as long as it is not clear whether it is a call."""
+        self._is_content = False
+        self._call: JsonCall | None = None
+
+    def push(self, text: str) -> list[Event]:
+        """Calls, if the text begins with one; otherwise the text."""
+        if self._is_content:
+            return [Content(text)]
+        if self._call is None:
+            self._start += text
+            return self._look()
+        return self._read(text)
+
+    def finish(self) -> list[Event]:
+        """What was too short to tell."""
+        if self._is_content:
+            return []
+        rest = self._start
+        if self._call is not None and not self._call.has_begun:
+            rest += self._call.held
+        return [Content(rest)] if rest.strip() else []
+
+    def _look(self) -> list[Event]:
+        """Whether the text begins with a call."""
+        begin = self._start.lstrip()
+        if partial_marker(begin, PYTHON_TAG) == len(begin):
+            return []
+        rest = begin.removeprefix(PYTHON_TAG).lstrip(" \t\r\n;,")
+        if not rest:
+            return []
+        if rest[0] != "{":
+            self._is_content = True
+            text, self._start = self._start, ""
+            return [Content(text)]
+        self._start = self._start[: len(self._start) - len(rest)]
+        self._call = JsonCall(self._names)
+        return self._read(rest)
+
+    def _read(self, text: str) -> list[Event]:
+        assert self._call is not None
+        events: list[Event] = []
+        for place, char in enumerate(text):
+            events += self._call.push(char)
+            if self._call.is_invalid:
+                self._is_content = True
+                return [*events, Content(self._start + self._call.held + text[place + 1 :])]
+            if self._call.is_done:
+                self._call, self._start = None, text[place + 1 :]
+                return events + self._look()
+        return events

@@ -1,0 +1,135 @@
+"""OpenAI's own client on `/v1/chat/completions` of real services with the embedded model."""
+
+import openai
+import pytest
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from tests.support.requests import generate
+
+ASK = [{"role": "user", "content": "What is 27 + 45?"}]
+STORY = [{"role": "user", "content": "Tell me a story about a cat."}]
+
+
+def test_a_chat_is_answered(openai_client: openai.OpenAI) -> None:
+    answer = openai_client.chat.completions.create(model="embedded", messages=ASK, temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.content == "27 + 45 = 72."
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+    assert choice.message.tool_calls is None
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "Be brief."}, *ASK],
+        [{"role": "developer", "content": "Be brief."}, *ASK],
+        [{"role": "user", "content": [{"type": "text", "text": "What is 27 + 45?"}]}],
+        [*ASK, {"role": "assistant", "content": "27 + 45 = 72.", "refusal": None}, *ASK],
+    ],
+)
+def test_conversations_of_all_kinds(openai_client: openai.OpenAI, messages: list) -> None:
+    answer = openai_client.chat.completions.create(
+        model="embedded", messages=messages, temperature=0
+    )
+    assert answer.choices[0].message.content == "27 + 45 = 72."
+
+
+def test_a_stream_adds_up_to_the_whole(openai_client: openai.OpenAI) -> None:
+    wish = {"model": "embedded", "messages": STORY, "seed": 3, "max_completion_tokens": 60, "n": 2}
+    whole = openai_client.chat.completions.create(**wish)
+    texts, ends, roles = ["", ""], ["", ""], ["", ""]
+    usage = None
+    for chunk in openai_client.chat.completions.create(
+        **wish, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role or ""
+            ends[choice.index] += choice.finish_reason or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert roles == ["assistant", "assistant"]
+    assert usage == whole.usage
+
+
+def test_the_stream_helper_of_the_client_understands_the_chunks(
+    openai_client: openai.OpenAI,
+) -> None:
+    with openai_client.chat.completions.stream(
+        model="embedded", messages=ASK, temperature=0
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "27 + 45 = 72."
+
+
+def test_log_probabilities_are_those_over_grpc(
+    openai_client: openai.OpenAI, stub: InferenceServiceStub
+) -> None:
+    answer = openai_client.chat.completions.create(
+        model="embedded", messages=ASK, temperature=0, logprobs=True, top_logprobs=3, max_tokens=4
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="user", content=ASK[0]["content"])
+    request.sampling_params.temperature = 0
+    request.sampling_params.logprobs = 3
+    request.sampling_params.max_tokens = 4
+    expected = generate(stub, request).choices[0].logprobs
+    assert [entry.logprob for entry in told.content or []] == [p.token.logprob for p in expected]
+    for entry, position in zip(told.content or [], expected, strict=True):
+        assert [top.token for top in entry.top_logprobs] == [top.text for top in position.top]
+        assert bytes(entry.bytes or []).decode() == entry.token
+
+
+def test_an_unfinished_answer_is_continued(openai_client: openai.OpenAI) -> None:
+    answer = openai_client.chat.completions.create(
+        model="embedded",
+        messages=[*ASK, {"role": "assistant", "content": "27 + 45 ="}],
+        temperature=0,
+        extra_body={"continue_final_message": True},
+    )
+    assert answer.choices[0].message.content == " 72."
+
+
+def test_vllms_fields_are_understood(openai_client: openai.OpenAI) -> None:
+    answer = openai_client.chat.completions.create(
+        model="embedded",
+        messages=ASK,
+        max_tokens=8,
+        extra_body={"top_k": 1, "ignore_eos": True, "min_tokens": 8, "repetition_penalty": 1.0},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+    ],
+)
+def test_what_is_wrong_is_named(openai_client: openai.OpenAI, wish: dict, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        openai_client.chat.completions.create(**{"model": "embedded", "messages": ASK} | wish)
+    assert (refused.value.param or "").startswith(param)
+
+
+def test_a_turn_with_an_image_is_refused(openai_client: openai.OpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        openai_client.chat.completions.create(
+            model="embedded", messages=[{"role": "user", "content": [image]}]
+        )
+    assert "messages[0].content" in (refused.value.param or "")
