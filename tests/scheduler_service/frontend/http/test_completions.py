@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -107,19 +108,19 @@ async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
     """Its socket and our buffers are full then, and a write waits."""
     assert served.frontend.http is not None
     host, _, port = served.frontend.http.address.rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    body = json.dumps(
-        {"prompt": "hello", "max_tokens": 250, "n": 100, "stream": True, "logprobs": 20}
+    wish = {"prompt": "hello", "max_tokens": 250, "n": 100, "stream": True, "logprobs": 20}
+    body = json.dumps(wish).encode()
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
     )
-    writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-    writer.write(body.encode())
-    request = await served.core.next_request()
-    await request.accept()
-    flood = ids("hello world ") * 15
-    for choice in range(100):
-        await request.send_tokens(flood, choice)
-    writer.close()
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(head.encode() + body)
+        request = await served.core.next_request()
+        await request.accept()
+        flood = ids("hello world ") * 15
+        for choice in range(100):
+            await request.send_tokens(flood, choice)
     await request.cancelled()
     await none_open(served.frontend)
 
