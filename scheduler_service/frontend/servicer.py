@@ -12,14 +12,13 @@ import grpc
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
-from scheduler_service.frontend import validation
+from scheduler_service.errors import PagewireError, Unavailable, UnknownRequest
+from scheduler_service.frontend import text_calls, validation
 from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.chat_prompt import chat_tokens, check_chat
 from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
-from scheduler_service.frontend.open_requests import INLINE_BYTES, OpenRequests
+from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.metadata import authorization
 from scheduler_service.status_codes import abort
@@ -120,22 +119,14 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self, request: inference_pb.TokenizeRequest, context: Context, tenant: Tenant
     ) -> inference_pb.TokenizeResponse:
         """Token ids of a text or a chat."""
-        model = self._model(request, tenant)
-        kind = request.WhichOneof("input")
-        if kind is None:
-            raise InvalidArgument("input", "expected one of text and chat")
-        if kind == "chat":
-            check_chat(request.chat)
-        return await _off_the_loop(request, _tokenize, model)
+        return await text_calls.tokenize(request, self._model(request, tenant))
 
     @_rpc
     async def Detokenize(
         self, request: inference_pb.DetokenizeRequest, context: Context, tenant: Tenant
     ) -> inference_pb.DetokenizeResponse:
         """Text of token ids."""
-        model = self._model(request, tenant)
-        validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
-        return await _off_the_loop(request, _detokenize, model)
+        return await text_calls.detokenize(request, self._model(request, tenant))
 
     @_rpc
     async def GetModel(
@@ -209,38 +200,6 @@ async def _write_responses(stream: RequestStream, news: asyncio.Event, context: 
             raise stream.error
         if stream.error is not None:
             news.set()
-
-
-async def _off_the_loop(request: Any, work: Callable[..., R], model: ServedModel) -> R:
-    """`work(request, model)`, in a thread when the request is long."""
-    if request.ByteSize() <= INLINE_BYTES:
-        return work(request, model)
-    return await asyncio.to_thread(work, request, model)
-
-
-def _tokenize(
-    request: inference_pb.TokenizeRequest, model: ServedModel
-) -> inference_pb.TokenizeResponse:
-    tokenizer = model.require_tokenizer("Tokenize")
-    if request.HasField("chat"):
-        token_ids = chat_tokens(request.chat, model)
-    else:
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        token_ids = tokenizer.encode(request.text, add_special_tokens=special)
-    return inference_pb.TokenizeResponse(
-        token_ids=token_ids,
-        tokens=[tokenizer.token_name(token_id) for token_id in token_ids],
-        max_model_len=model.info.max_model_len,
-    )
-
-
-def _detokenize(
-    request: inference_pb.DetokenizeRequest, model: ServedModel
-) -> inference_pb.DetokenizeResponse:
-    tokenizer = model.require_tokenizer("Detokenize")
-    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-    text = tokenizer.decode(request.token_ids, skip_special_tokens=skip)
-    return inference_pb.DetokenizeResponse(text=text)
 
 
 def _deadline(context: Context) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
 
-from scheduler_service.frontend.http import chat, completions, health, models
+from scheduler_service.frontend.http import chat, completions, health, models, tokens
 from scheduler_service.frontend.http.body_limit import BodyLimit
 from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.errors import handle_errors
@@ -17,6 +17,7 @@ ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     models.make_router,
     completions.make_router,
     chat.make_router,
+    tokens.make_router,
 )
 
 

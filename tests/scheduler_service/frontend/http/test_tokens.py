@@ -1,0 +1,50 @@
+"""`/tokenize`, `/detokenize`, `/version`."""
+
+from typing import Any
+
+import pytest
+
+from scheduler_service.version import VERSION
+from tests.support.http_frontends import http_served
+from tests.support.tokenizers import byte_level
+
+TEXT = "hello naïve 世界"
+
+
+async def test_a_text_comes_back() -> None:
+    async with http_served() as served:
+        wish = {"prompt": TEXT, "add_special_tokens": False, "return_token_strs": True}
+        told = (await served.client.post("/tokenize", json=wish)).json()
+        assert told["tokens"] == byte_level().encode(TEXT, add_special_tokens=False).ids
+        assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+        assert told["max_model_len"] == 256
+        back = await served.client.post("/detokenize", json={"tokens": told["tokens"]})
+        assert back.json() == {"prompt": TEXT}
+
+
+async def test_a_chat_is_tokenized_as_it_would_be_answered() -> None:
+    async with http_served() as served:
+        wish = {"messages": [{"role": "user", "content": "hello"}]}
+        told = (await served.client.post("/tokenize", json=wish)).json()
+        text = byte_level().decode(told["tokens"], skip_special_tokens=True)
+        assert text == "[user]hello[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "wish", "param"),
+    [
+        ("/detokenize", {"tokens": [1, 9999]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 3}, "add_special_tokens"),
+    ],
+)
+async def test_what_is_wrong_is_named(path: str, wish: dict[str, Any], param: str) -> None:
+    async with http_served() as served:
+        refused = await served.client.post(path, json=wish)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].endswith(param)
+
+
+async def test_the_version_is_told() -> None:
+    async with http_served() as served:
+        assert (await served.client.get("/version")).json() == {"version": VERSION}
