@@ -5,6 +5,10 @@ behind one group while another is idle. One that finds none waits for one of tho
 That group keeps its room, be it little, for it: nothing that comes later is placed there, so that
 large requests are served in their turn. The other groups go on taking what follows, and so does
 each group that the request does not fit.
+
+A suspect, which may have killed workers, goes to no group that has another: were the worker to
+die, both would fail. It waits until the other has ended or is none any more, which is a matter of
+a few steps, and holds up nobody meanwhile.
 """
 
 from collections.abc import Callable
@@ -70,6 +74,11 @@ class Placing:
         if not free:
             self._waiting.leave_out(group)
             return None
+        if group.is_suspect:
+            free = [scheduler for scheduler in free if not scheduler.room.has_suspect]
+            if not free:
+                self._waiting.pass_over(group)
+                return None
         return self._choose(group, free, now_us)
 
     def _choose(

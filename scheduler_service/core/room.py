@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
@@ -109,9 +108,7 @@ class Room:
         return Prospect(
             num_tokens_to_compute=longest.num_known - num_found,
             num_blocks_to_fetch=len(stored),
-            shortage=inf
-            if self.has_other_suspect(group)
-            else max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
+            shortage=max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
         )
 
     def can_take_ahead(self, group: SequenceGroup) -> bool:
@@ -119,14 +116,12 @@ class Room:
         of, be they running or waiting."""
         if self._ahead or not group.fits(self._capacity):
             return False
-        if self.has_other_suspect(group):
-            return False
         return self._making_way.find(group, self._groups) is not None
 
-    def has_other_suspect(self, group: SequenceGroup) -> bool:
-        """Whether the group is a suspect, and may not be here with another one: were the worker
-        to die, both would fail."""
-        return group.is_suspect and any(other.is_suspect for other in self._groups)
+    @property
+    def has_suspect(self) -> bool:
+        """Whether a suspect is here. Linear in the groups here."""
+        return any(group.is_suspect for group in self._groups)
 
     @property
     def num_tokens_to_prefill(self) -> int:

@@ -81,3 +81,52 @@ def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
     assert rows[0] == 1, "alone at first"
     assert max(rows) == 2, "then beside the other"
     assert all(record.finished is not None for record in records)
+
+
+def test_a_suspect_that_waits_for_another_holds_up_nobody() -> None:
+    driver = make_driver(replace(CONFIG, max_worker_losses=2))
+    suspects = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(2)]
+    lose_with(driver, 1)
+    later = driver.submit(prompt=[7] * 4, max_tokens=9)
+    plans = []
+    driver.on_plan = lambda _, plan: plans.append(
+        [new.token_ids[0] for new in plan.new_sequences]
+    )
+    driver.schedule("g0")
+    assert plans == [[0, 7]], "the first suspect, and the one behind the second"
+    driver.run_until_idle()
+    assert [0, 7] in plans
+    assert any(1 in new for new in plans[1:])
+    assert all(record.finished is not None for record in [*suspects, later])
+
+
+def test_suspects_go_to_worker_groups_of_their_own() -> None:
+    driver = make_driver(replace(CONFIG, max_worker_losses=2))
+    suspects = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(3)]
+    lose_with(driver, 1)
+    driver.add_group(make_capacity("g1"))
+    rows: dict[str, int] = {}
+    driver.on_plan = lambda group_id, plan: rows.setdefault(group_id, len(plan.seq_ids))
+    driver.schedule("g0")
+    driver.schedule("g1")
+    assert rows == {"g0": 1, "g1": 1}
+    driver.run_until_idle()
+    assert all(record.finished is not None for record in suspects)
+
+
+def test_a_stream_of_others_does_not_keep_a_suspect_waiting_once_it_may_go() -> None:
+    """It is older than what comes later, and its group keeps room for it as for anything else."""
+    driver = make_driver(replace(CONFIG, max_worker_losses=2, max_num_seqs=2))
+    suspects = [driver.submit(prompt=[k] * 4, max_tokens=4) for k in range(2)]
+    lose_with(driver, 1)
+    others = []
+    for _ in range(60):
+        if suspects[1].finished is not None:
+            break
+        others.append(driver.submit(prompt=[9] * 4, max_tokens=4))
+        driver.schedule("g0")
+        driver.deliver("g0")
+        driver.collect()
+    assert suspects[1].finished is not None
+    assert any(record.is_live for record in others), "they were there all the time"
+    driver.run_until_idle()
