@@ -1,7 +1,7 @@
 """What is checked of a request before it is accepted."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
@@ -18,7 +18,7 @@ from scheduler_service.errors import (
     TenantLimit,
 )
 
-Queue: TypeAlias = Lanes | WaitingQueue
+Queue: TypeAlias = Lanes[Any] | WaitingQueue
 """A place in which requests wait."""
 
 

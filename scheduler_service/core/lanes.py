@@ -1,23 +1,20 @@
 """The queue for a worker group: lanes, of which the policy says whose first request is next."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeVar
 
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
 
-Kind: TypeAlias = Hashable
+Kind = TypeVar("Kind", bound=Hashable)
 """What requests have in common that may go to the same worker groups."""
 
-LaneKey: TypeAlias = tuple[str | None, Kind]
-"""The policy's lane, and the kind."""
 
-
-class Lanes:
+class Lanes(Generic[Kind]):
     """Waiting groups in the policy's order, with the sums that admission asks for.
 
     Each of the policy's lanes is one for each kind of requests here, so that those that can go
@@ -32,14 +29,17 @@ class Lanes:
         """`kind_of` is asked of a group when it is added, and by `sort_anew`."""
         self._policy = policy
         self._kind_of = kind_of
-        self._lanes: dict[LaneKey, WaitingQueue] = {}
-        self._key_of: dict[SequenceGroup, LaneKey] = {}
+        self._lanes: dict[tuple[str | None, Kind], WaitingQueue] = {}
+        """By the policy's lane and the kind."""
+        self._key_of: dict[SequenceGroup, tuple[str | None, Kind]] = {}
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
         self._num_lanes: Counter[str | None] = Counter()
         """How many lanes each of the policy's is."""
         self._set_aside: dict[WaitingQueue, None] = {}
         self._left_out: dict[WaitingQueue, None] = {}
         """Lanes that are to be looked at again, all or some of their groups."""
+        self._num_of_kind: Counter[Kind] = Counter()
+        """How many lanes there are of each kind."""
         self.num_tokens = 0
         """Prompt tokens of all groups."""
 
@@ -52,6 +52,11 @@ class Lanes:
     def __iter__(self) -> Iterator[SequenceGroup]:
         """The groups, in no particular order."""
         return chain.from_iterable(self._lanes.values())
+
+    @property
+    def kinds(self) -> Iterable[Kind]:
+        """Those of all groups."""
+        return self._num_of_kind
 
     def head(self) -> SequenceGroup | None:
         """The group to be served first; None if none waits, except what is left out."""
@@ -90,6 +95,9 @@ class Lanes:
             del self._lanes[key]
             self._set_aside.pop(lane, None)
             self._left_out.pop(lane, None)
+            self._num_of_kind[key[1]] -= 1
+            if not self._num_of_kind[key[1]]:
+                del self._num_of_kind[key[1]]
             self._num_lanes[key[0]] -= 1
             if not self._num_lanes[key[0]]:
                 del self._num_lanes[key[0]]
@@ -141,6 +149,7 @@ class Lanes:
         groups = [group for lane in self._lanes.values() for group in lane.take_all()]
         self._lanes, self._order = {}, RemovableHeap()
         self._num_lanes.clear()
+        self._num_of_kind.clear()
         for group in groups:
             self._lane_for(group).add(group)
         for lane in self._lanes.values():
@@ -160,6 +169,7 @@ class Lanes:
         assert len(self) == len(groups)
         assert self.num_tokens == sum(group.num_prompt_tokens for group in groups)
         assert Counter(name for name, _ in self._lanes) == self._num_lanes
+        assert Counter(kind for _, kind in self._lanes) == self._num_of_kind
         assert not self._left_out
         assert {*self._order, *self._set_aside} == set(self._lanes.values())
         assert all(self._lanes.values()), "no lane is empty"
@@ -180,4 +190,5 @@ class Lanes:
         if lane is None:
             lane = self._lanes[key] = WaitingQueue()
             self._num_lanes[key[0]] += 1
+            self._num_of_kind[key[1]] += 1
         return lane

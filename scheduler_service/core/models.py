@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeAlias
 
 from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.drain import DrainRate
@@ -14,6 +15,9 @@ from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
+
+Alike: TypeAlias = tuple[Scheduler, ...]
+"""Worker groups to which the same requests may go."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +40,12 @@ class Model:
 
     stirred: set[str] = field(default_factory=set)
     """Ids of worker groups that were given requests, since they were last asked for."""
-    waiting: Lanes = field(init=False)
+    waiting: Lanes[tuple[Alike, ...]] = field(init=False)
     _lost: list[GroupCapacity] = field(default_factory=list)
     """What worker groups held that have died, as far as none has come in their place."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups that there were when the queue was sorted, and whether they drained."""
-    _alike: list[tuple[Scheduler, ...]] = field(default_factory=list)
+    _alike: list[Alike] = field(default_factory=list)
     """The same, those together to which the same requests may go."""
 
     def __post_init__(self) -> None:
@@ -179,7 +183,7 @@ class Model:
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
         placing = Placing(
-            self.waiting, self.schedulers, self.policy, self.placement, self._suitable
+            self.waiting, self._awaited(), self.policy, self.placement, self._suitable
         )
         while (found := placing.next(now_us)) is not None:
             group, scheduler = found
@@ -196,7 +200,16 @@ class Model:
             is_empty=not self.waiting,
         )
 
-    def _kind_of(self, group: SequenceGroup) -> tuple[tuple[Scheduler, ...], ...]:
+    def _awaited(self) -> list[Scheduler]:
+        """The worker groups that something waits for. Room in others, which drain or are too small,
+        is no reason to look at what waits."""
+        if len(self._alike) == 1:
+            return self.schedulers
+        alike = {alike for kind in self.waiting.kinds for alike in kind}
+        awaited = set(chain.from_iterable(alike))
+        return [scheduler for scheduler in self.schedulers if scheduler in awaited]
+
+    def _kind_of(self, group: SequenceGroup) -> tuple[Alike, ...]:
         """Which worker groups a request may go to, full or not: those in which it can come to have
         the most of the tokens that it asks for, so that where it goes does not show in its answer;
         for one that has begun that is memory's concern too. Those that drain take nothing, unless

@@ -12,6 +12,7 @@ a few steps, and holds up nobody meanwhile.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from scheduler_service.core.lanes import Lanes
 from scheduler_service.core.placement import Placement
@@ -28,7 +29,7 @@ class Placing:
 
     def __init__(
         self,
-        waiting: Lanes,
+        waiting: Lanes[Any],
         schedulers: list[Scheduler],
         policy: Policy,
         placement: Placement,

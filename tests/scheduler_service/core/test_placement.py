@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.models import Model
+from scheduler_service.core.placement import Offer, Placement
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.policies.fcfs import FirstComeFirstServed
 from scheduler_service.core.registry import Registry
@@ -277,3 +280,33 @@ def test_who_is_given_requests_is_told_once() -> None:
     assert deployment.model.stirred == {"g0"}
     deployment.put(prompt(2, 8))
     assert deployment.model.stirred == {"g0", "g1"}
+
+
+class Counted(Placement):
+    """Counts how often it is asked."""
+
+    num_asked = 0
+
+    def choose(self, *request: Any) -> Offer:
+        self.num_asked += 1
+        return super().choose(*request)
+
+
+@pytest.mark.parametrize("useless", ["draining", "too small"])
+def test_room_that_nothing_may_go_to_is_no_reason_to_look_at_what_waits(useless: str) -> None:
+    groups = [make_scheduler(f"g{number}") for number in range(3)]
+    last = make_scheduler("last", num_gpu_blocks=1 if useless == "too small" else 100)
+    last.is_draining = useless == "draining"
+    deployment = Deployment(*groups, last)
+    deployment.model.placement = placement = Counted()
+    for number in range(32):
+        deployment.submit([number] * 8)
+    deployment.place()
+    assert placement.num_asked >= 12, "places in the batches"
+    placement.num_asked = 0
+    deployment.place()
+    assert placement.num_asked == 0
+    last.is_draining = False
+    if useless == "draining":
+        deployment.place()
+        assert last.groups
