@@ -28,6 +28,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.step_times import StepTimeout, StepTimes
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.grpc_options import channel_options
 from scheduler_service.tasks import run_until_first
@@ -178,6 +179,7 @@ class ObservedWorker:
             epoch=self._epoch,
             sampler=0,
             times=StepTimes(StepTimeout()),
+            meter=StepMeter(),
         )
         await run_until_first(stream.run(work), ends.all_ended.wait())
         return call

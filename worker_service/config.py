@@ -104,6 +104,8 @@ class NetworkConfig:
 
     cluster: ClusterConfig = NO_CLUSTER
     """What members of the deployment show each other."""
+    metrics: TcpAddress | None = None
+    """Where Prometheus asks. None: nowhere."""
 
     group_id: str = field(default_factory=_random_id)
     """The worker group this worker belongs to."""

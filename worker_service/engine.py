@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
 from worker_service.executor import BlockCounts, Executor, ModelFacts, Runner
+from worker_service.metrics.meter import StepMeter
 from worker_service.model_thread import ModelThread
 from worker_service.step_stream import StepStream
 
@@ -26,6 +27,8 @@ class Engine:
         self.last_epoch = 0
         """The greatest epoch seen."""
         self.num_weight_loads = 0
+        self.meter = StepMeter()
+        """Of all streams."""
         self._executor = executor
         """Touched on the model thread only, but for its assets and `interrupt`."""
         self._thread = ModelThread()
@@ -37,7 +40,8 @@ class Engine:
         self._stream_epoch = 0
         self._num_steps_before = 0
         self._is_loading = False
-        self._is_draining = False
+        self.is_draining = False
+        """Whether no new epoch is begun."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy = asyncio.Event()
@@ -48,6 +52,16 @@ class Engine:
         self._check_loaded()
         assert self._facts is not None
         return self._facts
+
+    @property
+    def facts_if_loaded(self) -> ModelFacts | None:
+        """The same; None before."""
+        return self._facts
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a stream is open."""
+        return self._stream is not None
 
     @property
     def busy_s(self) -> float:
@@ -127,7 +141,7 @@ class Engine:
             raise OutOfOrder(f"epoch {epoch} has had its stream; a new one needs a greater epoch")
         self._fence(epoch)
         self._stream_epoch = epoch
-        self._stream = StepStream(epoch, self._runner, self._thread)
+        self._stream = StepStream(epoch, self._runner, self._thread, self.meter)
         self._idle.clear()
         self._busy.set()
         logger.info("step stream opened epoch=%d", epoch)
@@ -149,7 +163,7 @@ class Engine:
 
     def drain(self) -> None:
         """Begin no new epoch from now on."""
-        self._is_draining = True
+        self.is_draining = True
 
     async def wait_idle(self) -> None:
         """Wait until no stream is open."""
@@ -180,7 +194,7 @@ class Engine:
             raise NotReady("the model is still loading")
 
     def _check_serving(self) -> None:
-        if self._is_draining:
+        if self.is_draining:
             raise NotReady("the worker is shutting down")
 
     def _fence(self, epoch: int) -> None:

@@ -14,6 +14,8 @@ from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
 from worker_service.errors import SentAway
 from worker_service.executor import Executor
+from worker_service.metrics.collector import WorkerCollector, WorkerFacts, make_registry
+from worker_service.metrics.server import MetricsServer
 from worker_service.registration import Membership, Registrar
 from worker_service.server import Server
 from worker_service.servicer import WorkerServicer
@@ -47,6 +49,7 @@ class Worker:
         self._membership = Membership(
             registration=self._registration, num_steps=lambda: self._engine.num_steps
         )
+        self._registrar: Registrar | None = None
         self._grace_s: float | None = config.grace_period_s
         self._sent_away: str | None = None
         self._end = asyncio.Event()
@@ -66,16 +69,50 @@ class Worker:
         logger.info("listening address=%s", self.address)
         if self._health_listen is not None:
             await self._server.start_health_checks(self._health_listen)
+        metrics = self._publish()
         self.listening.set()
         try:
             await _until_first(self._engine.load(), self._end.wait())
             if not self._end.is_set():
                 await self._serve()
         finally:
+            if metrics is not None:
+                await asyncio.to_thread(metrics.close)
             await self._server.stop(STOP_GRACE_S)
             self.is_stuck = not self._engine.stop()
         if self._sent_away is not None:
             raise SentAway(f"the core ended this worker: {self._sent_away}")
+
+    def _publish(self) -> MetricsServer | None:
+        """Let Prometheus ask, where it is to. Raises CannotListen."""
+        where = self._config.network.metrics
+        if where is None:
+            return None
+        registry = make_registry(WorkerCollector(self._engine.meter, self._facts))
+        return MetricsServer(where, registry)
+
+    def _facts(self) -> WorkerFacts:
+        """On the scrape's thread: it reads what is there, and changes nothing."""
+        engine, network = self._engine, self._config.network
+        loaded = engine.facts_if_loaded
+        return WorkerFacts(
+            is_registered=self._registrar is not None and self._registrar.is_registered,
+            is_streaming=engine.is_streaming,
+            is_draining=engine.is_draining,
+            last_epoch=engine.last_epoch,
+            busy_s=engine.busy_s,
+            num_weight_loads=engine.num_weight_loads,
+            labels=(
+                network.worker_id,
+                network.group_id,
+                str(self._config.group.layout.rank),
+                self._config.model_name,
+                loaded.device if loaded else "",
+                loaded.dtype if loaded else "",
+                loaded.attention_backend if loaded else "",
+                version(),
+            ),
+        )
 
     async def wait_idle(self) -> None:
         """Wait until no step stream is open."""
@@ -109,7 +146,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             registrar = registering = None
             if self._core is not None:
-                registrar = self._registrar(self._core)
+                registrar = self._registrar = self._make_registrar(self._core)
                 registering = tasks.create_task(registrar.run())
             await self._end.wait()
             await self._drain(registrar)
@@ -130,7 +167,7 @@ class Worker:
                     )
                 await self._engine.wait_idle()
 
-    def _registrar(self, core: address.Address) -> Registrar:
+    def _make_registrar(self, core: address.Address) -> Registrar:
         return Registrar(
             str(core),
             self._cluster,

@@ -75,6 +75,11 @@ class Registrar:
         self._is_absent = asyncio.Event()
         self._is_absent.set()
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether a core has the worker registered."""
+        return not self._is_absent.is_set()
+
     async def wait_absent(self) -> None:
         """Wait until no core has the worker registered: it is lost, or has told us to stop."""
         await self._is_absent.wait()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from worker_service.errors import OutOfOrder, StepFailed, WorkerError
 from worker_service.executor import Runner, Step
+from worker_service.metrics.meter import StepMeter
 from worker_service.model_thread import ModelThread
 from worker_service.plan import StepPlan, StepResult
 from worker_service.step_summary import StepSummary
@@ -36,7 +37,7 @@ class StepStream:
     the model thread may read it at any time: it then skips what is left of the stream's plans.
     """
 
-    def __init__(self, epoch: int, runner: Runner, thread: ModelThread) -> None:
+    def __init__(self, epoch: int, runner: Runner, thread: ModelThread, meter: StepMeter) -> None:
         self.epoch = epoch
         self.is_closed = False
         self.num_steps = 0
@@ -48,6 +49,7 @@ class StepStream:
         self._loop = asyncio.get_running_loop()
         self._next_step_id = 1
         self._summary = StepSummary(epoch)
+        self._meter = meter
         self._places = asyncio.Semaphore(MAX_PENDING_PLANS)
         self._outbox: asyncio.Queue[StepResult | _End] = asyncio.Queue()
 
@@ -106,6 +108,7 @@ class StepStream:
             self.num_steps += 1
             self._put(result)
             self._summary.add(plan, result)
+            self._meter.count(plan, result)
 
     def _end(self, error: WorkerError | None) -> None:
         """On the model thread: nothing more is launched."""

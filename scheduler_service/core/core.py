@@ -1,6 +1,7 @@
 """The scheduler core: every request from its submission to its end."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 
 from scheduler_service.attempts import taken_over
@@ -16,6 +17,7 @@ from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_
 from scheduler_service.core.deadlines import check_deadline, next_look, passed, why_too_late
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
+from scheduler_service.core.latency_histogram import summed
 from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.plan import StepPlan, StepResult
@@ -26,7 +28,7 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import to_us
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.snapshot import CoreSnapshot, Totals
+from scheduler_service.core.snapshot import CoreSnapshot, ModelSnapshot, Totals
 from scheduler_service.core.takeover import check_takes_over, continuation
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.core.timeline import RequestEvent
@@ -58,8 +60,10 @@ class SchedulerCore:
         self._models: dict[str, Model] = {}
         self._schedulers: dict[str, Scheduler] = {}
         self._deadlines: RemovableHeap[SequenceGroup] = RemovableHeap()
-        self._totals = Totals()
         self._inspector = Inspector(self._schedulers)
+        self._num_finished = 0
+        self._totals: dict[str, Totals] = {}
+        """By model, of all that worker groups have ever served."""
 
     # Worker groups.
 
@@ -73,7 +77,8 @@ class SchedulerCore:
             raise ValueError(f"group {group.group_id} is there already")
         check_capacity(self._config, group)
         model = self._model(group.model)
-        scheduler = Scheduler(self._config, group, model.policy, self._totals, to_us(now))
+        totals = self._totals.setdefault(group.model, Totals())
+        scheduler = Scheduler(self._config, group, model.policy, totals, to_us(now))
         self._schedulers[group.group_id] = scheduler
         model.add(scheduler)
         model.move_on(to_us(now))
@@ -93,6 +98,7 @@ class SchedulerCore:
         level = logging.WARNING if groups else logging.INFO
         logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
         model.queue_again(groups)
+        self._totals[model.name].num_recovered += len(groups)
         for group in groups:
             if group in computing and not scheduler.is_draining:
                 self._count_loss(group, now)
@@ -259,28 +265,43 @@ class SchedulerCore:
         return self._registry.take_outboxes()
 
     def snapshot(self) -> CoreSnapshot:
-        """Counts of the present state."""
-        groups = self._registry.groups()
-        num_running = sum(group.num_running > 0 for group in groups)
-        num_swapped = sum(len(s.swapping) for s in self._schedulers.values())
+        """Counts of the present state. Linear in the live requests."""
+        models = self._model_snapshots()
+        totals = [model.totals for model in models.values()]
         return CoreSnapshot(
-            num_waiting=len(groups) - num_running - num_swapped,
-            num_running=num_running,
-            num_swapped=num_swapped,
-            num_finished=self._totals.num_finished,
-            num_generated_tokens=self._totals.num_generated_tokens,
-            num_prefill_tokens=self._totals.num_prefill_tokens,
-            num_preemptions=self._totals.num_preemptions,
-            num_swapped_out_blocks=self._totals.num_swapped_out_blocks,
-            num_swapped_in_blocks=self._totals.num_swapped_in_blocks,
-            first_token_counts=self._totals.first_token.counts.copy(),
-            inter_token_counts=self._totals.inter_token.counts.copy(),
+            num_waiting=sum(model.num_waiting for model in models.values()),
+            num_running=sum(model.num_running for model in models.values()),
+            num_swapped=sum(model.num_swapped for model in models.values()),
+            num_finished=self._num_finished,
+            num_generated_tokens=sum(each.num_generated_tokens for each in totals),
+            num_prefill_tokens=sum(each.num_prefill_tokens for each in totals),
+            num_preemptions=sum(each.num_preemptions for each in totals),
+            num_swapped_out_blocks=sum(each.num_swapped_out_blocks for each in totals),
+            num_swapped_in_blocks=sum(each.num_swapped_in_blocks for each in totals),
+            first_token_counts=summed(each.first_token for each in totals),
+            inter_token_counts=summed(each.inter_token for each in totals),
+            models=[models[name] for name in self._totals],
+            num_by_tenant=Counter(group.tenant.name for group in self._registry.groups()),
             groups=[scheduler.snapshot() for scheduler in self._schedulers.values()],
         )
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
         """Requests one by one, and memory block by block; linear in what is asked for."""
         return self._inspector.look(self._registry.groups(), detail)
+
+    def _model_snapshots(self) -> dict[str, ModelSnapshot]:
+        """Those that were served, and those that somebody waits for."""
+        known = {name: ModelSnapshot(name=name, totals=t) for name, t in self._totals.items()}
+        for group in self._registry.groups():
+            name = group.request.model
+            model = known.setdefault(name, ModelSnapshot(name=name, totals=Totals()))
+            model.num_running += group.num_running > 0
+            model.num_waiting += group.num_running == 0
+        for scheduler in self._schedulers.values():  # what is swapped out does not run
+            model = known[scheduler.capacity.model]
+            model.num_swapped += len(scheduler.swapping)
+            model.num_waiting -= len(scheduler.swapping)
+        return known
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. Linear in all live state."""
@@ -446,4 +467,8 @@ class SchedulerCore:
             model.release(group)
             if model.is_unused:
                 del self._models[model.name]
-        self._totals.num_finished += 1
+        totals = self._totals.get(group.request.model)
+        if totals is not None and group.has_begun and self._config.enable_prefix_caching:
+            totals.num_prefix_queries += group.num_prompt_tokens
+            totals.num_prefix_hits += group.num_cached_tokens
+        self._num_finished += 1

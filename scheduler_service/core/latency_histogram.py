@@ -1,5 +1,6 @@
 """How long things took, counted in buckets that grow by a constant factor."""
 
+from collections.abc import Iterable
 from math import ceil, log2
 
 FIRST_BOUND_US = 100
@@ -26,3 +27,9 @@ class LatencyHistogram:
         if us > FIRST_BOUND_US:
             bucket = min(ceil(BUCKETS_PER_DOUBLING * log2(us / FIRST_BOUND_US)), NUM_BUCKETS - 1)
         self.counts[bucket] += number
+
+
+def summed(histograms: Iterable[LatencyHistogram]) -> list[int]:
+    """The counts of several together."""
+    none = [0] * NUM_BUCKETS
+    return [sum(bucket) for bucket in zip(none, *(h.counts for h in histograms), strict=True)]

@@ -209,7 +209,9 @@ class Scheduler:
         for group in self.groups:
             group.note(RequestEvent.WORKER_LOST, now_us)
             if group.num_running:
-                group.clock.leave_batch(now_us, Phase.RECOVERY)
+                # What it has done since its last result is lost with it.
+                done_us = max(group.clock.since_us, self.clock.mark_us)
+                group.clock.leave_batch(min(done_us, now_us), Phase.RECOVERY)
             group.num_running = 0
             for seq in group.unfinished():
                 seq.restart()
@@ -232,6 +234,10 @@ class Scheduler:
             max_num_seqs=self._config.max_num_seqs,
             us_per_decode_step=self.rates.us_per_decode_step or 0.0,
             us_per_prefill_token=self.rates.us_per_prefill_token or 0.0,
+            plan_us=self.clock.plan_us,
+            wire_us=self.clock.wire_us,
+            forward_us=self.clock.forward_us,
+            sample_us=self.clock.sample_us,
         )
 
     def block_maps(self) -> tuple[BlockMap, BlockMap]:
@@ -379,6 +385,7 @@ class Scheduler:
         self._totals.num_prefill_tokens += batch.num_prefill_tokens
         self._totals.num_swapped_out_blocks += len(plan.swap_out) // 2
         self._totals.num_swapped_in_blocks += len(plan.swap_in) // 2
+        self._totals.num_copied_blocks += len(plan.copy) // 2
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "

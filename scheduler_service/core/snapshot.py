@@ -9,14 +9,20 @@ from scheduler_service.core.timeline import RequestEvent
 
 @dataclass(slots=True)
 class Totals:
-    """Running totals since the core's start."""
+    """Running totals of one model's requests since the core's start."""
 
-    num_finished: int = 0
     num_generated_tokens: int = 0
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_copied_blocks: int = 0
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache, of requests that have ended."""
+    num_prefix_hits: int = 0
+    """Of these, found."""
+    num_recovered: int = 0
+    """Requests that lost their worker group and were queued again."""
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     """From a request's acceptance to its first token."""
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
@@ -32,6 +38,17 @@ class Totals:
             group.timeline.add(RequestEvent.FIRST_TOKEN, now_us, num_tokens + 1)
             if not group.request.is_continued:
                 self.first_token.add(now_us - group.clock.submitted_us)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSnapshot:
+    """The requests for one model."""
+
+    name: str
+    totals: Totals
+    num_waiting: int = 0
+    num_running: int = 0
+    num_swapped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +71,12 @@ class GroupSnapshot:
     us_per_decode_step: float
     """0 if not known, as the next."""
     us_per_prefill_token: float
+    plan_us: int
+    """Of the group's time since it joined, like the next three, which add up to it: planning that
+    its worker waited for."""
+    wire_us: int
+    forward_us: int
+    sample_us: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,4 +100,8 @@ class CoreSnapshot:
     first_token_counts: list[int]
     """As in `LatencyHistogram`, like the next."""
     inter_token_counts: list[int]
+    models: list[ModelSnapshot]
+    """All that worker groups have ever served."""
+    num_by_tenant: dict[str, int]
+    """Live requests."""
     groups: list[GroupSnapshot] = field(default_factory=list)

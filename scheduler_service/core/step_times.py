@@ -130,13 +130,17 @@ class StepWatch:
         if len(self._open) == 1:
             self._begin(now)
 
-    def answered(self, rank: int, now: float) -> None:
-        """A rank has answered its oldest open step."""
+    def answered(self, rank: int, now: float) -> list[float]:
+        """A rank has answered its oldest open step. Seconds that the steps took which are done by
+        it."""
         self._num_answers[rank] += 1
+        taken = []
         while self._num_done < min(self._num_answers):
             self._num_done += 1
-            self._times.note(self._open.popleft(), now - self._since)
+            taken.append(now - self._since)
+            self._times.note(self._open.popleft(), taken[-1])
             self._begin(now)
+        return taken
 
     def _begin(self, now: float) -> None:
         self._since = now

@@ -18,6 +18,7 @@ from scheduler_service.columns import from_column
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.holding import Holding
+from scheduler_service.core_service.meters import ServiceCounts
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.tasks import run_until_first
 
@@ -124,8 +125,9 @@ class Attachment:
 class Attachments:
     """All frontends' streams, at most one per frontend id."""
 
-    def __init__(self, driver: CoreDriver) -> None:
+    def __init__(self, driver: CoreDriver, counts: ServiceCounts) -> None:
         self._driver = driver
+        self._counts = counts
         self._models: list[model_pb2.ModelInfo] = []
         self._attachments: dict[str, Attachment] = {}
         self._accepts_requests = True
@@ -179,6 +181,7 @@ class Attachments:
         attachment.tell_models(self._models)
         self._attachments[first.frontend_id] = attachment
         self._driver.add_frontend(first.frontend_id, attachment)
+        self._counts.num_attaches += 1
         logger.info("frontend attached frontend_id=%s", first.frontend_id)
         return attachment
 

@@ -20,6 +20,7 @@ from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
+from scheduler_service.metrics.server import metrics_address
 
 SERVICE = CoreServiceConfig()
 CORE = SchedulerConfig()
@@ -152,6 +153,14 @@ def scheduler(
             help="How many times longer than expected, by those before it, a step may take.",
         ),
     ] = SERVICE.step_timeout.factor,
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGEWIRE_METRICS_PORT",
+            metavar="[HOST:]PORT|off",
+            help="Where Prometheus asks for /metrics; without a host on 127.0.0.1.",
+        ),
+    ] = None,
     grace_period: Annotated[
         float,
         typer.Option(
@@ -196,6 +205,7 @@ def scheduler(
             cluster=ClusterConfig(
                 token_file=cluster_token_file, ca=cluster_ca, cert=cluster_cert, key=cluster_key
             ),
+            metrics=metrics_address(metrics_port),
             lease_ms=lease_ms,
             step_timeout=StepTimeout(
                 floor_s=step_timeout,

@@ -28,6 +28,9 @@ class CoreServiceConfig:
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
     """When a step counts as hung, though its worker's heartbeats go on."""
 
+    metrics: str | None = None
+    """Where Prometheus asks, HOST:PORT; None: nowhere."""
+
     grace_period_s: float = 30.0
     """Seconds in which running requests may finish when the service is told to end."""
 

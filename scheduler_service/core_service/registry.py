@@ -20,6 +20,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.meters import Meters
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
 from scheduler_service.core_service.worker_link import Dial, WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
@@ -61,6 +62,7 @@ class WorkerRegistry:
         step_timeout: StepTimeout,
         on_change: Callable[[], None],
         dial: Dial,
+        meters: Meters,
     ) -> None:
         """`on_change` is called when a worker became ready or is no longer."""
         self._driver = driver
@@ -69,6 +71,7 @@ class WorkerRegistry:
         self._step_timeout = step_timeout
         self._on_change = on_change
         self._dial = dial
+        self._meters = meters
         self._groups: dict[str, WorkerGroup] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
         """The last workers that were lost, the last one last."""
@@ -111,6 +114,7 @@ class WorkerRegistry:
     def _drain(self, group: WorkerGroup) -> None:
         if not group.is_draining:
             logger.info("draining group_id=%s", group.group_id)
+            self._meters.counts.num_drains += 1
             group.drain()
 
     def close(self) -> None:
@@ -189,6 +193,7 @@ class WorkerRegistry:
         if group is None:
             group = self._groups[registration.group_id] = self._make_group(registration)
         group.join(worker)
+        self._meters.counts.num_registrations += 1
         logger.info(
             "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"
             " version=%s",
@@ -212,6 +217,7 @@ class WorkerRegistry:
                 self._on_change,
                 self._step_timeout,
                 self._dial,
+                self._meters,
             ),
         )
 
@@ -262,6 +268,7 @@ class WorkerRegistry:
             await asyncio.sleep(left_s)
             if self._lease_left(worker) <= 0:
                 await asyncio.sleep(self._lease_s * HELD_UP_SHARE)
+        self._meters.counts.num_lease_expiries += 1
         logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
         raise Unavailable(f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED")
 

@@ -14,10 +14,13 @@ from scheduler_service.core_service.assets import AssetCache
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.driver import Core, CoreDriver
+from scheduler_service.core_service.meters import Meters
+from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.registry import WorkerRegistry
 from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.errors import Unavailable
+from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.service_runner import ServiceRunner
@@ -32,7 +35,10 @@ FAREWELL_S = 1.0
 
 async def serve(config: CoreServiceConfig) -> None:
     """Run the scheduler core until SIGTERM or SIGINT; raises CannotListen and CannotRecord."""
-    async with CoreService(config) as service:
+    async with (
+        CoreService(config) as service,
+        published(make_registry(service.metrics.collect), config.metrics),
+    ):
         await service.runner.wait_for_signal(service.attachments.refuse_requests)
         await service.finish_requests(config.grace_period_s)
 
@@ -49,7 +55,8 @@ class CoreService:
         dial = partial(cluster.dial, WorkerServiceStub)
         self._core = _make_core(config)
         self.driver = CoreDriver(self._core)
-        self.attachments = Attachments(self.driver)
+        self.meters = Meters()
+        self.attachments = Attachments(self.driver, self.meters.counts)
         self.registry = WorkerRegistry(
             self.driver,
             lease_s=config.lease_ms / 1000,
@@ -57,6 +64,7 @@ class CoreService:
             step_timeout=config.step_timeout,
             on_change=self._on_workers_changed,
             dial=dial,
+            meters=self.meters,
         )
         self.assets = AssetCache(self.registry, dial)
         self.runner = ServiceRunner(
@@ -69,6 +77,12 @@ class CoreService:
             health_listen=config.health_listen,
         )
         self.status = StatusBoard(self.driver, self.registry, self.attachments)
+        self.metrics = CoreMetrics(
+            driver=self.driver,
+            registry=self.registry,
+            attachments=self.attachments,
+            meters=self.meters,
+        )
         servicer = SchedulerServicer(
             self.driver, self.attachments, self.registry, self.assets, self.status
         )

@@ -12,6 +12,7 @@ from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service import wire
 from scheduler_service.core.step_times import StepTimes, StepWatch
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class StepStream:
         group_id: str,
         epoch: int,
         times: StepTimes,
+        meter: StepMeter,
     ) -> None:
         self.num_steps = 0
         """Steps whose results are back."""
@@ -70,6 +72,7 @@ class StepStream:
         self._epoch = epoch
         self._num_in_flight = 0
         self._draining = False
+        self._meter = meter
         self._watch = StepWatch(times, len(calls))
         self._least_limit_s = times.least_limit_s
         self._sent = asyncio.Event()
@@ -106,10 +109,13 @@ class StepStream:
         plan = self._driver.next_plan(self._group_id)
         if plan is None:
             return None
-        self._watch.sent(self._driver.core.newest_work(self._group_id), started_at)
+        work = self._driver.core.newest_work(self._group_id)
+        self._watch.sent(work, started_at)
         self._sent.set()
         request = worker_pb.ExecuteStepsRequest(plan=wire.encode_plan(plan, self._epoch))
-        self._driver.core.add_plan_time(self._group_id, self._driver.clock() - started_at)
+        self._meter.tokens.observe(work.num_tokens)
+        self._meter.plan_bytes.observe(request.ByteSize())
+        self._note_planning(started_at)
         return request
 
     def _is_drained(self) -> bool:
@@ -139,7 +145,7 @@ class StepStream:
             self._check(result.epoch, result.step_id)
             self._num_in_flight -= 1
             self.num_steps += 1
-            self._watch.answered(self._sampler, self._driver.clock())
+            self._answered(self._sampler)
             self._apply(result)
         raise LinkFailed("the worker ended the stream")
 
@@ -159,7 +165,7 @@ class StepStream:
                 )
             if result.token_ids or result.candidates or result.errors:
                 raise LinkFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
-            self._watch.answered(rank, self._driver.clock())
+            self._answered(rank)
         raise LinkFailed(f"rank {rank} ended the stream")
 
     async def _watch_steps(self) -> None:
@@ -185,7 +191,16 @@ class StepStream:
     def _apply(self, result: plan_pb2.StepResult) -> None:
         started_at = self._driver.clock()
         self._driver.apply(self._group_id, wire.decode_result(result))
-        self._driver.core.add_plan_time(self._group_id, self._driver.clock() - started_at)
+        self._note_planning(started_at)
+
+    def _note_planning(self, started_at: float) -> None:
+        elapsed_s = self._driver.clock() - started_at
+        self._driver.core.add_plan_time(self._group_id, elapsed_s)
+        self._meter.planning_s += elapsed_s
+
+    def _answered(self, rank: int) -> None:
+        for seconds in self._watch.answered(rank, self._driver.clock()):
+            self._meter.duration.observe(seconds)
 
     def _check(self, epoch: int, step_id: int) -> None:
         expected = self.num_steps + 1

@@ -62,7 +62,7 @@ class WorkerGroup:
 
     def __init__(self, first: pb.WorkerRegistration, make_link: MakeLink) -> None:
         self.group_id = first.group_id
-        self.world_size = max(1, first.world_size)
+        self.world_size: int = max(1, first.world_size)
         self.is_draining = False
         self.is_hung = False
         """Whether it has hung too often, and no rank has registered since."""

@@ -29,6 +29,7 @@ from scheduler_service.core.pipeline import ResultMismatch
 from scheduler_service.core.step_times import StepTimeout, StepTimes
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.hangs import GroupHung, Hangs
+from scheduler_service.core_service.meters import Meters
 from scheduler_service.core_service.step_stream import LinkFailed, StepOverdue, StepStream
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
@@ -73,6 +74,7 @@ class WorkerLink:
         on_change: Callable[[], None],
         step_timeout: StepTimeout,
         dial: Dial,
+        meters: Meters,
     ) -> None:
         """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
         self.state = status_pb2.WORKER_STATE_STARTING
@@ -88,6 +90,7 @@ class WorkerLink:
         self._stream: StepStream | None = None
         self._draining = asyncio.Event()
         self._step_times = StepTimes(step_timeout)
+        self._meters = meters
         self._hangs = Hangs()
         self._has_drawn = False
         """Whether an epoch was drawn here: all before were other links' or other cores'."""
@@ -141,10 +144,14 @@ class WorkerLink:
             return f"{error.code().name} {error.details()}"
         except StepOverdue as error:
             self._hangs.note(error)
+            self._meters.counts.num_steps_overdue += 1
             return str(error)
         except (LinkFailed, ResultMismatch, PagewireError) as error:
             return str(error)
-        except (CannotServe, TakenOver, GroupHung):
+        except GroupHung:
+            self._meters.counts.num_groups_hung += 1
+            raise
+        except (CannotServe, TakenOver):
             raise
         except Exception as error:
             logger.exception("unexpected error in a worker's link group_id=%s", self._group_id)
@@ -235,6 +242,7 @@ class WorkerLink:
             group_id=self._group_id,
             epoch=self.epoch,
             times=self._step_times,
+            meter=self._meters.steps_of(capacity.model),
         )
         try:
             work = self._add_group(capacity)
@@ -270,6 +278,7 @@ class WorkerLink:
             raise CannotServe(str(error)) from error
 
     async def _pause(self, failure: str, pause_s: float) -> None:
+        self._meters.counts.num_link_failures += 1
         logger.warning(
             "worker link failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
             self._group_id,

@@ -17,6 +17,7 @@ from scheduler_service.command_line import (
 )
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
+from scheduler_service.metrics.server import metrics_address
 from scheduler_service.tls import tls_files
 
 DEFAULTS = FrontendConfig()
@@ -114,6 +115,14 @@ def frontend(
             help="Deadline of requests that bring none; without it they have none.",
         ),
     ] = DEFAULTS.default_timeout_s,
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGEWIRE_METRICS_PORT",
+            metavar="[HOST:]PORT|off",
+            help="Where Prometheus asks for /metrics; without a host on 127.0.0.1.",
+        ),
+    ] = None,
     grace_period: Annotated[
         float,
         typer.Option(
@@ -137,6 +146,7 @@ def frontend(
         return FrontendConfig(
             core=core,
             listen=listen,
+            metrics=metrics_address(metrics_port),
             http=None if http == HTTP_OFF else http,
             http_share_port=http_share_port,
             health_listen=health_listen,

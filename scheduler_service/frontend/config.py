@@ -45,6 +45,9 @@ class FrontendConfig:
     http_share_port: bool = False
     """Whether other frontends on this machine may listen for HTTP at the same address."""
 
+    metrics: str | None = None
+    """Where Prometheus asks, HOST:PORT; None: over HTTP only, if there is any."""
+
     max_concurrent_requests: int = 4096
     """Open requests after which new ones are refused; bounds memory, while the core's own queue
     bounds waiting."""

@@ -52,8 +52,10 @@ class CoreLink:
         self._without_model: dict[RequestStream, None] = {}
         """Requests whose model the core does not know yet."""
         self._next_handle = 1
-        self._is_attached = False
+        self.is_attached = False
         """Whether the core is there and has spoken."""
+        self.num_core_losses = 0
+        """Streams that broke after it had."""
         self._outgoing = Outgoing()
 
     # What requests ask of the link.
@@ -101,7 +103,7 @@ class CoreLink:
             # A frontend without its link is of no use; whatever went wrong, a new stream may do.
             except Exception:
                 logger.exception("core stream failed")
-            if self._is_attached:
+            if self.is_attached:
                 backoff_s = MIN_BACKOFF_S
                 self._detach()
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
@@ -142,7 +144,8 @@ class CoreLink:
         )
 
     def _detach(self) -> None:
-        self._is_attached = False
+        self.is_attached = False
+        self.num_core_losses += 1
         for request in self._requests.values():
             request.stopwatch.lost()
         self._on_models(())
@@ -151,8 +154,8 @@ class CoreLink:
 
     def _receive(self, message: scheduler_pb.SchedulerMessage) -> None:
         """Deliver in the message's order; then each request that got something goes on."""
-        if not self._is_attached:
-            self._is_attached = True
+        if not self.is_attached:
+            self.is_attached = True
             logger.info("attached to core num_requests=%d", len(self._requests))
         if message.HasField("models"):
             self._take_models(message.models.models)

@@ -25,6 +25,7 @@ from scheduler_service.frontend import validation
 from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.fingerprint import fingerprint
+from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.frontend.settled import draw_request_id, prompt_tokens, settle
@@ -61,11 +62,13 @@ class OpenRequests:
         *,
         max_concurrent_requests: int,
         default_timeout_s: float | None,
+        metrics: FrontendMetrics,
     ) -> None:
         self._link = link
         self._models = models
         self._max_concurrent_requests = max_concurrent_requests
         self._default_timeout_s = default_timeout_s
+        self._metrics = metrics
         self._open: dict[_Key, _Open] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -88,6 +91,19 @@ class OpenRequests:
         `deadline` is on the monotonic clock. Raises what makes the request unacceptable here and
         now; all that is found out later comes as the stream's error.
         """
+        try:
+            return self._take_in(request, deadline, on_news, tenant)
+        except PagewireError as error:
+            self._metrics.count_refused(tenant.name, request.priority, error)
+            raise
+
+    def _take_in(
+        self,
+        request: inference_pb.GenerateRequest,
+        deadline: float | None,
+        on_news: Callable[[RequestStream], None],
+        tenant: Tenant,
+    ) -> RequestStream:
         if self.is_draining.is_set():
             raise _shutting_down()
         validation.check_request(request)
@@ -100,6 +116,7 @@ class OpenRequests:
         if deadline is None and self._default_timeout_s is not None:
             deadline = time.monotonic() + self._default_timeout_s
         stream = RequestStream(request_id, deadline, on_news, tenant.name)
+        stream.priority = request.priority
         if former is not None:
             stream.take_over(former.stream)
             self._fail(former, attempts.taken_over(request_id, request.attempt))
@@ -114,6 +131,9 @@ class OpenRequests:
 
     def close(self, stream: RequestStream) -> None:
         """Let go of a request, wherever it stands; the core ends it if it still runs."""
+        if not stream.is_closed:
+            stream.is_closed = True
+            self._metrics.count_end(stream)
         opened = self._open.get(_key(stream))
         if opened is None or opened.stream is not stream:
             return
@@ -176,13 +196,15 @@ class OpenRequests:
         """Everything between arrival and submission."""
         try:
             model = await self._models.resolve(_model_name(request), tenant)
+            stream.counts = self._metrics.model(model.info.name)
             validation.check_against_model(request, model.info)
-            began = time.perf_counter()
+            began = time.monotonic()
+            stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
             if request.ByteSize() <= INLINE_BYTES:
                 _begin(stream, request, model)
             else:
                 await asyncio.to_thread(_begin, stream, request, model)
-            stream.stopwatch.text_s += time.perf_counter() - began
+            stream.stopwatch.tokenize_s = time.monotonic() - began
             self._link.submit(stream)
         except PagewireError as error:
             stream.fail(error)

@@ -15,6 +15,7 @@ from scheduler_service.errors import GenerationFailed, InvalidArgument, Pagewire
 from scheduler_service.frontend.best_choices import best_choices
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.logprobs import PromptLogprobs
+from scheduler_service.frontend.metrics import ModelCounts
 from scheduler_service.frontend.settled import SettledRequest
 from scheduler_service.frontend.timings import Stopwatch
 
@@ -41,12 +42,19 @@ class RequestStream:
         self.request_id = request_id
         self.tenant = tenant
         """Whose request it is."""
+        self.priority = 0
         self.deadline = deadline
         self.stopwatch = Stopwatch()
+        self.counts: ModelCounts | None = None
+        """Those of its model, once it is known."""
+        self.usage: inference_pb.Usage | None = None
+        """Once the last response was taken."""
         self.error: PagewireError | None = None
         """Why the stream ended early; what came before may still be taken."""
         self.is_done = False
         """Whether the last response was taken."""
+        self.is_closed = False
+        """Whether its reader has let go of it."""
         self.handle = 0
         """The link's number for the first choice; 0 before it is submitted."""
         self.num_worker_losses = 0
@@ -67,7 +75,6 @@ class RequestStream:
         self._arrived = time.monotonic()
         self._started_sent = False
         self._finished: scheduler_pb.RequestFinished | None = None
-        self._timings: inference_pb.Timings | None = None
 
     @property
     def model_name(self) -> str:
@@ -117,6 +124,7 @@ class RequestStream:
         submit.was_accepted = self.is_accepted or self._was_accepted_before
         submit.waited_us = round((now - self._arrived) * 1e6)
         submit.num_worker_losses = self.num_worker_losses
+        self.stopwatch.submitted()
         return submit
 
     def client_field(self, field: str) -> str:
@@ -130,7 +138,7 @@ class RequestStream:
 
     def receive_accepted(self) -> None:
         """The core has taken the request in."""
-        self.stopwatch.found()
+        self.stopwatch.accepted()
         if not self.is_accepted:
             self.is_accepted = True
             self._on_news(self)
@@ -143,10 +151,26 @@ class RequestStream:
     def advance(self) -> Iterable[ChoiceStream]:
         """Make text of the tokens received; the choices that a stop string has just ended."""
         began = time.perf_counter()
-        stopped = [choice for choice in self.choices if choice.advance()]
-        self.stopwatch.text_s += time.perf_counter() - began
+        stopped = []
+        num_tokens = num_choices = 0
+        for choice in self.choices:
+            num_before = len(choice.token_ids)
+            if choice.advance():
+                stopped.append(choice)
+            num_new = len(choice.token_ids) - num_before
+            num_tokens += num_new
+            num_choices += num_new > 0
+        if num_tokens:
+            self._count_tokens(num_tokens, num_choices)
+        self.stopwatch.last_text_s = time.perf_counter() - began
         self._on_news(self)
         return stopped
+
+    def _count_tokens(self, num_tokens: int, num_choices: int) -> None:
+        assert self._request is not None
+        if self.counts is not None:
+            num_prompt_tokens = len(self._request.prompt_token_ids)
+            self.counts.count_tokens(self.stopwatch, num_tokens, num_choices, num_prompt_tokens)
 
     def receive_finished(self, finished: scheduler_pb.RequestFinished) -> None:
         """All choices have ended."""
@@ -162,7 +186,6 @@ class RequestStream:
                 self.fail(error)
                 return
         self._finished = finished
-        self._timings = self.stopwatch.total(finished.timings)
         self._on_news(self)
 
     def receive_failed(self, error: PagewireError) -> None:
@@ -227,10 +250,13 @@ class RequestStream:
         if self._finished is None or any(choice.has_news for choice in self._returned):
             return False
         assert self._request is not None
-        assert self._timings is not None
         response.usage.prompt_tokens = len(self._request.prompt_token_ids)
         response.usage.cached_tokens = self._finished.cached_tokens
         response.usage.completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
-        response.timings.CopyFrom(self._timings)
+        response.timings.CopyFrom(self.stopwatch.total(self._finished.timings))
         self.is_done = True
+        self.usage = response.usage
+        if self.counts is not None:
+            finishes = [choice.finish.reason for choice in self._returned if choice.finish]
+            self.counts.count_finished(self.stopwatch, response.timings, response.usage, finishes)
         return True

@@ -5,10 +5,11 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
+from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -21,12 +22,14 @@ from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.model_assets import ModelDirectory
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.gate import HEALTH, REFLECTION, Gate, Metadata
 from scheduler_service.grpc_options import public_server_options
 from scheduler_service.metadata import authorization
+from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tls import server_credentials
 from scheduler_service.watched_files import WatchedFiles
@@ -47,13 +50,17 @@ class Frontend:
         self.authentication = authentication_of(config)
         self._core = CoreConnection(Cluster(config.cluster), config.core)
         self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
+        self.metrics = FrontendMetrics()
         self.link = CoreLink(self._core, _frontend_id(), self.models.update)
         self.requests = OpenRequests(
             self.link,
             self.models,
             max_concurrent_requests=config.max_concurrent_requests,
             default_timeout_s=config.default_timeout_s,
+            metrics=self.metrics,
         )
+        self.registry = make_registry(self._collect)
+        """What Prometheus is told."""
         self.runner = ServiceRunner(
             listen=config.listen,
             service_names=[SERVICE_NAME],
@@ -72,6 +79,7 @@ class Frontend:
             models=self.models,
             core=self._core,
             authentication=self.authentication,
+            registry=self.registry,
         )
         servicer = InferenceServicer(self.requests, self.models, self._core, self.authentication)
         add_InferenceServiceServicer_to_server(servicer, self.runner.server)
@@ -101,6 +109,13 @@ class Frontend:
         """Strangers' messages are not even read."""
         self.authentication.tenant_of(authorization(metadata))
 
+    def _collect(self) -> Iterator[Family]:
+        return self.metrics.collect(
+            num_open=len(self.requests),
+            is_attached=self.link.is_attached,
+            num_core_losses=self.link.num_core_losses,
+        )
+
     async def _stop_http(self) -> None:
         if self.http is not None:
             await self.http.stop(FLUSH_S)
@@ -118,9 +133,10 @@ class Frontend:
 async def serve(config: FrontendConfig) -> None:
     """Run a frontend until SIGTERM or SIGINT. Raises CannotListen."""
     frontend = Frontend(config)
-    await frontend.start()
-    await frontend.runner.wait_for_signal()
-    await frontend.stop()
+    async with published(frontend.registry, config.metrics):
+        await frontend.start()
+        await frontend.runner.wait_for_signal()
+        await frontend.stop()
 
 
 def authentication_of(config: FrontendConfig) -> Authentication:

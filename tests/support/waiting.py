@@ -11,3 +11,11 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float = 1
     while not condition():
         assert time.monotonic() < deadline, f"never came true: {what}"
         await asyncio.sleep(0.002)
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20) -> None:
+    """The same where there is no event loop."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        time.sleep(0.02)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
+from worker_service.metrics.meter import StepMeter
 from worker_service.model_thread import ModelThread
 from worker_service.plan import StepPlan, StepResult, StepTimings
 from worker_service.step_stream import StepStream
@@ -102,7 +103,7 @@ async def collected(stream: StepStream) -> tuple[list[int], WorkerError | None]:
 
 async def test_steps_are_launched_while_an_earlier_one_is_under_way(thread: ModelThread) -> None:
     runner = Launcher()
-    stream = StepStream(1, runner, thread)
+    stream = StepStream(1, runner, thread, StepMeter())
     await submit(stream, thread, 3)
     assert len(runner.steps) == 3
     for step in reversed(runner.steps):
@@ -117,7 +118,7 @@ async def test_a_plan_that_is_refused_ends_the_stream_after_the_results_before_i
     thread: ModelThread,
 ) -> None:
     runner = Launcher(bad_step=3)
-    stream = StepStream(1, runner, thread)
+    stream = StepStream(1, runner, thread, StepMeter())
     await submit(stream, thread, 4)
     for step in runner.steps:
         step.is_done.set()
@@ -130,7 +131,7 @@ async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_
     thread: ModelThread,
 ) -> None:
     runner = Launcher()
-    stream = StepStream(1, runner, thread)
+    stream = StepStream(1, runner, thread, StepMeter())
     await submit(stream, thread, 3)
     runner.steps[1].breaks = True
     for step in runner.steps:
@@ -145,7 +146,7 @@ async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_
 async def test_a_stream_ends_with_what_it_is_told(
     thread: ModelThread, end: Callable[[StepStream, WorkerError], None]
 ) -> None:
-    stream = StepStream(1, Launcher(), thread)
+    stream = StepStream(1, Launcher(), thread, StepMeter())
     error = StepFailed("made up")
     end(stream, error)
     assert await collected(stream) == ([], error)

@@ -6,9 +6,11 @@ from typing import Annotated
 
 from typer import Option
 
+from worker_service.address import TcpAddress, parse
 from worker_service.cluster import ClusterConfig
 from worker_service.command_line.options import env
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig
+from worker_service.errors import InvalidOption
 from worker_service.launchers.local import address_of
 from worker_service.parallel.place import Place
 
@@ -60,6 +62,15 @@ class ServiceFlags:
             help="Answer health checks here besides, without TLS or credentials.",
         ),
     ] = None
+    metrics_port: Annotated[
+        str | None,
+        Option(
+            envvar=env("METRICS_PORT"),
+            metavar="[HOST:]PORT|off",
+            help="Where Prometheus asks for /metrics; without a host on 127.0.0.1. Each rank of a "
+            "group takes the port that is its rank further on.",
+        ),
+    ] = None
     grace_period: Annotated[
         float,
         Option(
@@ -86,5 +97,16 @@ class ServiceFlags:
             health_listen=None if health is None else address_of(health, offset, "health_listen"),
             core=self.core,
             cluster=cluster,
+            metrics=self._metrics(place.group.layout.rank),
             **({} if place.group_id is None else {"group_id": place.group_id}),
         )
+
+    def _metrics(self, rank: int) -> TcpAddress | None:
+        port = self.metrics_port
+        if port is None or port == "off":
+            return None
+        first = port if ":" in port else f"127.0.0.1:{port}"
+        address = parse(address_of(first, rank, "metrics_port"), "metrics_port")
+        if not isinstance(address, TcpAddress):
+            raise InvalidOption(f"metrics_port: expected PORT, HOST:PORT or off, got {port!r}")
+        return address

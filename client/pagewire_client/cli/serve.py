@@ -44,6 +44,15 @@ def serve(
             help="For HTTP clients (OpenAI's interface); all frontends share it.",
         ),
     ] = DEFAULT_HTTP_ADDRESS,
+    metrics_port: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PAGEWIRE_METRICS_PORT",
+            metavar="[HOST:]PORT",
+            help="Where Prometheus asks the core for /metrics; the frontends and then the workers "
+            "take the next ports.",
+        ),
+    ] = None,
     frontends: Annotated[
         int, typer.Option(min=1, envvar="PAGEWIRE_FRONTENDS", help="How many.")
     ] = 1,
@@ -61,6 +70,7 @@ def serve(
         num_workers=workers,
         listen=listen,
         http=None if http == "off" else http,
+        metrics_port=None if metrics_port == "off" else metrics_port,
         on_line=terminal.log_line,
     )
     with _signals_raise():
@@ -69,6 +79,8 @@ def serve(
             terminal.note(f"serving {model} on {', '.join(services.addresses)}", style="bold")
             if services.http_address is not None:
                 terminal.note(f"HTTP for OpenAI clients: http://{services.http_address}/v1")
+            if services.metrics_addresses:
+                terminal.note(f"metrics for Prometheus: {', '.join(services.metrics_addresses)}")
             while not services.wait_failed(_LOOK_S):
                 pass
         except _Signalled as signalled:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Self
 
 from pagewire_client.errors import LocalServiceError
@@ -14,6 +15,7 @@ from pagewire_client.local.process import OnLine, ServiceProcess
 DEFAULT_GRACE_PERIOD_S = 30.0
 """The services' own default of `--grace-period`."""
 
+LOOPBACK = "127.0.0.1"
 _MARGIN_S = 10.0
 """What a service may need beyond its grace period to end."""
 _POLL_S = 0.05
@@ -34,13 +36,15 @@ class LocalServices:
         num_workers: int = 1,
         listen: str | None = None,
         http: str | None = None,
+        metrics_port: str | None = None,
         on_line: OnLine | None = None,
     ) -> None:
         """Nothing is started yet.
 
         `listen`: where the first frontend listens; further ones take the following ports. None:
         unix sockets that only this user can reach. `http`: HOST:PORT at which all frontends share
-        the HTTP clients; None: no HTTP.
+        the HTTP clients; None: no HTTP. `metrics_port`: PORT or HOST:PORT at which Prometheus can
+        ask the core; the frontends and then the workers take the following ports. None: nowhere.
         """
         self._flags = dict(engine_flags or {})
         flags.check_names(self._flags)
@@ -58,7 +62,15 @@ class LocalServices:
         """Where the frontends listen for HTTP."""
         self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
         """Where the frontends listen."""
-        self._core = self._make("scheduler", "core", "--listen", self._core_address)
+        self.metrics_addresses: list[str] = []
+        """Where Prometheus can ask, in the order of the services."""
+        self._metrics_port = metrics_port
+        self._core = self._make(
+            "scheduler",
+            "core",
+            *("--listen", self._core_address),
+            *self._take_metrics_ports(),
+        )
         self._http_flags = ["--http", http or "off"]
         if http is not None and num_frontends > 1:
             self._http_flags.append("--http-share-port")
@@ -155,6 +167,7 @@ class LocalServices:
             *("--core", self._core_address),
             *("--listen", address),
             *self._http_flags,
+            *self._take_metrics_ports(),
         )
 
     def _make_worker(self, index: int) -> ServiceProcess:
@@ -167,7 +180,27 @@ class LocalServices:
             *("--listen", address),
             *("--advertise", address),
             *("--group-id", f"worker-{index}"),
+            *self._take_metrics_ports(self._num_ranks),
         )
+
+    def _take_metrics_ports(self, count: int = 1) -> tuple[str, str]:
+        """The flag for a service of so many processes. It is told even if there are none, since the
+        environment may name one for all of them."""
+        if self._metrics_port is None:
+            return ("--metrics-port", "off")
+        first = (
+            self._metrics_port if ":" in self._metrics_port else f"{LOOPBACK}:{self._metrics_port}"
+        )
+        taken = len(self.metrics_addresses)
+        mine = [_following(first, taken + index) for index in range(count)]
+        self.metrics_addresses += mine
+        return ("--metrics-port", mine[0])
+
+    @property
+    def _num_ranks(self) -> int:
+        """Processes of one worker."""
+        sizes = (self._flags.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline"))
+        return prod(int(size or 1) for size in sizes)
 
     def _make(self, service: str, name: str, *arguments: str) -> ServiceProcess:
         command = [

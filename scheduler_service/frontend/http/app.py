@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
 
-from scheduler_service.frontend.http import chat, completions, health, models, tokens
+from scheduler_service.frontend.http import chat, completions, health, metrics, models, tokens
 from scheduler_service.frontend.http.body_limit import BodyLimit
 from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.errors import handle_errors
@@ -14,6 +14,7 @@ from scheduler_service.version import VERSION
 
 ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     health.make_router,
+    metrics.make_router,
     models.make_router,
     completions.make_router,
     chat.make_router,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from scheduler_service.frontend.authentication import Authentication
 from scheduler_service.frontend.model_assets import ModelDirectory
 from scheduler_service.frontend.open_requests import OpenRequests
@@ -17,3 +19,5 @@ class HttpServices:
     core: Any
     """A stub of the core's SchedulerService."""
     authentication: Authentication
+    registry: CollectorRegistry
+    """What Prometheus is told."""

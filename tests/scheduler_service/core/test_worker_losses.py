@@ -89,9 +89,7 @@ def test_a_suspect_that_waits_for_another_holds_up_nobody() -> None:
     lose_with(driver, 1)
     later = driver.submit(prompt=[7] * 4, max_tokens=9)
     plans = []
-    driver.on_plan = lambda _, plan: plans.append(
-        [new.token_ids[0] for new in plan.new_sequences]
-    )
+    driver.on_plan = lambda _, plan: plans.append([new.token_ids[0] for new in plan.new_sequences])
     driver.schedule("g0")
     assert plans == [[0, 7]], "the first suspect, and the one behind the second"
     driver.run_until_idle()

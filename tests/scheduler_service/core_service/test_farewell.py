@@ -11,6 +11,7 @@ from scheduler_service.cluster import NO_CLUSTER, Cluster
 from scheduler_service.core import SchedulerConfig, SchedulerCore
 from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.meters import Meters
 from scheduler_service.core_service.registry import WorkerRegistry
 from tests.support.waiting import until
 
@@ -60,6 +61,7 @@ async def test_a_drained_worker_is_told_to_stop_after_it_was_told_to_drain() -> 
         step_timeout=StepTimeout(),
         on_change=lambda: None,
         dial=partial(Cluster(NO_CLUSTER).dial, WorkerServiceStub),
+        meters=Meters(),
     )
     stream = SlowStream()
     serving = asyncio.create_task(registry.serve(cast(Any, stream)))

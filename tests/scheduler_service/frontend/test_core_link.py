@@ -71,7 +71,9 @@ async def test_a_broken_stream_is_replaced_and_open_requests_go_on_where_they_we
     assert rest[-1].usage.completion_tokens == 6
     timings = rest[-1].timings
     assert timings.recovery_us > 0
-    assert timings.total_us == timings.recovery_us + timings.wire_us + timings.detokenize_us
+    assert timings.unaccounted_us > 0
+    parts = [value for field, value in timings.ListFields()]
+    assert 2 * timings.total_us == sum(parts)
 
 
 async def test_a_core_that_dies_is_waited_for_and_a_new_one_gets_the_open_requests(

@@ -1,0 +1,243 @@
+"""Every metric of the scheduler core: names, meanings, buckets."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from scheduler_service.metrics.metric import Kind, Metric
+
+if TYPE_CHECKING:
+    from scheduler_service.core.snapshot import GroupSnapshot, ModelSnapshot
+    from scheduler_service.core_service.meters import ServiceCounts
+    from scheduler_service.core_service.worker_group import WorkerGroup
+
+MODEL = ("model_name",)
+GROUP = ("model_name", "group")
+
+STEP_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 60.0),
+)
+"""Seconds."""
+STEP_TOKENS_BOUNDS = tuple(float(2**power) for power in (0, *range(3, 15)))
+PLAN_BYTES_BOUNDS = tuple(float(4**power) for power in range(3, 13))
+
+OF_MODEL: Mapping[Metric, Callable[["ModelSnapshot"], float]] = {
+    Metric("vllm:num_requests_running", Kind.GAUGE, "Requests in a batch.", MODEL): lambda model: (
+        model.num_running
+    ),
+    Metric(
+        "vllm:num_requests_waiting",
+        Kind.GAUGE,
+        "Requests waiting for a first or renewed place in a batch.",
+        MODEL,
+    ): lambda model: model.num_waiting,
+    Metric(
+        "vllm:num_requests_swapped",
+        Kind.GAUGE,
+        "Requests whose KV blocks are in host memory.",
+        MODEL,
+    ): lambda model: model.num_swapped,
+    Metric(
+        "vllm:num_preemptions_total",
+        Kind.COUNTER,
+        "Times that a running request lost its place to others.",
+        MODEL,
+    ): lambda model: model.totals.num_preemptions,
+    Metric(
+        "vllm:prefix_cache_queries_total",
+        Kind.COUNTER,
+        "Prompt tokens looked up in the prefix cache, of requests that have ended.",
+        MODEL,
+    ): lambda model: model.totals.num_prefix_queries,
+    Metric(
+        "vllm:prefix_cache_hits_total",
+        Kind.COUNTER,
+        "Of these, tokens that were found.",
+        MODEL,
+    ): lambda model: model.totals.num_prefix_hits,
+    Metric(
+        "pagewire_prefill_tokens_total",
+        Kind.COUNTER,
+        "Tokens computed by prefills, those computed again after a preemption or a loss included.",
+        MODEL,
+    ): lambda model: model.totals.num_prefill_tokens,
+    Metric(
+        "pagewire_delivered_tokens_total",
+        Kind.COUNTER,
+        "Output tokens given to frontends.",
+        MODEL,
+    ): lambda model: model.totals.num_generated_tokens,
+    Metric(
+        "pagewire_swapped_out_blocks_total",
+        Kind.COUNTER,
+        "KV blocks moved from devices to host memory.",
+        MODEL,
+    ): lambda model: model.totals.num_swapped_out_blocks,
+    Metric(
+        "pagewire_swapped_in_blocks_total",
+        Kind.COUNTER,
+        "KV blocks moved from host memory to devices.",
+        MODEL,
+    ): lambda model: model.totals.num_swapped_in_blocks,
+    Metric(
+        "pagewire_copied_blocks_total",
+        Kind.COUNTER,
+        "KV blocks copied before a write to what several sequences share.",
+        MODEL,
+    ): lambda model: model.totals.num_copied_blocks,
+    Metric(
+        "pagewire_requests_recovered_total",
+        Kind.COUNTER,
+        "Requests that lost their worker group and were queued again with their tokens.",
+        MODEL,
+    ): lambda model: model.totals.num_recovered,
+}
+
+KV_USAGE = Metric(
+    "vllm:kv_cache_usage_perc",
+    Kind.GAUGE,
+    "Share of a worker group's KV blocks on the device that are in use; 1 is all.",
+    ("model_name", "engine"),
+)
+
+OF_GROUP: Mapping[Metric, Callable[["GroupSnapshot"], float]] = {
+    Metric(
+        "pagewire_group_running_sequences", Kind.GAUGE, "Sequences in a group's batch.", GROUP
+    ): lambda group: group.num_running_sequences,
+    Metric(
+        "pagewire_group_gpu_blocks", Kind.GAUGE, "KV blocks on a group's device.", GROUP
+    ): lambda group: group.num_gpu_blocks,
+    Metric(
+        "pagewire_group_free_gpu_blocks", Kind.GAUGE, "Of these, not in use.", GROUP
+    ): lambda group: group.num_free_gpu_blocks,
+    Metric(
+        "pagewire_group_cpu_blocks", Kind.GAUGE, "KV blocks in a group's host memory.", GROUP
+    ): lambda group: group.num_cpu_blocks,
+    Metric(
+        "pagewire_group_free_cpu_blocks", Kind.GAUGE, "Of these, not in use.", GROUP
+    ): lambda group: group.num_free_cpu_blocks,
+}
+
+GROUP_TIME = Metric(
+    "pagewire_group_time_seconds_total",
+    Kind.COUNTER,
+    "A group's time since it is ready, by what it was spent on: `forward`, `sample`, `plan` as far "
+    "as the worker waited for it, and `wire`, the rest; while there is nothing to do, too.",
+    (*GROUP, "part"),
+)
+
+OF_REGISTERED: Mapping[Metric, Callable[["WorkerGroup"], float]] = {
+    Metric(
+        "pagewire_group_ranks", Kind.GAUGE, "A group's workers that are registered.", GROUP
+    ): lambda group: len(group.workers),
+    Metric(
+        "pagewire_group_world_size", Kind.GAUGE, "Workers that a group is to have.", GROUP
+    ): lambda group: group.world_size,
+    Metric(
+        "pagewire_group_epoch", Kind.GAUGE, "Of a group's latest step stream.", GROUP
+    ): lambda group: group.epoch,
+    Metric(
+        "pagewire_group_steps_total", Kind.COUNTER, "Steps that a group has executed.", GROUP
+    ): lambda group: group.num_steps,
+}
+
+GROUP_STATE = Metric(
+    "pagewire_group_state",
+    Kind.GAUGE,
+    "1 for the state that a registered group is in: starting, ready, draining, lost or hung.",
+    (*GROUP, "state"),
+)
+HEARTBEAT_AGE = Metric(
+    "pagewire_group_heartbeat_age_seconds",
+    Kind.GAUGE,
+    "Since the last heartbeat of the group's worker that has been silent the longest.",
+    GROUP,
+)
+
+STEP_DURATION = Metric(
+    "pagewire_step_duration_seconds",
+    Kind.HISTOGRAM,
+    "Of a step, from when its plan was sent, or the step before was done, to its result.",
+    MODEL,
+)
+STEP_TOKENS = Metric(
+    "vllm:iteration_tokens_total",
+    Kind.HISTOGRAM,
+    "Tokens computed in a step, of prefills and decodes.",
+    MODEL,
+)
+PLAN_BYTES = Metric(
+    "pagewire_plan_bytes", Kind.HISTOGRAM, "Size of a step's plan on the wire.", MODEL
+)
+PLANNING = Metric(
+    "pagewire_planning_seconds_total",
+    Kind.COUNTER,
+    "Time on the core's thread for planning steps and taking in their results.",
+    MODEL,
+)
+
+OF_SERVICE: Mapping[Metric, Callable[["ServiceCounts"], float]] = {
+    Metric(
+        "pagewire_worker_registrations_total", Kind.COUNTER, "Workers that have registered."
+    ): lambda counts: counts.num_registrations,
+    Metric(
+        "pagewire_lease_expiries_total",
+        Kind.COUNTER,
+        "Workers whose heartbeats stayed out for a lease's time.",
+    ): lambda counts: counts.num_lease_expiries,
+    Metric(
+        "pagewire_drains_total", Kind.COUNTER, "Worker groups that began to drain."
+    ): lambda counts: counts.num_drains,
+    Metric(
+        "pagewire_link_failures_total",
+        Kind.COUNTER,
+        "Times that the core's line to a worker group failed, to be tried again.",
+    ): lambda counts: counts.num_link_failures,
+    Metric(
+        "pagewire_steps_overdue_total",
+        Kind.COUNTER,
+        "Steps that did not come back in time from workers that were there.",
+    ): lambda counts: counts.num_steps_overdue,
+    Metric(
+        "pagewire_groups_hung_total",
+        Kind.COUNTER,
+        "Worker groups that were put aside as their steps hung again and again.",
+    ): lambda counts: counts.num_groups_hung,
+    Metric(
+        "pagewire_frontend_attaches_total", Kind.COUNTER, "Streams that frontends have opened."
+    ): lambda counts: counts.num_attaches,
+}
+
+UPTIME = Metric("pagewire_core_uptime_seconds", Kind.GAUGE, "Since the core started.")
+FRONTENDS = Metric("pagewire_frontends", Kind.GAUGE, "Frontends that are attached.")
+WORKER_LOSSES = Metric(
+    "pagewire_worker_losses_total",
+    Kind.COUNTER,
+    "Workers whose registration ended though nobody had told them to go.",
+)
+TENANT_REQUESTS = Metric(
+    "pagewire_tenant_requests",
+    Kind.GAUGE,
+    "Live requests, in a batch or waiting for it.",
+    ("tenant",),
+)
+
+ALL = (
+    UPTIME,
+    FRONTENDS,
+    WORKER_LOSSES,
+    *OF_SERVICE,
+    *OF_MODEL,
+    TENANT_REQUESTS,
+    KV_USAGE,
+    *OF_GROUP,
+    GROUP_TIME,
+    *OF_REGISTERED,
+    GROUP_STATE,
+    HEARTBEAT_AGE,
+    STEP_DURATION,
+    STEP_TOKENS,
+    PLAN_BYTES,
+    PLANNING,
+)
+"""In the order in which they are told."""

@@ -1,0 +1,79 @@
+"""Counts of a worker's steps, from its start to its end."""
+
+from bisect import bisect_left
+from itertools import accumulate
+
+from prometheus_client.utils import floatToGoString
+
+from worker_service.plan import StepPlan, StepResult
+
+STEP_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 60.0),
+)
+"""Seconds."""
+
+
+class StepMeter:
+    """Written by one thread at a time, read by any: each number is true, though not all of one
+    instant."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.num_sampled = 0
+        self.num_row_errors = 0
+        self.num_swapped_out_blocks = 0
+        self.num_swapped_in_blocks = 0
+        self.num_copied_blocks = 0
+        self.cache_ops_us = 0
+        self.forward_us = 0
+        self.sample_us = 0
+        self.other_us = 0
+        """Of steps, what none of the three accounts for."""
+        self.idle_without_plan_us = 0
+        """Between steps of a stream, until a plan was there."""
+        self.idle_with_plan_us = 0
+        """Between steps, with a plan at hand."""
+        self.busy_sum_us = 0
+        self._durations = [0] * (len(STEP_BOUNDS) + 1)
+        self._epoch = 0
+        self._last_finished_us = 0
+
+    def count(self, plan: StepPlan, result: StepResult) -> None:
+        """Take note of one step."""
+        self.num_steps += 1
+        self.num_tokens += int(plan.num_tokens.sum())
+        self.num_sampled += len(result.token_ids)
+        self.num_row_errors += len(result.errors)
+        self.num_swapped_out_blocks += len(plan.swap_out)
+        self.num_swapped_in_blocks += len(plan.swap_in)
+        self.num_copied_blocks += len(plan.copy)
+        self._count_time(result)
+        self._count_idle(result)
+
+    def durations(self) -> list[tuple[str, float]]:
+        """Steps by seconds, as Prometheus has them: (upper end, steps up to it)."""
+        ends = [*map(floatToGoString, STEP_BOUNDS), "+Inf"]
+        return list(zip(ends, map(float, accumulate(self._durations)), strict=True))
+
+    def _count_time(self, result: StepResult) -> None:
+        timings = result.timings
+        busy_us = timings.finished_us - timings.started_us
+        self.busy_sum_us += busy_us
+        self._durations[bisect_left(STEP_BOUNDS, busy_us / 1e6)] += 1
+        known_us = timings.cache_ops_us + timings.forward_us + timings.sample_us
+        self.cache_ops_us += timings.cache_ops_us
+        self.forward_us += timings.forward_us
+        self.sample_us += timings.sample_us
+        self.other_us += max(0, busy_us - known_us)
+
+    def _count_idle(self, result: StepResult) -> None:
+        """The time since the step before, in the same stream."""
+        timings = result.timings
+        if result.epoch == self._epoch:
+            ready_us = max(self._last_finished_us, timings.received_us)
+            self.idle_without_plan_us += ready_us - self._last_finished_us
+            self.idle_with_plan_us += max(0, timings.started_us - ready_us)
+        self._epoch = result.epoch
+        self._last_finished_us = timings.finished_us
