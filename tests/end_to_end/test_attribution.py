@@ -1,0 +1,188 @@
+"""Each response's timings add up to the time its client waited, and each part is true."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire_client import Client, RequestOutput, SamplingParams, Timings
+from tests.support.cluster import Cluster
+from tests.support.waiting import wait_until
+
+STEP_S = 0.005
+STEP_US = str(STEP_S * 1e6)
+TOLERANCE = 0.01
+MAX_TRIES = 8
+PROMPT = list(range(3, 67))
+
+
+def total_of_parts(timings: Timings) -> int:
+    return sum(value for name, value in asdict(timings).items() if name != "total_us")
+
+
+Result = tuple[RequestOutput, float]
+"""An answer, and the seconds that its client waited for it."""
+
+
+def account(output: RequestOutput, wall_s: float) -> Timings:
+    """An answer's timings, whose parts add up to a total that the client has waited at least."""
+    timings = output.timings
+    assert timings is not None
+    assert total_of_parts(timings) == timings.total_us
+    assert timings.total_us <= wall_s * 1e6
+    return timings
+
+
+def accounts(call: Callable[[], list[Result]]) -> list[Timings]:
+    """Those of all answers to a call, of which one's total is what its client has waited.
+
+    Others may not be: this process is a client that is kept from its work now and then. So it is
+    called again, up to a limit: what is missing from the account would be missing every time.
+    """
+    gaps = []
+    for _ in range(MAX_TRIES):
+        results = call()
+        timings = [account(*result) for result in results]
+        gaps += [
+            1 - each.total_us / 1e6 / wall_s
+            for each, (_, wall_s) in zip(timings, results, strict=True)
+        ]
+        if min(gaps) <= TOLERANCE:
+            return timings
+    raise AssertionError(f"no total within {TOLERANCE:.0%} of what the client waited: {gaps}")
+
+
+def timed(call: Callable[[], RequestOutput]) -> Result:
+    started_at = time.perf_counter()
+    output = call()
+    return output, time.perf_counter() - started_at
+
+
+def greedy(num_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0, **more)
+
+
+def in_parallel(client: Client, requests: list[tuple[list[int], SamplingParams]]) -> list[Result]:
+    """All at once, each on a call of its own."""
+    results: list[Result | None] = [None] * len(requests)
+
+    def run(index: int, prompt: list[int], params: SamplingParams) -> None:
+        results[index] = timed(lambda: client.generate(prompt, params))
+
+    threads = [
+        threading.Thread(target=run, args=(index, *request))
+        for index, request in enumerate(requests)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return [result for result in results if result is not None]
+
+
+@contextmanager
+def deployment(folder: Path, *worker_flags: str, core_flags: tuple[str, ...] = ()) -> Iterator[Any]:
+    flags = ["--simulate", "--simulate-step-us", STEP_US, *worker_flags]
+    with Cluster(folder, worker_flags=flags, core_flags=core_flags) as cluster:
+        cluster.start()
+        with Client(cluster.frontend_address()) as client:
+            client.generate(PROMPT, greedy(2))  # connections are made, code is loaded
+            yield cluster, client
+
+
+def test_a_request_alone_spends_its_time_in_forward_passes(tmp_path: Path) -> None:
+    with deployment(tmp_path) as (_, client):
+        [timings] = accounts(lambda: [timed(lambda: client.generate(PROMPT, greedy(100)))])
+    assert timings.forward_us >= 100 * STEP_S * 1e6
+    assert max(asdict(timings), key=lambda part: asdict(timings)[part] * (part != "total_us")) == (
+        "forward_us"
+    )
+    assert (timings.preempted_us, timings.recovery_us, timings.unaccounted_us) == (0, 0, 0)
+
+
+def test_many_at_once_wait_in_the_queue_as_long_as_others_run(tmp_path: Path) -> None:
+    """Two places for eight requests, with prompts in chunks beside decodes."""
+    core_flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+    with deployment(tmp_path, core_flags=core_flags) as (_, client):
+        prompts = [[index + 3, *PROMPT] for index in range(8)]
+        requests = [(prompt, greedy(30)) for prompt in prompts]
+        found = accounts(lambda: in_parallel(client, requests))
+    assert len(found) == 8
+    found.sort(key=lambda timings: timings.queue_us)
+    # Each takes 30 steps for its tokens, and the last waits for three before it.
+    assert found[-1].queue_us >= 3 * 30 * STEP_S * 1e6
+    for timings in found:
+        assert timings.forward_us >= 30 * STEP_S * 1e6
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_time_after_a_preemption_is_told(tmp_path: Path, mode: str) -> None:
+    """Blocks for one of the two to grow to its end, not for both."""
+    core_flags = ("--preemption-mode", mode, "--no-enable-prefix-caching")
+    flags = ("--block-size", "16", "--simulate-gpu-blocks", "12")
+    with deployment(tmp_path, *flags, core_flags=core_flags) as (_, client):
+        requests = [([index + 3, *PROMPT], greedy(90)) for index in range(2)]
+        found = accounts(lambda: in_parallel(client, requests))
+    preempted = sorted(timings.preempted_us for timings in found)
+    assert preempted[0] == 0
+    assert preempted[1] >= 5 * STEP_S * 1e6
+
+
+def test_choices_and_beams_and_held_tokens_add_up(tmp_path: Path) -> None:
+    with deployment(tmp_path) as (_, client):
+        several = SamplingParams(n=3, max_tokens=40, ignore_eos=True, seed=1)
+        accounts(lambda: [timed(lambda: client.generate(PROMPT, several))])
+        best = SamplingParams(n=1, best_of=3, max_tokens=40, ignore_eos=True, seed=1)
+        accounts(lambda: [timed(lambda: client.generate(PROMPT, best))])
+        beams = SamplingParams(beam_width=3, max_tokens=40, ignore_eos=True)
+        [timings] = accounts(lambda: [timed(lambda: client.generate(PROMPT, beams))])
+        assert timings.forward_us >= 40 * STEP_S * 1e6
+        started_at = time.perf_counter()
+        held = client.generate_many([PROMPT] * 4, greedy(40))
+        wall_s = time.perf_counter() - started_at
+    for output in held:
+        assert account(output, wall_s).forward_us >= 40 * STEP_S * 1e6
+
+
+def test_a_killed_worker_costs_recovery_and_the_rest_stays_true(tmp_path: Path) -> None:
+    with deployment(tmp_path) as (cluster, client):
+        started_at = time.perf_counter()
+        stream = client.stream(PROMPT, greedy(60))
+        deltas = iter(stream)
+        for _ in range(20):
+            next(deltas)
+        killed_at = time.perf_counter()
+        cluster.workers[0].kill()
+        cluster.start_worker()
+        next(deltas)
+        away_s = time.perf_counter() - killed_at
+        for _ in deltas:
+            pass
+        timings = account(stream.output, time.perf_counter() - started_at)
+    assert timings.recovery_us >= 0.5 * away_s * 1e6
+    assert timings.forward_us >= 60 * STEP_S * 1e6
+    assert timings.unaccounted_us == 0
+
+
+def test_a_killed_core_takes_its_account_along_and_says_so(tmp_path: Path) -> None:
+    with deployment(tmp_path) as (cluster, client):
+        started_at = time.perf_counter()
+        stream = client.stream(PROMPT, greedy(60))
+        deltas = iter(stream)
+        for _ in range(20):
+            next(deltas)
+        lived_s = time.perf_counter() - started_at
+        cluster.core.kill()
+        cluster.start_core()
+        wait_until(lambda: next(deltas, None) is not None, "the stream goes on")
+        for _ in deltas:
+            pass
+        timings = account(stream.output, time.perf_counter() - started_at)
+    assert timings.unaccounted_us >= 0.8 * lived_s * 1e6
+    assert timings.recovery_us > 0
+    assert timings.forward_us >= 30 * STEP_S * 1e6
