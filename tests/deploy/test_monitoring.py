@@ -1,0 +1,124 @@
+"""Prometheus' configuration, alerts and the Grafana dashboard: that they ask for what is told."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+from tests.support.cluster import ROOT
+from tools.metrics import dashboard, reference
+
+PROMETHEUS = ROOT / "deploy/prometheus"
+GRAFANA = ROOT / "deploy/grafana"
+OF_PROCESSES = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def told() -> dict[str, set[str]]:
+    """Names that can be queried, with their labels. That the services tell what their lists say is
+    tests/end_to_end/test_metrics.py's affair."""
+    names: dict[str, set[str]] = {name: set() for name in OF_PROCESSES}
+    for _, metrics in reference.SERVICES:
+        for metric in metrics:
+            labels = set(metric.labels)
+            if metric.kind == "histogram":
+                names[f"{metric.name}_bucket"] = labels | {"le"}
+                names[f"{metric.name}_sum"] = names[f"{metric.name}_count"] = labels
+            else:
+                names[metric.name] = labels
+    return names
+
+
+def selectors(expression: Any) -> Iterator[Any]:
+    """The time series that an expression asks for. Fails on what is no PromQL."""
+    if isinstance(expression, promql.VectorSelector):
+        yield expression
+        return
+    for name in ("vector_selector", "expr", "lhs", "rhs", "param"):
+        child = getattr(expression, name, None)
+        if child is not None:
+            yield from selectors(child)
+    for child in getattr(expression, "args", None) or ():
+        yield from selectors(child)
+
+
+def parsed(text: str) -> Any:
+    for variable, value in {"$__rate_interval": "1m", "$model": "m"}.items():
+        text = text.replace(variable, value)
+    return promql.parse(text)
+
+
+EXPRESSIONS = [*dashboard.expressions(), *(rule["expr"] for rule in alerts())]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_a_query_is_promql_and_asks_for_what_is_told(expression: str) -> None:
+    names = told()
+    found = list(selectors(parsed(expression)))
+    assert found
+    for selector in found:
+        assert selector.name in names
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in names[selector.name] | {"job", "instance"}
+
+
+def test_a_misspelt_query_is_found() -> None:
+    with pytest.raises(ValueError, match="unclosed"):
+        parsed("sum(rate(x[1m])")
+    [selector] = selectors(parsed("rate(vllm:num_requests_runing[1m])"))
+    assert selector.name not in told()
+
+
+def test_the_dashboard_is_the_generated_one() -> None:
+    stored = json.loads(dashboard.FILE.read_text())
+    assert stored == dashboard.dashboard(), "run python -m tools.metrics.dashboard"
+
+
+def test_the_page_of_metrics_is_the_generated_one() -> None:
+    assert reference.PAGE.read_text() == reference.page(), "run python -m tools.metrics.reference"
+
+
+def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
+    panels = dashboard.dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= dashboard.WIDTH
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not taken & cells
+        taken |= cells
+
+
+def test_the_dashboard_asks_the_provisioned_datasource() -> None:
+    folder = GRAFANA / "provisioning/datasources/prometheus.yml"
+    [source] = yaml.safe_load(folder.read_text())["datasources"]
+    assert source["uid"] == dashboard.DATASOURCE["uid"]
+    assert source["type"] == dashboard.DATASOURCE["type"]
+
+
+def test_prometheus_asks_every_service_and_reads_the_alerts() -> None:
+    settings = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job["dns_sd_configs"][0] for job in settings["scrape_configs"]}
+    assert set(jobs) == {"pagewire-scheduler", "pagewire-frontend", "pagewire-worker"}
+    assert all(job["type"] == "A" for job in jobs.values())
+    for name in settings["rule_files"]:
+        assert (PROMETHEUS / name).is_file()
+
+
+def test_every_alert_says_how_bad_it_is_and_what_is_wrong() -> None:
+    assert len({rule["alert"] for rule in alerts()}) == len(alerts())
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"].endswith(".")
