@@ -26,7 +26,7 @@ class Estimating(Simulation):
     def _submit(self, arrival: Arrival) -> None:
         super()._submit(arrival)
         handle = len(self.served)
-        group = self._core._registry.find("", f"r{handle}")
+        group = self._core._registry.find(arrival.tenant, f"r{handle}")
         assert group is not None
         model = self._core._models["m"]
         self.estimates[handle] = _least_wait_us(group, model) / 1e6, _own_us(group, model) / 1e6

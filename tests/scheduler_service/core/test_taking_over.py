@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_service.core import GeneratedTokens, PolicyName, SchedulerConfig
+from scheduler_service.core import PolicyName, SchedulerConfig
 from scheduler_service.errors import (
     DuplicateRequest,
     InvalidArgument,
@@ -146,16 +146,12 @@ def test_a_request_of_an_older_frontend_keeps_its_place_at_a_new_core() -> None:
         assert plan.new_sequences[0].token_ids == [2]
 
 
-def test_a_resumed_request_of_another_tenants_id_is_a_request_of_its_own() -> None:
+def test_a_request_with_an_id_of_another_tenants_is_a_request_of_its_own() -> None:
     driver = make_driver()
     record = running(driver, tenant="one")
-    other = replace(
-        record.request,
-        frontend_id="f1",
-        tenant="two",
-        attempt=5,
-        generated={0: GeneratedTokens(token_ids=[1])},
+    other = driver.submit(
+        prompt=[1, 2], max_tokens=3, tenant="two", request_id=record.request.request_id
     )
-    driver.core.submit(other, driver.now)
     driver.run_until_idle()
-    assert record.finished is not None, "its own tenant's request goes on"
+    assert record.finished is not None
+    assert other.finished is not None
