@@ -99,8 +99,8 @@ class SchedulerCore:
         logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
         model.queue_again(groups)
         self._totals[model.name].num_recovered += len(groups)
-        for group in groups:
-            if group in computing and not scheduler.is_draining:
+        if not scheduler.is_draining:
+            for group in self._to_blame([group for group in groups if group in computing]):
                 self._count_loss(group, now)
 
     def drain_group(self, group_id: str, now: float) -> None:
@@ -399,6 +399,18 @@ class SchedulerCore:
             if error is not None:
                 self._end(group, SequenceStatus.FINISHED_IGNORED, error, now)
 
+    def _to_blame(self, computing: list[SequenceGroup]) -> list[SequenceGroup]:
+        """Those that may be the cause of a worker's death. Where it was computing a suspect, one
+        that was as near to its end, but has come past the point where it would have been the cause
+        before, is not."""
+        if not any(group.is_suspect for group in computing):
+            return computing
+        return [group for group in computing if group.is_suspect or not self._is_last_time(group)]
+
+    def _is_last_time(self, group: SequenceGroup) -> bool:
+        """Whether the next worker's death would fail a group."""
+        return 0 < group.num_worker_losses == self._config.max_worker_losses - 1
+
     def _count_loss(self, group: SequenceGroup, now: float) -> None:
         """Note that a worker died that was computing a group; it may be the cause."""
         group.num_worker_losses += 1
@@ -416,8 +428,7 @@ class SchedulerCore:
     def _suspect(self, group: SequenceGroup) -> None:
         """Keep a group that the next worker's death would fail from others of its kind, until it
         is past the steps that were in flight."""
-        is_last = group.num_worker_losses == self._config.max_worker_losses - 1
-        if is_last and group.num_worker_losses and group.num_unfinished:
+        if self._is_last_time(group) and group.num_unfinished:
             group.suspect_length = group.max_known_tokens + self._config.pipeline_depth
 
     def _scheduler_of(self, group: SequenceGroup) -> Scheduler | None:

@@ -160,6 +160,11 @@ class Cluster:
         self.workers.append(self._start(f"worker-{len(self.workers)}", command, program=()))
         return self.workers[-1]
 
+    def start_program(self, command: Sequence[str]) -> Service:
+        """Start another worker, a module and its arguments."""
+        self.workers.append(self._start(f"worker-{len(self.workers)}", command))
+        return self.workers[-1]
+
     def start(self, *, num_workers: int = 1, num_frontends: int = 1) -> Self:
         """Start everything and wait until it serves."""
         self.start_core()

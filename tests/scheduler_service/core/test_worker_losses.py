@@ -51,11 +51,13 @@ def test_losses_count_on_at_a_new_core_and_for_a_later_try(again: str) -> None:
     assert record.error.reason == "WORKERS_LOST"
 
 
-def test_one_that_kills_its_workers_does_not_take_its_neighbours_along() -> None:
+@pytest.mark.parametrize("place", range(4))
+def test_one_that_kills_its_workers_does_not_take_its_neighbours_along(place: int) -> None:
+    """Wherever it stands among them: those before it are past the point when it is tried."""
     driver = make_driver()
-    poison = driver.submit(prompt=[9] * 4, max_tokens=8)
-    innocent = [driver.submit(prompt=[k] * 4, max_tokens=8) for k in range(3)]
-    for _ in range(20):
+    records = [driver.submit(prompt=[9 if k == place else k] * 4, max_tokens=20) for k in range(4)]
+    poison = records.pop(place)
+    for _ in range(60):
         plan = driver.schedule("g0")
         live = poison.is_live and plan is not None
         if live and [9] * 4 in [list(new.token_ids) for new in plan.new_sequences]:  # type: ignore[union-attr]
@@ -67,8 +69,8 @@ def test_one_that_kills_its_workers_does_not_take_its_neighbours_along() -> None
     driver.run_until_idle()
     assert poison.error is not None
     assert poison.error.reason == "WORKERS_LOST"
-    assert all(record.finished is not None for record in innocent)
-    assert [record.num_losses for record in innocent] == [2, 2, 2]
+    assert all(record.finished is not None for record in records)
+    assert [record.num_losses for record in records] == [2, 2, 2]
 
 
 def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:

@@ -1,0 +1,128 @@
+"""A request that kills its workers fails by itself; one that happens to be beside it does not."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.end_to_end.test_draining import SLOW
+from tests.end_to_end.test_recovery import Facts, facts_of
+from tests.support.cluster import Cluster, Service
+from tests.support.poisoned_worker import POISON
+from tests.support.requests import (
+    Answer,
+    generate,
+    generate_together,
+    inference_stub,
+    reason,
+    request_for,
+)
+
+NUM_LOSSES = 3
+"""`--max-worker-losses`, by default."""
+
+NEIGHBOURS = [
+    request_for(
+        [5 + k, 6, 7, 8],
+        temperature=0.8,
+        seed=k,
+        max_tokens=300,
+        ignore_eos=True,
+        frequency_penalty=0.1,
+        logprobs=1,
+    )
+    for k in range(5)
+]
+POISONOUS = request_for([POISON] * 8, max_tokens=20)
+
+
+class Workers:
+    """Workers that are started again whenever one has died."""
+
+    def __init__(self, cluster: Cluster, num_workers: int) -> None:
+        self.deaths: list[Service] = []
+        self._cluster = cluster
+        self._numbers = count()
+        self._running = [self._start() for _ in range(num_workers)]
+        self._may_end = threading.Event()
+        self._keeper = threading.Thread(target=self._keep)
+
+    def _start(self) -> Service:
+        address = f"unix:{self._cluster.folder}/poisoned-{next(self._numbers)}.sock"
+        command = ["tests.support.poisoned_worker", self._cluster.core_address, address]
+        return self._cluster.start_program(command)
+
+    def _keep(self) -> None:
+        while not self._may_end.wait(0.05):
+            for worker in [w for w in self._running if w.process.poll() is not None]:
+                self.deaths.append(worker)
+                self._running.remove(worker)
+                self._running.append(self._start())
+
+    def __enter__(self) -> "Workers":
+        self._keeper.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._may_end.set()
+        self._keeper.join()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Facts]:
+    with inference_stub(cluster.frontend_address()) as stub:
+        return [facts_of(answer) for answer in generate_together(stub, NEIGHBOURS)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_one_that_kills_whoever_computes_it_fails_and_its_neighbours_do_not(
+    num_workers: int, tmp_path: Path, undisturbed: list[Facts]
+) -> None:
+    with Cluster(tmp_path) as cluster:
+        cluster.start_core()
+        cluster.start_frontend()
+        with Workers(cluster, num_workers) as workers:
+            cluster.wait_serving()
+            cluster.wait_num_ready(num_workers)
+            with inference_stub(cluster.frontend_address()) as stub:
+                streams = [stub.Generate(request, timeout=300) for request in NEIGHBOURS]
+                answers = [Answer() for _ in streams]
+                for stream, answer in zip(streams, answers, strict=True):
+                    while not answer.choices:
+                        answer.add(next(stream))
+                with pytest.raises(grpc.RpcError) as raised:
+                    generate(stub, POISONOUS, timeout_s=300)
+                assert reason(raised.value) == "WORKERS_LOST"
+                assert raised.value.code() is grpc.StatusCode.INTERNAL
+                for stream, answer in zip(streams, answers, strict=True):
+                    for response in stream:
+                        answer.add(response)
+                assert [facts_of(answer) for answer in answers] == undisturbed
+        died = [worker.process.returncode for worker in workers.deaths]
+        assert died == [-signal.SIGKILL] * NUM_LOSSES
+
+
+def tokens_of(responses: Iterator[object]) -> Iterator[None]:
+    """Once for each response that brings tokens."""
+    return (None for response in responses if response.choices)  # type: ignore[attr-defined]
+
+
+def test_one_whose_worker_is_killed_each_time_it_runs_fails_at_the_third(tmp_path: Path) -> None:
+    with Cluster(tmp_path, worker_flags=SLOW) as cluster:
+        cluster.start()
+        with inference_stub(cluster.frontend_address()) as stub:
+            request = request_for([5, 6, 7], max_tokens=400, ignore_eos=True, seed=1)
+            responses = stub.Generate(request, timeout=120)
+            arrivals = tokens_of(responses)
+            for _ in range(NUM_LOSSES):
+                next(arrivals)
+                cluster.workers[-1].kill()
+                cluster.start_worker()
+            with pytest.raises(grpc.RpcError) as raised:
+                for _ in arrivals:
+                    pass
+            assert reason(raised.value) == "WORKERS_LOST"
