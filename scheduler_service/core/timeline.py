@@ -46,7 +46,7 @@ class Timeline:
     def add(self, event: RequestEvent, now_us: int, value: int) -> None:
         """Note an event. Several sequences may have the same at once; it is noted once."""
         entry = (event, now_us, value)
-        if self.entries and self.entries[-1] == entry:
+        if entry in self.entries[-2:]:
             return
         self.entries.append(entry)
         if len(self.entries) > MAX_EVENTS:

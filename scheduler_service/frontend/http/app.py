@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI
 from scheduler_service.frontend.http import chat, completions, health, metrics, models, tokens
 from scheduler_service.frontend.http.body_limit import BodyLimit
 from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
+from scheduler_service.frontend.http.dashboard import router as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
@@ -19,6 +20,7 @@ ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     completions.make_router,
     chat.make_router,
     tokens.make_router,
+    dashboard.make_router,
 )
 
 
@@ -39,5 +41,9 @@ def make_app(services: HttpServices) -> FastAPI:
         app.include_router(make_router(services))
     handle_errors(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
-    app.add_middleware(Authenticate, authentication=services.authentication, open_paths=OPEN_PATHS)
+    app.add_middleware(
+        Authenticate,
+        authentication=services.authentication,
+        open_paths=(*OPEN_PATHS, *dashboard.FILE_PATHS),
+    )
     return app

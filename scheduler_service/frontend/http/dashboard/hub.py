@@ -1,0 +1,161 @@
+"""One watch of the core for all browsers, as long as there is one.
+
+Each status becomes one line of changes, made once and sent to all. A browser that has not taken
+the last line yet gets the whole view instead, later: memory per browser is one line.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import status_pb2
+from scheduler_service.errors import Unavailable
+from scheduler_service.frontend.http.dashboard.changes import changes
+from scheduler_service.frontend.http.dashboard.model import View, view_of
+from scheduler_service.frontend.http.dashboard.series import FIELDS, Series
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_MS = 1000
+MAX_REQUESTS = 512
+MAX_BROWSERS = 256
+SILENCE_S = 5.0
+"""Without a word for so long the core counts as away."""
+RETRY_S = 1.0
+LINGER_S = 60.0
+"""The watch goes on for so long after the last browser, so that a reload finds its charts."""
+
+
+class Browser:
+    """A page that is open: what it is to be sent next."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        self.line: bytes | None = None
+        self.needs_all = True
+
+
+class Hub:
+    """Tells browsers what the core tells."""
+
+    def __init__(self, core: Any, *, linger_s: float = LINGER_S) -> None:
+        """`core`: a stub of its SchedulerService."""
+        self._core = core
+        self._linger_s = linger_s
+        self._browsers: set[Browser] = set()
+        self._view = View()
+        self._series = Series()
+        self._uptime_s = 0.0
+        self._lost: str | None = "connecting to the scheduler core"
+        self._watching: asyncio.Task[None] | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """What one browser is to read, line by line, without an end.
+
+        Raises Unavailable if there are too many.
+        """
+        browser = self._enter()
+        try:
+            while True:
+                await browser.news.wait()
+                yield self._take(browser)
+        finally:
+            self._leave(browser)
+
+    def check_room(self) -> None:
+        """Raise Unavailable if there are too many browsers."""
+        if len(self._browsers) >= MAX_BROWSERS:
+            raise Unavailable(f"{MAX_BROWSERS} dashboards are open", reason="TOO_MANY_DASHBOARDS")
+
+    def close(self) -> None:
+        """End the watch."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    def _enter(self) -> Browser:
+        self.check_room()
+        browser = Browser()
+        browser.news.set()
+        self._browsers.add(browser)
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return browser
+
+    def _leave(self, browser: Browser) -> None:
+        self._browsers.discard(browser)
+        if not self._browsers:
+            loop = asyncio.get_running_loop()
+            self._lingering = loop.call_later(self._linger_s, self.close)
+
+    def _take(self, browser: Browser) -> bytes:
+        browser.news.clear()
+        line, browser.line = browser.line, None
+        if not browser.needs_all and line is not None:
+            return line
+        browser.needs_all = False
+        points = list(self._series.points)
+        return self._to_line(
+            {"all": True, "fields": FIELDS, "points": points, **changes(View(), self._view)}
+        )
+
+    def _to_line(self, message: dict[str, Any]) -> bytes:
+        message["uptime"] = round(self._uptime_s, 2)
+        message["lost"] = self._lost
+        return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = self._to_line(message)
+        for browser in self._browsers:
+            browser.needs_all |= browser.line is not None
+            browser.line = line
+            browser.news.set()
+
+    async def _watch(self) -> None:
+        """Follow the core, whichever it is, over its losses."""
+        while True:
+            await self._follow()
+            self._send({})
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        """Tell what the core tells until it is gone."""
+        request = pb.SchedulerServiceWatchStatusRequest(
+            interval_ms=INTERVAL_MS,
+            detail=status_pb2.StatusDetail(
+                include_requests=True, include_blocks=True, max_requests=MAX_REQUESTS
+            ),
+        )
+        call = self._core.WatchStatus(request)
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    response = await call.read()
+                if response is grpc.aio.EOF:
+                    self._lost = "the scheduler core has ended"
+                    return
+                self._tell(response.status)
+        except TimeoutError:
+            self._lost = "the scheduler core is silent"
+        except grpc.aio.AioRpcError as error:
+            self._lost = "the scheduler core cannot be reached"
+            logger.debug("watch ended code=%s details=%s", error.code().name, error.details())
+        finally:
+            call.cancel()
+
+    def _tell(self, status: status_pb2.EngineStatus) -> None:
+        point = self._series.add(status)
+        view = view_of(status, self._series.steps_per_s())
+        self._lost, self._uptime_s = None, status.uptime_s
+        message = {"point": point, **changes(self._view, view)}
+        self._view = view
+        self._send(message)

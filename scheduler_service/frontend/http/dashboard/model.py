@@ -1,0 +1,132 @@
+"""A status as the page wants it: facts to be merged, columns by block, block tables by request."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagewire.v1 import status_pb2 as pb
+
+Facts: TypeAlias = dict[str, Any]
+Column: TypeAlias = NDArray[np.int32]
+
+MEMORIES = ("gpu", "cpu")
+
+
+@dataclass(slots=True)
+class View:
+    """All that a page knows."""
+
+    facts: Facts = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
+    """By `WORKER GROUP/MEMORY/owners` and `.../references`."""
+    tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By `NUMBER/MEMORY`: the block tables of a request's sequences."""
+
+
+def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
+    """The view of one status. `steps_per_s`: by worker group.
+
+    Times are seconds of the core's uptime: what does not change needs not be sent again.
+    """
+    view = View(
+        {
+            "engine": _engine(status),
+            "groups": {g.group_id: _group(g, status.uptime_s, steps_per_s) for g in status.groups},
+            "requests": {str(r.number): _request(r, status.uptime_s) for r in status.requests},
+            "ended": {str(r.number): _request(r, status.uptime_s) for r in status.ended_requests},
+            "losses": [_loss(loss, status.uptime_s) for loss in status.worker_losses],
+        }
+    )
+    for group in status.groups:
+        for memory, blocks in zip(MEMORIES, (group.gpu_blocks, group.cpu_blocks), strict=True):
+            key = f"{group.group_id}/{memory}"
+            view.columns[f"{key}/owners"] = np.frombuffer(blocks.owners, "<i4")
+            references = np.frombuffer(blocks.num_references, np.uint8).astype(np.int32)
+            view.columns[f"{key}/references"] = references
+    for request in status.requests:
+        both = (request.block_tables, request.host_block_tables)
+        for memory, tables in zip(MEMORIES, both, strict=True):
+            if tables:
+                view.tables[f"{request.number}/{memory}"] = _tables(tables)
+    return view
+
+
+def _engine(status: pb.EngineStatus) -> Facts:
+    return {
+        "version": status.version,
+        "models": list(status.models),
+        "waiting": status.num_waiting,
+        "running": status.num_running,
+        "swapped": status.num_swapped,
+        "frontends": status.num_frontends,
+        "finished": status.num_finished,
+        "generated": status.num_generated_tokens,
+        "prefilled": status.num_prefill_tokens,
+        "preemptions": status.num_preemptions,
+        "swappedOut": status.num_swapped_out_blocks,
+        "swappedIn": status.num_swapped_in_blocks,
+        "losses": status.num_worker_losses,
+        "unlisted": status.num_unlisted_requests,
+    }
+
+
+def _group(group: pb.WorkerGroupStatus, uptime_s: float, steps_per_s: dict[str, float]) -> Facts:
+    return {
+        "state": pb.WorkerState.Name(group.state).removeprefix("WORKER_STATE_").lower(),
+        "model": group.model,
+        "address": group.address,
+        "blockSize": group.block_size,
+        "gpuBlocks": group.num_gpu_blocks,
+        "gpuFree": group.num_free_gpu_blocks,
+        "cpuBlocks": group.num_cpu_blocks,
+        "cpuFree": group.num_free_cpu_blocks,
+        "sequences": group.num_running_sequences,
+        "maxSequences": group.max_num_seqs,
+        "steps": group.num_steps,
+        "stepsPerS": round(steps_per_s.get(group.group_id, 0.0), 1),
+        "decodeUs": round(group.decode_step_us),
+        "prefillUs": round(group.prefill_token_us, 1),
+        "epoch": group.epoch,
+        "ranks": group.world_size,
+        "heartbeatAt": round(uptime_s - group.heartbeat_age_s, 2),
+    }
+
+
+def _request(request: pb.RequestStatus, uptime_s: float) -> Facts:
+    triples = zip(request.events, request.event_times_us, request.event_values, strict=True)
+    started_at = uptime_s - request.age_s - request.ended_age_s
+    return {
+        "id": request.request_id,
+        "tenant": request.tenant,
+        "model": request.model,
+        "group": request.group_id,
+        "state": pb.RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower(),
+        "priority": request.priority,
+        "prompt": request.num_prompt_tokens,
+        "cached": request.num_cached_tokens,
+        "computed": request.num_computed_tokens,
+        "output": request.num_output_tokens,
+        "maxTokens": request.max_tokens,
+        "sequences": request.num_sequences,
+        "startedAt": round(started_at, 3),
+        "endedAt": round(started_at + request.age_s, 3) if request.ended_age_s else None,
+        "error": request.error_reason,
+        "placements": list(request.placements),
+        "events": [[event, round(at_us / 1000, 1), value] for event, at_us, value in triples],
+    }
+
+
+def _loss(loss: pb.WorkerLoss, uptime_s: float) -> Facts:
+    return {
+        "group": loss.group_id,
+        "rank": loss.rank,
+        "model": loss.model,
+        "at": round(uptime_s - loss.age_s, 2),
+    }
+
+
+def _tables(columns: Iterable[bytes]) -> list[list[int]]:
+    return [np.frombuffer(column, "<i4").tolist() for column in columns]
