@@ -11,15 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagewire_kernels.computed import Computed, HeadOutput
 from worker_service.batch import StepRows, build_inputs, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
 from worker_service.executor import FinishedStep, Step
-from worker_service.models.interface import Model
+from worker_service.models.interface import ComputesLogits, Model
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
 from worker_service.prompt_logprobs import prompt_logprobs
 from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
-from worker_service.sampler.sampler import NO_TOKEN, Samples, SamplingBatch, sample
+from worker_service.sampler.sampler import NO_TOKEN, Largest, Samples, SamplingBatch, sample
 from worker_service.sequence_state import SequenceTable
 
 Int64Array = npt.NDArray[np.int64]
@@ -37,6 +38,19 @@ class ForwardPass:
 
     ends: Int64Array
     """[num_rows]: one past the last; equal to the start where a row computed nothing."""
+
+    head: HeadOutput | None
+    """Of the sampling rows, where it was a part of the pass."""
+
+
+class LastLogits(NamedTuple):
+    """Logits of the sampling rows' last tokens."""
+
+    values: Tensor
+    """float32 [num_sampling, vocab_size]."""
+
+    largest: Largest | None = None
+    """Where it is known."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +86,7 @@ class ModelRunner:
 
     def __init__(self, model: Model, cache: CacheEngine, block_size: int) -> None:
         self._model = model
+        self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
         self._cache = cache
         self._block_size = block_size
         self._device = cache.device_cache.device
@@ -155,8 +170,8 @@ class ModelRunner:
         started_us = monotonic_us()
         rows = resolve_rows(plan, self._sequences)
         outcome = self._start(rows)
-        forward = self._forward(rows)
         sampling = self._sampling_rows(rows)
+        forward = self._forward(rows, sampling)
         logits = self._last_logits(sampling, rows, forward)
         outcome.forward_us = monotonic_us() - started_us
         if forward is not None:
@@ -181,7 +196,7 @@ class ModelRunner:
         tokens = np.full(len(rows.slots), NO_TOKEN, np.int64)
         return Outcome(tokens=tokens, logprobs={}, prompt_logprobs={}, candidates={}, errors=errors)
 
-    def _forward(self, rows: StepRows) -> ForwardPass | None:
+    def _forward(self, rows: StepRows, sampling: Int64Array) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
         num_tokens = np.where(rows.computes, rows.num_tokens, 0)
         ends = np.cumsum(num_tokens)
@@ -190,10 +205,18 @@ class ModelRunner:
         table = self._sequences
         slots, lengths = rows.slots[rows.computes], rows.num_tokens[rows.computes]
         inputs = build_inputs(lay_out(slots, lengths, table), table, self._device)
-        hidden = self._model.forward(
-            inputs.token_ids, inputs.positions, self._cache.device_cache, inputs.metadata
+        batch = inputs.token_ids, inputs.positions, self._cache.device_cache, inputs.metadata
+        if self._to_logits is None:
+            computed = Computed(self._model.forward(*batch))
+        else:
+            # A fork samples from its parent's last state, which is then named twice.
+            is_plain = len(sampling) > 0 and len(rows.forks) == 0
+            computed = self._to_logits(
+                *batch, self._index(ends[sampling] - 1) if is_plain else None
+            )
+        return ForwardPass(
+            hidden=computed.hidden, starts=ends - num_tokens, ends=ends, head=computed.head
         )
-        return ForwardPass(hidden=hidden, starts=ends - num_tokens, ends=ends)
 
     def _sampling_rows(self, rows: StepRows) -> Int64Array:
         """Rows that sample now: not those of sequences that failed before."""
@@ -203,17 +226,18 @@ class ModelRunner:
 
     def _last_logits(
         self, sampling: Int64Array, rows: StepRows, forward: ForwardPass | None
-    ) -> Tensor | None:
-        """Logits of the sampling rows' last tokens, float32 [len(sampling), vocab_size]."""
+    ) -> LastLogits | None:
         if forward is None or len(sampling) == 0:
             return None
+        if (head := forward.head) is not None:
+            return LastLogits(head.logits, Largest(head.best.numpy(), head.largest.numpy()))
         ends = forward.ends
         if len(rows.forks) == 0:
-            return self._logits_at(ends[sampling] - 1, forward.hidden)
+            return LastLogits(self._logits_at(ends[sampling] - 1, forward.hidden))
         ends = ends.copy()
         ends[rows.forks] = ends[rows.parents]
         distinct, inverse = np.unique(ends[sampling] - 1, return_inverse=True)
-        return self._logits_at(distinct, forward.hidden)[self._index(inverse)]
+        return LastLogits(self._logits_at(distinct, forward.hidden)[self._index(inverse)])
 
     def _logits_at(self, positions: Int64Array, hidden: Tensor) -> Tensor:
         """Logits of some of the hidden states, named in rising order."""
@@ -257,7 +281,7 @@ class ModelRunner:
         computed[rows.slots[rows.forks]] = computed[rows.slots[rows.parents]]
 
     def _sample(
-        self, outcome: Outcome, logits: Tensor, sampling: Int64Array, rows: StepRows
+        self, outcome: Outcome, logits: LastLogits, sampling: Int64Array, rows: StepRows
     ) -> None:
         table = self._sequences
         slots = rows.slots[sampling]
@@ -266,7 +290,7 @@ class ModelRunner:
             positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
             edited=table.edited_rows(slots),
         )
-        samples = sample(logits, batch, table.sampling)
+        samples = sample(logits.values, batch, table.sampling, logits.largest)
         self._note_failures(outcome, samples, sampling, rows)
         outcome.tokens[sampling] = samples.tokens
         outcome.tokens[list(outcome.errors)] = NO_TOKEN

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native.compiled import Library
+from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight
 from pagewire_kernels.cpu.native.layers import NativeLayerKernels
 from pagewire_kernels.cpu.native.program import Program, record
-from pagewire_kernels.cpu.native.recorded import RecordedLayers
+from pagewire_kernels.cpu.native.recorded import RecordedModel
 from pagewire_kernels.cpu.threads import NotRecordable
 from pagewire_kernels.metadata import AttentionMetadata
 from tests.support.native import native_libraries
@@ -43,12 +43,17 @@ class Layers:
         self.kernels = NativeLayerKernels(library)
         generator = torch.Generator().manual_seed(3)
         self.table = torch.randn(NUM_TOKENS, SIZE, generator=generator).to(dtype)
+        head = torch.randn(NUM_TOKENS, SIZE // 2, generator=generator).to(dtype)
+        self.head_weight = NativeWeight(head, library, HugeMemory())
         self.weights = torch.rand(6, SIZE, generator=generator).to(dtype)
         angles = torch.rand(50, HEAD_DIM // 2, generator=generator)
         self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         return self.kernels.embed(self.table, token_ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.head_weight.apply(hidden, output_dtype=torch.float32)
 
     def embed_by_torch(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         return self.table[token_ids]
@@ -76,6 +81,11 @@ class Layers:
         return self.kernels.act_and_mul(update, "silu")
 
 
+def _no_head(hidden: Tensor) -> Tensor:
+    """Nothing that a program could hold."""
+    return hidden * 2
+
+
 def _batch(num_rows: int, seed: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(8 * 4, generator=generator)[: min(num_rows, 32)]
@@ -98,30 +108,38 @@ def _cache(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize("is_embedding_recorded", [True, False])
+@pytest.mark.parametrize("left_out", [None, "embedding", "head"])
 def test_a_program_gives_the_same_bits_and_the_same_cache(
-    library: Library, dtype: torch.dtype, num_threads: int, is_embedding_recorded: bool
+    library: Library, dtype: torch.dtype, num_threads: int, left_out: str | None
 ) -> None:
     torch.set_num_threads(num_threads)
     layers = Layers(library, dtype)
-    embed = layers.embed if is_embedding_recorded else layers.embed_by_torch
-    recorded = RecordedLayers(embed, layers, library)
+    embed = layers.embed_by_torch if left_out == "embedding" else layers.embed
+    head = _no_head if left_out == "head" else layers.head
+    recorded = RecordedModel(embed, layers, head, library)
     expected_cache, cache = _cache(dtype), _cache(dtype)
     for step, num_rows in enumerate([3, 1, 64, 65, 7, 700, 2]):  # grows twice
         token_ids, positions, metadata = _batch(num_rows, step)
+        sampled = torch.arange(step % 2, num_rows, 5)
         with torch.inference_mode():
-            output = recorded(token_ids, positions, cache, metadata)
+            computed = recorded(token_ids, positions, cache, metadata, sampled)
             assert recorded.is_recorded
             x = layers.table[token_ids]
             expected = layers(x, positions, expected_cache, metadata)
-        assert output.shape == (num_rows, SIZE // 2)
-        assert torch.equal(output, expected), num_rows
+            logits = layers.head(expected[sampled])
+        assert computed.hidden.shape == (num_rows, SIZE // 2)
+        assert torch.equal(computed.hidden, expected), num_rows
         assert torch.equal(cache, expected_cache)
+        assert (computed.head is None) == (left_out == "head")
+        if computed.head is not None:
+            assert torch.equal(computed.head.logits, logits)
+            assert computed.head.best.tolist() == logits.numpy().argmax(axis=1).tolist()
+            assert torch.equal(computed.head.largest, logits.amax(dim=1))
 
 
 def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:
     layers = Layers(library, torch.float32)
-    recorded = RecordedLayers(layers.embed, layers, library)
+    recorded = RecordedModel(layers.embed, layers, _no_head, library)
     token_ids, positions, metadata = _batch(5, 0)
     caches = [_cache(torch.float32) for _ in range(2)]
     for cache in caches:
@@ -137,7 +155,10 @@ def test_it_is_recorded_once_for_batches_that_fit(library: Library) -> None:
         calls.append(x.shape[0])
         return layers(x, *others)  # type: ignore[arg-type]
 
-    recorded, cache = RecordedLayers(layers.embed, counted, library), _cache(torch.float32)
+    recorded, cache = (
+        RecordedModel(layers.embed, counted, layers.head, library),
+        _cache(torch.float32),
+    )
     for num_rows in (1, 64, 2, 100, 128, 1):
         token_ids, positions, metadata = _batch(num_rows, 0)
         recorded(token_ids, positions, cache, metadata)
@@ -192,12 +213,12 @@ def test_rows_that_are_not_the_steps_are_refused_while_recording() -> None:
 
 def test_layers_that_compute_otherwise_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     own = Layers(LIBRARIES[0], torch.float32)
-    layers = RecordedLayers(own.embed, lambda x, *others: x * 2, LIBRARIES[0])
+    layers = RecordedModel(own.embed, lambda x, *others: x * 2, _no_head, LIBRARIES[0])
     token_ids, positions, metadata = _batch(3, 0)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            output = layers(token_ids, positions, _cache(torch.float32), metadata)
-            assert torch.equal(output, own.table[token_ids] * 2)
+            computed = layers(token_ids, positions, _cache(torch.float32), metadata)
+            assert torch.equal(computed.hidden, own.table[token_ids] * 2)
     assert [record.message for record in caplog.records] == [
         "layers are not recorded as a program: they use the operation aten.mul.Tensor"
     ]

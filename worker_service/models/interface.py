@@ -1,10 +1,11 @@
 """What the model runner needs of a model, whoever wrote it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from pagewire_kernels.computed import Computed
 from pagewire_kernels.metadata import AttentionMetadata
 
 
@@ -50,4 +51,21 @@ class Model(Protocol):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of chosen rows. hidden_states: [num_rows, hidden_size]; returns float32
         [num_rows, vocab_size]."""
+        ...
+
+
+@runtime_checkable
+class ComputesLogits(Protocol):
+    """A model whose head may be a part of its forward pass."""
+
+    def forward_to_logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sampled: torch.Tensor | None,
+    ) -> Computed:
+        """As `Model.forward`; sampled: int64, the rows whose logits are wanted too, if that is no
+        more work than to compute them afterwards."""
         ...

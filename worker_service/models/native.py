@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import Kernels
+from pagewire_kernels.backends import Kernels, Whole
+from pagewire_kernels.computed import Computed
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import PagedAttention
@@ -83,7 +84,9 @@ class NativeModel(nn.Module, ABC):
         super().__init__()
         self.ranks = place.ranks
         alone = place.ranks.layout.world_size == 1
-        self._run = kernels.prepare(self.embed, self.run_layers) if alone else None
+        self._run: Whole | None = None
+        if alone:
+            self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
         self._needs_fixed_products = place.needs_fixed_products
         self._hidden_like = torch.empty(hidden_size, **place.as_kwargs())
 
@@ -123,7 +126,6 @@ class NativeModel(nn.Module, ABC):
             return self.finish(residual, x)
         return residual if x is None else residual.add_(x)
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
@@ -135,8 +137,21 @@ class NativeModel(nn.Module, ABC):
 
         Of several stages each computes its layers, takes what the one before has, and hands on.
         """
+        return self.forward_to_logits(token_ids, positions, kv_cache, metadata, None).hidden
+
+    @torch.inference_mode()
+    def forward_to_logits(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None,
+    ) -> Computed:
+        """As `forward`; and of the rows `sampled`, int64 [num_sampled], also logits where these are
+        a part of the same program."""
         if self._run is not None:
-            return self._run(token_ids, positions, kv_cache, metadata)
+            return self._run(token_ids, positions, kv_cache, metadata, sampled)
         layout = self.ranks.layout
         if layout.is_first_stage:
             x = self.embed(token_ids, positions)
@@ -145,7 +160,7 @@ class NativeModel(nn.Module, ABC):
         x = self.run_layers(x, positions, kv_cache, metadata)
         if not layout.is_last_stage:
             self.ranks.send_on(x)
-        return x
+        return Computed(x)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -155,6 +170,10 @@ class NativeModel(nn.Module, ABC):
         """
         if self.head is None:
             return hidden_states.float()
+        return self._apply_head(hidden_states)
+
+    def _apply_head(self, hidden_states: Tensor) -> Tensor:
+        assert self.head is not None
         return self.head(hidden_states)
 
     def finish_loading(self) -> None:

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from worker_service.batch import StepRows
 from worker_service.cache_engine import CacheEngine
 from worker_service.errors import GroupBroken
-from worker_service.model_runner import ForwardPass, ModelRunner, Outcome
+from worker_service.model_runner import ForwardPass, LastLogits, ModelRunner, Outcome
 from worker_service.models.interface import Model
 from worker_service.parallel.agreement import Agreement, encode_outcome
 from worker_service.parallel.micro_batches import micro_batches
@@ -101,7 +100,7 @@ class RankRunner(ModelRunner):
 
     def _last_logits(
         self, sampling: Int64Array, rows: StepRows, forward: ForwardPass | None
-    ) -> Tensor | None:
+    ) -> LastLogits | None:
         if not self._layout.is_last_stage:
             return None
         return super()._last_logits(sampling, rows, forward)
@@ -111,7 +110,7 @@ class RankRunner(ModelRunner):
             super()._add_prompt_logprobs(outcome, rows, forward)
 
     def _sample(
-        self, outcome: Outcome, logits: Tensor, sampling: Int64Array, rows: StepRows
+        self, outcome: Outcome, logits: LastLogits, sampling: Int64Array, rows: StepRows
     ) -> None:
         if self._layout.samples:
             super()._sample(outcome, logits, sampling, rows)

@@ -14,6 +14,7 @@ A row's outcome is bitwise the same whatever other rows are in the batch.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ Float32Array = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 
+_NO_ROWS = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatch:
@@ -53,24 +56,39 @@ class Samples:
     tokens: Int64Array
     """[n]; -1 in failed rows, and where the core chooses."""
 
-    logprobs: dict[int, TokenLogprobs]
-    """By row, for those that asked and did not fail."""
-
-    candidates: dict[int, Candidates]
-    """By row, for those whose tokens the core chooses, unless they failed; they have no token."""
-
     non_finite: Int64Array
     """Rows whose largest logit is NaN or infinite. Minus infinity elsewhere excludes a token."""
 
     no_candidates: Int64Array
     """Rows whose constraints excluded every token."""
 
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By row, for those that asked and did not fail."""
 
-def sample(logits: Tensor, batch: SamplingBatch, table: SamplingTable) -> Samples:
-    """Picks the tokens. logits: float32 [n, vocab_size], overwritten."""
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By row, for those whose tokens the core chooses, unless they failed; they have no token."""
+
+
+class Largest(NamedTuple):
+    """Each row's largest logit."""
+
+    columns: Int64Array
+    """[n]: its column, the lowest among equals."""
+
+    values: Float32Array
+    """[n]; a NaN counts as larger than any number."""
+
+
+def sample(
+    logits: Tensor, batch: SamplingBatch, table: SamplingTable, largest: Largest | None = None
+) -> Samples:
+    """Picks the tokens. logits: float32 [n, vocab_size], overwritten, as are `largest`'s columns;
+    that is found here unless it is known already."""
+    best, largest_values = largest = largest or _largest(logits)
+    if not batch.edited and table.is_plain[batch.slots].all() and _all_finite(largest):
+        return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
     num_logprobs = table.num_logprobs[batch.slots]
-    best, largest = _largest(logits)
-    non_finite = np.flatnonzero(~np.isfinite(largest))
+    non_finite = np.flatnonzero(~np.isfinite(largest_values))
     _neutralise(logits, non_finite)
     wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     raw = logits[_tensor(wanted, logits)] if len(wanted) else None
@@ -144,16 +162,19 @@ def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
     return upload(values, like.device)
 
 
-def _largest(logits: Tensor) -> tuple[Int64Array, Float32Array]:
-    """Column of each row's largest logit, the lowest among equals, and that logit; a NaN counts as
-    larger than any number, so that one pass finds the tokens and the rows that have none."""
+def _largest(logits: Tensor) -> Largest:
+    """One pass finds the tokens and the rows that have none."""
     if not logits.is_cpu:
         largest, best = logits.max(dim=-1)
-        return best.cpu().numpy(), largest.cpu().numpy()
+        return Largest(best.cpu().numpy(), largest.cpu().numpy())
     # numpy's is vectorised, torch's is not.
     values = logits.numpy()
     best = values.argmax(axis=-1)
-    return best, values[np.arange(len(values)), best]
+    return Largest(best, values[np.arange(len(values)), best])
+
+
+def _all_finite(largest: Largest) -> bool:
+    return bool(np.isfinite(largest.values).all())
 
 
 def _look_again(logits: Tensor, edited: list[EditedRow], best: Int64Array) -> Int64Array:

@@ -29,6 +29,8 @@ class SamplingTable:
         self.num_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
         self.num_candidates = np.zeros(num_slots, np.int32)
         """0: the worker chooses the token."""
+        self.is_plain = np.zeros(num_slots, np.bool_)
+        """Whether the largest logit's token is all that is wanted, but for edits."""
         self.edits: dict[int, LogitEdits] = {}
 
     def resize(self, num_slots: int) -> None:
@@ -59,6 +61,9 @@ class SamplingTable:
         self.temperature[slot] = 0.0 if reports else params.temperature
         self.num_logprobs[slot] = (
             NO_LOGPROBS if reports or params.num_logprobs is None else params.num_logprobs
+        )
+        self.is_plain[slot] = (
+            not reports and params.temperature == 0.0 and params.num_logprobs is None
         )
         if params.has_penalties or params.has_constraints:
             self.edits[slot] = LogitEdits.of(params, prompt, output)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from pagewire_kernels.backends.abilities import AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
 from pagewire_kernels.backends.select import select_backend
+from pagewire_kernels.computed import Computed
 from pagewire_kernels.layer_kernels import LayerKernels, TorchLayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
 
@@ -21,9 +23,23 @@ Embed = Callable[[Tensor, Tensor], Tensor]
 Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
 """Of the residual stream, positions, the KV cache and the metadata, to hidden states."""
 
-Whole = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""Of token ids, positions, the KV cache and the metadata, to hidden states, which the next call may
-overwrite."""
+Head = Callable[[Tensor], Tensor]
+"""Of hidden states, to logits, float32 [num_rows, vocab_size]."""
+
+
+class Whole(Protocol):
+    """A model's embedding and layers and, where that is as well, its head."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None = None,
+    ) -> Computed:
+        """token_ids, positions: int64 [num_tokens]; sampled: int64, the rows for the head."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +49,25 @@ class Kernels:
     attention: AttentionBackend
     layers: LayerKernels
 
-    def prepare(self, embed: Embed, layers: Layers) -> Whole:
-        """What computes the same as a model's embedding and layers: they themselves, or a recorded
-        program."""
+    def prepare(self, embed: Embed, layers: Layers, head: Head) -> Whole:
+        """What computes the same as a model's parts: they themselves, or a recorded program."""
         if self.layers.name == "native":
             from pagewire_kernels.cpu.native import library
-            from pagewire_kernels.cpu.native.recorded import RecordedLayers
+            from pagewire_kernels.cpu.native.recorded import RecordedModel
 
             found = library()
             if found is not None:
-                return RecordedLayers(embed, layers, found)
+                return RecordedModel(embed, layers, head, found)
 
         def whole(
-            token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-        ) -> Tensor:
-            return layers(embed(token_ids, positions), positions, kv_cache, metadata)
+            token_ids: Tensor,
+            positions: Tensor,
+            kv_cache: Tensor,
+            metadata: AttentionMetadata,
+            sampled: Tensor | None = None,
+        ) -> Computed:
+            x = embed(token_ids, positions)
+            return Computed(layers(x, positions, kv_cache, metadata))
 
         return whole
 

@@ -11,7 +11,8 @@ the numba kernels do the work.
     src/attention*  paged attention; attention.h tells how
     src/cache_write.cpp  new keys and values put into their slots
     src/linear.h    linear layers with packed weights, and the packing
-    src/layers.h    norms, activations, rotation with the cache write
+    src/share.h     how threads take over what one that lost its core has begun
+    src/layers.h    embedding, norms, activations, rotation with the cache write, largest logits
     src/program.cpp a list of kernels run by one team, without leaving it in between
     build.py        compiles one library per instruction set
     compiled.py     finds and loads the one for this processor
@@ -22,8 +23,9 @@ the numba kernels do the work.
     linear.py       `NativeWeight`, `NativeGatedWeight`: pack a weight and multiply by it
     huge_memory.py  where packed weights are
     layers.py       `NativeLayerKernels`: norms, activations, rotation
+    taking.py       rows by index, and the largest of a row
     program.py      recording kernels instead of running them, and running what was recorded
-    recorded.py     `RecordedLayers`: a model's layers as such a program
+    recorded.py     `RecordedModel`: a model as such a program
 """
 
 from pagewire_kernels.cpu.native.backend import NativeBackend

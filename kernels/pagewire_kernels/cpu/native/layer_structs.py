@@ -38,17 +38,31 @@ class ActivationTask(ctypes.Structure):
     )
 
 
-class EmbedTask(ctypes.Structure):
-    """`EmbedTask` of src/layers.h."""
+class TakeTask(ctypes.Structure):
+    """`TakeTask` of src/layers.h."""
 
     _fields_ = (
         ("next_item", c_int64),
-        ("batch", c_int64),
+        ("num_rows", c_int64),
+        ("indices", c_int64),
         ("table", c_int64),
         ("table_row_bytes", c_int64),
         ("y", c_int64),
         ("row_bytes", c_int64),
-        ("num_tokens", c_int64),
+        ("table_rows", c_int64),
+    )
+
+
+class LargestTask(ctypes.Structure):
+    """`LargestTask` of src/layers.h."""
+
+    _fields_ = (
+        ("next_item", c_int64),
+        ("num_rows", c_int64),
+        ("x", c_int64),
+        ("size", c_int64),
+        ("place", c_int64),
+        ("value", c_int64),
     )
 
 

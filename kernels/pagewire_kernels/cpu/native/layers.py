@@ -1,4 +1,4 @@
-"""Launches the kernels of src/embed.cpp, src/norm.cpp, src/activation.cpp and src/rotate.cpp."""
+"""Launches the kernels of src/take.cpp, src/norm.cpp, src/activation.cpp and src/rotate.cpp."""
 
 import ctypes
 
@@ -7,13 +7,9 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.layer_structs import (
-    ActivationTask,
-    EmbedTask,
-    NormTask,
-    RotateTask,
-)
-from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
+from pagewire_kernels.cpu.native.layer_structs import ActivationTask, NormTask, RotateTask
+from pagewire_kernels.cpu.native.program import batch_of, count_address, launch, new_rows
+from pagewire_kernels.cpu.native.taking import take
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What rows may be, with the kernels' name for it."""
@@ -34,21 +30,11 @@ class NativeLayerKernels:
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """Rows of a table by token; those that it does not have are zeros."""
-        num_tokens, size = table.shape
-        assert table.stride(1) == 1
         assert token_ids.dtype == torch.int64
-        num_rows, token_ids = token_ids.shape[0], token_ids.contiguous()
-        y = new_rows(num_rows, size, table.dtype)
-        task = EmbedTask(
-            batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
-            table=table.data_ptr(),
-            table_row_bytes=table.stride(0) * table.element_size(),
-            y=y.data_ptr(),
-            row_bytes=size * table.element_size(),
-            num_tokens=num_tokens,
-        )
-        launch(self._library.kernel("embed"), task, 1)
-        return y
+        token_ids = token_ids.contiguous()
+        num_rows = token_ids.shape[0]
+        batch = batch_of(num_rows, token_ids=token_ids)
+        return take(self._library, table, num_rows, batch, "num_rows", "token_ids")
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -83,7 +69,7 @@ class NativeLayerKernels:
         assert residual is None or _is_rows(residual, num_rows, x.dtype)
         y = new_rows(num_rows, size, x.dtype)
         task = NormTask(
-            num_rows=ctypes.addressof(batch_of(num_rows)),
+            num_rows=count_address(num_rows),
             x=x.data_ptr(),
             x_stride=x.stride(0),
             residual=_address(residual),
@@ -115,7 +101,7 @@ class NativeLayerKernels:
         num_rows, size = y.shape
         assert _is_rows(x, num_rows, y.dtype)
         task = ActivationTask(
-            num_rows=ctypes.addressof(batch_of(num_rows)),
+            num_rows=count_address(num_rows),
             x=x.data_ptr(),
             x_stride=x.stride(0),
             y=y.data_ptr(),

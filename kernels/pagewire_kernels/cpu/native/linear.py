@@ -10,7 +10,7 @@ from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native.compiled import Kernel, Library
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
-from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows
+from pagewire_kernels.cpu.native.program import batch_of, count_address, launch, new_rows
 
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What weights may be, with the kernels' name for it."""
@@ -118,7 +118,7 @@ class _Packed:
         num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
         task = LinearTask(
             num_threads=num_threads,
-            num_rows=ctypes.addressof(batch_of(num_rows)),
+            num_rows=count_address(num_rows),
             x=rows.data_ptr(),
             x_stride=rows.stride(0),
             weight=self.address,

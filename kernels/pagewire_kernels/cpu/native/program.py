@@ -84,11 +84,17 @@ class Program:
         self.token_ids = torch.empty(max_rows, dtype=torch.int64)
         self.positions = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mapping = torch.empty(max_rows, dtype=torch.int64)
+        self.num_sampled: int | None = None
+        """How many rows there are of what is recorded from `begin_sampled` on."""
         self._kernel = library.kernel("run_program")
         self._steps: list[tuple[Kernel, ctypes.Structure]] = []
         self._list = (_Step * 0)()
         self._shares = torch.empty(0)
         self._program = _Program()
+
+    def begin_sampled(self, num_sampled: int) -> None:
+        """What is recorded from now on is for the rows that are sampled from, up to so many."""
+        self.num_sampled = num_sampled
 
     def append(self, kernel: Kernel, task: ctypes.Structure) -> None:
         """Another step: the kernel with the task, which is kept."""
@@ -168,6 +174,16 @@ class _ViewsOnly(TorchDispatchMode):
         """torch would keep its compiler away from here, and import all of it to do so: a second
         and more of a worker's start, though nothing is compiled."""
         return False
+
+
+def count_address(num_rows: int) -> int:
+    """Where a task finds how many rows there are: all of the batch, or those sampled from."""
+    program = _state.program
+    if program is not None and program.num_sampled is not None:
+        if num_rows != program.num_sampled:
+            raise NotRecordable(f"{num_rows} rows, not those that are sampled from")
+        return ctypes.addressof(program.batch) + Batch.num_sampled.offset
+    return ctypes.addressof(batch_of(num_rows)) + Batch.num_rows.offset
 
 
 def launch(kernel: Kernel, task: ctypes.Structure, num_threads: int) -> None:

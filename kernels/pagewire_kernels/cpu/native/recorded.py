@@ -1,15 +1,19 @@
-"""A model's embedding and layers as a recorded program."""
+"""A model as a recorded program."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
+from pagewire_kernels.computed import Computed, HeadOutput
 from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import Program, record
 from pagewire_kernels.cpu.native.structs import describe_batch
+from pagewire_kernels.cpu.native.taking import find_largest, take
 from pagewire_kernels.cpu.threads import NotRecordable
 from pagewire_kernels.metadata import AttentionMetadata
 
@@ -22,24 +26,36 @@ Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
 """Of x [num_tokens, hidden_size], which may be overwritten, positions, the KV cache and the
 metadata; returns [num_tokens, ...]."""
 
+Head = Callable[[Tensor], Tensor]
+"""Of hidden states [num_rows, ...], to logits, float32 [num_rows, vocab_size]."""
+
 _MIN_ROWS = 64
 
 
-class RecordedLayers:
-    """Does what `layers` do to what `embed` gives, by a program recorded of them.
+class Part(Enum):
+    """What a program may leave out."""
+
+    EMBEDDING = auto()
+    HEAD = auto()
+
+
+class RecordedModel:
+    """Does what `embed`, `layers` and `head` do one after the other, by a program recorded of them.
 
     It is recorded when first called, and again for another cache, another number of threads, or a
     batch larger than it has buffers for. What does anything but run kernels made for that is called
-    as it is: the embedding, or all of it. An object serves one thread at a time.
+    as it is: the embedding, or all of it; a head is left to the caller. An object serves one thread
+    at a time.
     """
 
-    def __init__(self, embed: Embed, layers: Layers, library: Library) -> None:
+    def __init__(self, embed: Embed, layers: Layers, head: Head, library: Library) -> None:
         self._embed = embed
         self._layers = layers
+        self._head = head
         self._library = library
         self._recording: _Recording | None = None
-        self._records_embedding = True
-        self._records_layers = True
+        self._parts = set(Part)
+        self._records = True
 
     @property
     def is_recorded(self) -> bool:
@@ -47,100 +63,142 @@ class RecordedLayers:
         return self._recording is not None
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """The hidden states, which the next call overwrites."""
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None = None,
+    ) -> Computed:
+        """What is computed, until the next call; sampled: int64, rows for the head."""
+        num_sampled = 0 if sampled is None else sampled.shape[0]
         recording = self._recording
-        if recording is None or not recording.fits(token_ids, kv_cache):
+        if recording is None or not recording.fits(token_ids, kv_cache, num_sampled):
             x = self._embed(token_ids, positions)
-            recording = self._record(x, kv_cache, metadata)
+            recording = self._record(x, kv_cache, metadata, num_sampled)
             if recording is None:
-                return self._layers(x, positions, kv_cache, metadata)
-        return recording.run(token_ids, positions, metadata)
+                return Computed(self._layers(x, positions, kv_cache, metadata))
+        return recording.run(token_ids, positions, metadata, sampled)
 
     def _record(
-        self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, num_sampled: int
     ) -> "_Recording | None":
         """As much of it as can be recorded."""
         self._recording = None  # its buffers, first
-        while self._records_layers:
+        while self._records and self._recording is None:
+            recording = _Recording(self._library, x, kv_cache, num_sampled)
             try:
-                self._recording = _Recording(
-                    self._embed,
-                    self._layers,
-                    self._library,
-                    x,
-                    kv_cache,
-                    metadata,
-                    records_embedding=self._records_embedding,
-                )
+                self._record_parts(recording, x, kv_cache, metadata)
             except NotRecordable as error:
-                self._note_failure(error)
+                self._leave_out(recording.at, error)
             else:
-                break
+                self._recording = recording
         return self._recording
 
-    def _note_failure(self, error: NotRecordable) -> None:
-        if self._records_embedding:
-            logger.debug("the embedding may not be recordable: it uses %s", error)
-            self._records_embedding = False
+    def _record_parts(
+        self, recording: "_Recording", x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        with recording.record():
+            if Part.EMBEDDING in self._parts:
+                recording.embed(self._embed)
+            else:
+                recording.take_embedded(self._embed, x)
+            recording.run_layers(self._layers, kv_cache, metadata)
+            if Part.HEAD in self._parts:
+                recording.run_head(self._head)
+
+    def _leave_out(self, part: Part | None, error: NotRecordable) -> None:
+        if part is not None:
+            logger.debug("not recorded part=%s reason=%s", part.name.lower(), error)
+            self._parts.remove(part)
         else:
             logger.info("layers are not recorded as a program: they use %s", error)
-            self._records_layers = False
+            self._records = False
 
 
 class _Recording:
     """A program, what it reads and what it gives."""
 
-    def __init__(
-        self,
-        embed: Embed,
-        layers: Layers,
-        library: Library,
-        x: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        records_embedding: bool,
-    ) -> None:
-        """x, metadata: of the batch that is to be computed first."""
-        max_rows = max(_MIN_ROWS, 1 << (x.shape[0] - 1).bit_length())
-        self._embed = embed
+    def __init__(self, library: Library, x: Tensor, kv_cache: Tensor, num_sampled: int) -> None:
+        """x: the rows of the batch that is to be computed first."""
+        self.at: Part | None = None
+        """What is being recorded; None: the layers."""
+        self._library = library
         self._made_for = _identity(kv_cache)
         self._num_threads = torch.get_num_threads()
-        self._program = program = Program(library, max_rows)
-        self._x: Tensor | None = None
-        """What an embedding that is not recorded is copied to."""
-        if not records_embedding:
-            self._x = program.buffers.take((max_rows, *x.shape[1:]), x.dtype)
-        metadata = replace(metadata, slot_mapping=program.slot_mapping)
-        with record(program):
-            first = self._x
-            if first is None:
-                first = embed(program.token_ids, program.positions)
-            self._output = layers(first, program.positions, kv_cache, metadata)
+        self._program = Program(library, _room_for(x.shape[0]))
+        self._max_sampled = _room_for(num_sampled)
+        self._embed: Embed | None = None
+        """An embedding that is not recorded: its rows are copied to where the program begins."""
+        self._head: HeadOutput | None = None
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Around what is recorded."""
+        with record(self._program):
+            yield
         logger.debug(
-            "layers recorded max_rows=%d num_steps=%d buffer_bytes=%d",
-            max_rows,
-            program.num_steps,
-            program.buffers.num_bytes,
+            "model recorded max_rows=%d max_sampled=%d num_steps=%d buffer_bytes=%d",
+            self._program.max_rows,
+            self._max_sampled,
+            self._program.num_steps,
+            self._program.buffers.num_bytes,
         )
 
-    def fits(self, token_ids: Tensor, kv_cache: Tensor) -> bool:
+    def embed(self, embed: Embed) -> None:
+        self.at = Part.EMBEDDING
+        self._x = embed(self._program.token_ids, self._program.positions)
+
+    def take_embedded(self, embed: Embed, like: Tensor) -> None:
+        self._embed = embed
+        shape = (self._program.max_rows, *like.shape[1:])
+        self._x = self._program.buffers.take(shape, like.dtype)
+
+    def run_layers(self, layers: Layers, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
+        self.at = None
+        metadata = replace(metadata, slot_mapping=self._program.slot_mapping)
+        self._hidden = layers(self._x, self._program.positions, kv_cache, metadata)
+
+    def run_head(self, head: Head) -> None:
+        self.at = Part.HEAD
+        program = self._program
+        program.begin_sampled(self._max_sampled)
+        last = take(
+            self._library, self._hidden, self._max_sampled, program.batch, "num_sampled", "sampled"
+        )
+        logits = head(last)
+        self._head = HeadOutput(logits, *find_largest(self._library, logits))
+
+    def fits(self, token_ids: Tensor, kv_cache: Tensor, num_sampled: int) -> bool:
         """Whether the program can compute these rows over this cache."""
         return (
             token_ids.shape[0] <= self._program.max_rows
+            and num_sampled <= self._max_sampled
             and self._made_for == _identity(kv_cache)
             and self._num_threads == torch.get_num_threads()
         )
 
-    def run(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None,
+    ) -> Computed:
         num_rows = token_ids.shape[0]
-        if self._x is not None:
+        if self._embed is not None:
             self._x[:num_rows].copy_(self._embed(token_ids, positions))
-        describe_batch(self._program.batch, metadata, positions, token_ids)
+        describe_batch(self._program.batch, metadata, positions, token_ids, sampled)
         self._program.run(self._num_threads)
-        return self._output[:num_rows]
+        hidden = self._hidden[:num_rows]
+        if self._head is None or sampled is None:
+            return Computed(hidden)
+        num_sampled = sampled.shape[0]
+        return Computed(hidden, HeadOutput(*(part[:num_sampled] for part in self._head)))
+
+
+def _room_for(num_rows: int) -> int:
+    return max(_MIN_ROWS, 1 << max(0, num_rows - 1).bit_length())
 
 
 def _identity(kv_cache: Tensor) -> tuple[int, torch.Size, torch.dtype]:

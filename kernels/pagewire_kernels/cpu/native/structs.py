@@ -22,6 +22,8 @@ class Batch(ctypes.Structure):
         ("context_lens", c_int64),
         ("block_tables", c_int64),
         ("table_width", c_int64),
+        ("num_sampled", c_int64),
+        ("sampled", c_int64),
     )
 
 
@@ -30,12 +32,13 @@ def describe_batch(
     metadata: AttentionMetadata,
     positions: Tensor | None = None,
     token_ids: Tensor | None = None,
+    sampled: Tensor | None = None,
 ) -> None:
     """Have `batch` tell a step's, whose tensors must live as long as it is used."""
     for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
         assert tensor.dtype == torch.int32, "metadata is int32"
         assert tensor.is_contiguous(), "metadata is contiguous"
-    for column in (metadata.slot_mapping, positions, token_ids):
+    for column in (metadata.slot_mapping, positions, token_ids, sampled):
         assert column is None or column.dtype == torch.int64, "columns are int64"
         assert column is None or column.is_contiguous(), "columns are contiguous"
     batch.num_rows = metadata.slot_mapping.shape[0]
@@ -47,6 +50,8 @@ def describe_batch(
     batch.context_lens = metadata.context_lens.data_ptr()
     batch.block_tables = metadata.block_tables.data_ptr()
     batch.table_width = metadata.block_tables.shape[1]
+    batch.num_sampled = 0 if sampled is None else sampled.shape[0]
+    batch.sampled = 0 if sampled is None else sampled.data_ptr()
 
 
 class AttentionTask(ctypes.Structure):

@@ -16,6 +16,8 @@ struct Batch {
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, table_width]
   int64_t table_width;
+  int64_t num_sampled;          // rows that go on to the head
+  const int64_t* sampled;       // [num_sampled]
 };
 
 }  // namespace pagewire

@@ -57,14 +57,24 @@ struct RotateTask : Task {
   float eps;
 };
 
-// Rows of a table by token.
-struct EmbedTask : Task {
-  const Batch* batch;  // tokens beyond the table give zeros
+// Rows of a table, such as those of tokens, or the hidden states that are sampled from.
+struct TakeTask : Task {
+  const int64_t* num_rows;
+  const int64_t* const* indices;  // [*num_rows]; those beyond the table give zeros
   const void* table;
   int64_t table_row_bytes;
-  void* y;  // [num_rows], dense rows
+  void* y;  // [*num_rows], dense rows
   int64_t row_bytes;
-  int64_t num_tokens;  // in the table
+  int64_t table_rows;
+};
+
+// The largest number of each row and, of its places, the first; a NaN counts as largest.
+struct LargestTask : Task {
+  const int64_t* num_rows;
+  const float* x;  // [*num_rows, size], dense
+  int64_t size;
+  int64_t* place;  // [*num_rows]
+  float* value;    // [*num_rows]
 };
 
 constexpr int64_t kMaxHeadDim = 1024;

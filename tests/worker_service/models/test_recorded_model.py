@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire_kernels.cpu.native import library
-from pagewire_kernels.cpu.native.recorded import RecordedLayers
+from pagewire_kernels.cpu.native.recorded import RecordedModel
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
 from tests.support.paged_driver import PagedDriver
 from worker_service.loader import ModelConfig, load_model
@@ -49,7 +49,7 @@ def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
     model = _model(family, dtype)
     recorded, eager = PagedDriver(model), PagedDriver(model)
     run = model._run
-    assert isinstance(run, RecordedLayers)
+    assert isinstance(run, RecordedModel)
     for step in _steps():
         model._run = run
         logits = recorded.run(step)
@@ -61,5 +61,5 @@ def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
 
 def test_a_model_whose_layers_torch_computes_runs_as_it_is() -> None:
     model = _model("llama", "float16")
-    assert not isinstance(model._run, RecordedLayers)
+    assert not isinstance(model._run, RecordedModel)
     assert PagedDriver(model).run([(0, 0, _tokens(5, 0))])[0].isfinite().all()

@@ -1,0 +1,63 @@
+// What goes into the layers, and what comes of the head: see layers.h.
+#include "layers.h"
+#include "rows.h"
+
+namespace pagewire {
+namespace {
+
+constexpr int64_t kStretch = 64;  // numbers looked at together
+
+// The largest of a stretch, or of fewer; NaN if there is one.
+inline float largest_of(const float* x, int64_t count) {
+  float most[kStretch];
+  int32_t broken = 0;
+  for (int64_t i = 0; i < kStretch; ++i) most[i] = i < count ? x[i] : x[0];
+  for (int64_t i = 0; i < kStretch; ++i) broken |= most[i] != most[i];
+  for (int64_t half = kStretch / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) {
+      most[i] = most[i + half] > most[i] ? most[i + half] : most[i];
+    }
+  }
+  return broken ? __builtin_nanf("") : most[0];
+}
+
+void find_largest(const LargestTask& task, int64_t row) {
+  const float* x = task.x + row * task.size;
+  float value = -__builtin_inff();
+  int64_t found = 0;  // where the stretch with the largest begins
+  for (int64_t i = 0; i < task.size; i += kStretch) {
+    const float most = largest_of(x + i, task.size - i);
+    if (most > value || most != most) {
+      value = most;
+      found = i;
+      if (most != most) break;
+    }
+  }
+  int64_t place = found;
+  while (x[place] != value && x[place] == x[place]) ++place;
+  task.place[row] = place;
+  task.value[row] = value;
+}
+
+void take_row(const TakeTask& task, int64_t row) {
+  char* y = static_cast<char*>(task.y) + row * task.row_bytes;
+  const int64_t index = (*task.indices)[row];
+  if (index < 0 || index >= task.table_rows) {
+    memset(y, 0, task.row_bytes);
+  } else {
+    memcpy(y, static_cast<const char*>(task.table) + index * task.table_row_bytes, task.row_bytes);
+  }
+}
+
+}  // namespace
+}  // namespace pagewire
+
+using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_take(TakeTask* task) {
+  for_each_row(*task, *task->num_rows, task->row_bytes, [&](int64_t row) { take_row(*task, row); });
+}
+
+PAGEWIRE_KERNEL pw_largest(LargestTask* task) {
+  for_each_row(*task, *task->num_rows, task->size, [&](int64_t row) { find_largest(*task, row); });
+}
