@@ -539,8 +539,8 @@ class Constraint(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LAST_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema. Between a JSON text's parts, not around it, there may be up to 32
-    characters of white space in one place. Properties come in the order in which the
+    """A JSON schema. Between a JSON text's parts, not around it, there may be a space, or
+    a line break and up to 32 spaces or tabs. Properties come in the order in which the
     schema names them.
     """
     regex: _builtins.str
