@@ -35,6 +35,8 @@ class ModelFacts:
     block_bytes: int
     num_parameters: int
     batch_invariant: bool
+    structured_output: bool
+    """Whether sequences' constraints are kept to."""
 
     device: str
     """`cpu`, `cuda:0` or whatever else the executor calls it."""

@@ -1,5 +1,6 @@
 """A model on a device, as the engine drives it."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -20,6 +21,10 @@ from worker_service.models.compiled import compile_layers
 from worker_service.parallel.rendezvous import Rendezvous
 from worker_service.parallel.runner import RankRunner
 from worker_service.profiler import Profiler
+from worker_service.structured.grammars import Grammars
+from worker_service.structured.vocabulary import token_texts
+
+logger = logging.getLogger(__name__)
 
 _WAITING_BACKENDS = ("reference",)
 """Attention backends that wait for the device in the middle of a step."""
@@ -43,6 +48,8 @@ class ModelExecutor:
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
+        self._grammars: Grammars | None = None
+        """None where the model's tokenizer cannot tell its tokens' texts."""
         self._cache: CacheEngine | None = None
         self._state: DeviceState | None = None
         """Beside the cache on a GPU of one rank."""
@@ -53,6 +60,7 @@ class ModelExecutor:
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
+        self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
             if self._loaded.config.batch_invariant:
                 raise InvalidOption("batch_invariant: expected no --compile beside it")
@@ -60,7 +68,7 @@ class ModelExecutor:
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        return _facts_of(self._loaded)
+        return _facts_of(self._loaded, structured_output=self._grammars is not None)
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit beside the largest batch."""
@@ -95,12 +103,14 @@ class ModelExecutor:
             )
         model, block_size = self.loaded.model, self.loaded.block_size
         if self._rendezvous is not None:
-            return RankRunner(model, self._cache, block_size, self.loaded.ranks)
+            ranks = self.loaded.ranks
+            return RankRunner(model, self._cache, block_size, ranks, self._grammars)
         if self._device.type == "cpu":
-            return ModelRunner(model, self._cache, block_size)
+            return ModelRunner(model, self._cache, block_size, self._grammars)
         if self._state is None:
             self._state = self._make_state(self._cache)
-        return DeviceRunner(model, self._cache, block_size, self._state)
+        grammars = self._grammars
+        return DeviceRunner(model, self._cache, block_size, self._state, grammars=grammars)
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()
@@ -147,7 +157,19 @@ class ModelExecutor:
         return torch.device(self.loaded.config.device)
 
 
-def _facts_of(loaded: LoadedModel) -> ModelFacts:
+def _grammars_of(loaded: LoadedModel) -> Grammars | None:
+    """For structured output; None without a tokenizer that can be read."""
+    assets = dict(iter_assets(loaded.model_dir))
+    if "tokenizer.json" not in assets:
+        return None
+    try:
+        return Grammars(token_texts(assets["tokenizer.json"], loaded.model.vocab_size))
+    except ValueError as error:
+        logger.warning("no structured output error=%s", error)
+        return None
+
+
+def _facts_of(loaded: LoadedModel, *, structured_output: bool) -> ModelFacts:
     model = loaded.model
     return ModelFacts(
         architecture=model.architecture,
@@ -161,6 +183,7 @@ def _facts_of(loaded: LoadedModel) -> ModelFacts:
         block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
         num_parameters=model.num_parameters,
         batch_invariant=loaded.batch_invariant,
+        structured_output=structured_output,
         device=loaded.config.device,
         attention_backend=loaded.config.attention_backend or "",
     )

@@ -3,6 +3,7 @@
 The runner belongs to the engine's model thread; nothing here is safe to call from another.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,13 +16,16 @@ from pagewire_kernels.computed import Computed, HeadOutput
 from worker_service.batch import StepRows, build_inputs, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
+from worker_service.errors import InvalidPlan
 from worker_service.executor import FinishedStep, Step
 from worker_service.models.interface import ComputesLogits, Model
-from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
+from worker_service.plan import NewSequence, RowErrorReason, StepPlan, StepResult, StepTimings
 from worker_service.prompt_logprobs import prompt_logprobs
 from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampler.sampler import NO_TOKEN, Largest, Samples, SamplingBatch, sample
 from worker_service.sequence_state import SequenceTable
+from worker_service.structured.grammars import Grammars
+from worker_service.structured.masks import ConstrainedRow, MaskedRows, TokenMasks
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -84,17 +88,27 @@ class Begun(NamedTuple):
 class ModelRunner:
     """A model, its KV caches and the sequences in them."""
 
-    def __init__(self, model: Model, cache: CacheEngine, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: CacheEngine,
+        block_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """grammars: for sequences with a constraint; None: there may be none."""
         self._model = model
         self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
         self._cache = cache
         self._block_size = block_size
+        self._grammars = grammars
         self._device = cache.device_cache.device
         self._sequences = self._no_sequences()
+        self._masks = TokenMasks(grammars) if grammars is not None else None
 
     def reset(self) -> None:
         """Forget all sequences; the caches' contents become meaningless."""
         self._sequences = self._no_sequences()
+        self._masks = TokenMasks(self._grammars) if self._grammars is not None else None
 
     def _no_sequences(self) -> SequenceTable:
         return SequenceTable(
@@ -163,6 +177,8 @@ class ModelRunner:
         )
 
     def _forget(self, plan: StepPlan) -> None:
+        if self._masks is not None:
+            self._masks.remove(self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids"))
         self._sequences.forget(plan.forget_seq_ids)
 
     def _compute(self, plan: StepPlan) -> Outcome:
@@ -171,6 +187,7 @@ class ModelRunner:
         rows = resolve_rows(plan, self._sequences)
         outcome = self._start(rows)
         sampling = self._sampling_rows(rows)
+        masks = self._begin_masks(rows.slots[sampling])
         forward = self._forward(rows, sampling)
         logits = self._last_logits(sampling, rows, forward)
         outcome.forward_us = monotonic_us() - started_us
@@ -178,14 +195,40 @@ class ModelRunner:
             self._add_prompt_logprobs(outcome, rows, forward)
         self._advance(rows)
         if logits is not None:
-            self._sample(outcome, logits, sampling, rows)
+            self._sample(outcome, logits, sampling, rows, masks)
         return outcome
 
     def _take_in(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
             self._sequences.add(new, f"new_sequences[{index}]")
+            self._take_in_constraint(new, f"new_sequences[{index}]")
         self._sequences.append_chosen(plan.appended_tokens)
         self._sequences.update_blocks(plan.block_updates)
+
+    def _take_in_constraint(self, new: NewSequence, field: str) -> None:
+        params, table = new.sampling, self._sequences
+        if params.constraint is None:
+            return
+        if self._masks is None:
+            raise InvalidPlan(f"{field}.sampling.constraint", "expected none: not supported here")
+        parent = None if new.parent_seq_id is None else table.slot(new.parent_seq_id)
+        self._masks.add(table.slot(new.seq_id), params.constraint, params.min_tokens, parent)
+
+    def _constrained_rows(self, slots: Int64Array) -> list[ConstrainedRow]:
+        """Those of a batch's rows that have a constraint, and have not failed."""
+        if self._masks is None:
+            return []
+        table = self._sequences
+        return [
+            ConstrainedRow(row, slot, table.output(slot))
+            for row, slot in self._masks.constrained(slots)
+            if slot not in table.failures
+        ]
+
+    def _begin_masks(self, slots: Int64Array) -> "Future[MaskedRows] | None":
+        """What constraints allow in a batch's rows, to be computed beside the forward pass."""
+        rows = self._constrained_rows(slots)
+        return self._masks.begin(rows) if rows and self._masks is not None else None
 
     def _start(self, rows: StepRows) -> Outcome:
         """An outcome in which sequences that failed in an earlier step fail again."""
@@ -281,16 +324,26 @@ class ModelRunner:
         computed[rows.slots[rows.forks]] = computed[rows.slots[rows.parents]]
 
     def _sample(
-        self, outcome: Outcome, logits: LastLogits, sampling: Int64Array, rows: StepRows
+        self,
+        outcome: Outcome,
+        logits: LastLogits,
+        sampling: Int64Array,
+        rows: StepRows,
+        masks: "Future[MaskedRows] | None",
     ) -> None:
         table = self._sequences
         slots = rows.slots[sampling]
+        masked = masks.result() if masks is not None else None
         batch = SamplingBatch(
             slots=slots,
             positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
             edited=table.edited_rows(slots),
+            masked=masked,
         )
         samples = sample(logits.values, batch, table.sampling, logits.largest)
+        if masked is not None:
+            for row in sampling[masked.rows[masked.failed]].tolist():
+                self._fail(outcome, rows, row, RowErrorReason.CONSTRAINT)
         self._note_failures(outcome, samples, sampling, rows)
         outcome.tokens[sampling] = samples.tokens
         outcome.tokens[list(outcome.errors)] = NO_TOKEN
@@ -313,7 +366,8 @@ class ModelRunner:
         for row in sampling[samples.non_finite].tolist():
             self._fail(outcome, rows, row, RowErrorReason.NON_FINITE_LOGITS)
         for row in sampling[samples.no_candidates].tolist():
-            self._fail(outcome, rows, row, RowErrorReason.NO_CANDIDATES)
+            if row not in outcome.errors:
+                self._fail(outcome, rows, row, RowErrorReason.NO_CANDIDATES)
 
     def _fail(self, outcome: Outcome, rows: StepRows, row: int, reason: RowErrorReason) -> None:
         """End a row; its sequence stands still until it is forgotten."""

@@ -73,11 +73,15 @@ class RowErrorReason(Enum):
 
     NON_FINITE_LOGITS = auto()
     NO_CANDIDATES = auto()
+    CONSTRAINT = auto()
 
 
 ROW_ERROR_MESSAGES = {
     RowErrorReason.NON_FINITE_LOGITS: "the model's logits held NaN or infinity",
     RowErrorReason.NO_CANDIDATES: "the request's own constraints excluded every token",
+    RowErrorReason.CONSTRAINT: (
+        "the structured output's constraint has grown too complex, or the output does not follow it"
+    ),
 }
 
 

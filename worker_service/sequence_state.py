@@ -246,6 +246,10 @@ class SequenceTable:
             raise InvalidPlan(f"{field}.block_ids", f"expected at most {limit} blocks")
         for name in ("bias_token_ids", "suppressed_token_ids"):
             self._check_tokens(getattr(new.sampling, name), f"{field}.sampling.{name}")
+        if (constraint := new.sampling.constraint) is not None:
+            for name in ("end_token_ids", "last_token_ids"):
+                path = f"{field}.sampling.constraint.{name}"
+                self._check_tokens(getattr(constraint, name), path)
         for word in new.sampling.bad_words:
             self._check_tokens(np.array(word), f"{field}.sampling.bad_words")
         if new.parent_seq_id is not None:

@@ -24,6 +24,7 @@ from worker_service.plan import (
 )
 from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
 from worker_service.sampler.params import SamplerParams
+from worker_service.structured.constraint import Constraint, ConstraintKind
 
 MAX_LOGPROBS = 1024
 """Most probable tokens a row may ask for, candidates too; the frontends' own limits are far below.
@@ -32,6 +33,7 @@ MAX_LOGPROBS = 1024
 _ROW_ERROR_REASONS = {
     RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
     RowErrorReason.NO_CANDIDATES: plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES,
+    RowErrorReason.CONSTRAINT: plan_pb2.ROW_ERROR_REASON_CONSTRAINT,
 }
 
 
@@ -110,6 +112,7 @@ def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
         block_bytes=facts.block_bytes,
         num_parameters=facts.num_parameters,
         batch_invariant=facts.batch_invariant,
+        structured_output=facts.structured_output,
     )
 
 
@@ -158,6 +161,7 @@ def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerP
         num_logprobs=_decode_count(message, "logprobs", path),
         num_prompt_logprobs=_decode_count(message, "prompt_logprobs", path),
         num_candidates=_decode_num_candidates(message, path),
+        constraint=_decode_constraint(message, path),
     )
 
 
@@ -196,6 +200,23 @@ def _decode_num_candidates(message: sampling_pb2.SamplerParams, path: str) -> in
     if count == 0:
         raise InvalidPlan(f"{path}.num_candidates", "expected at least 1")
     return count
+
+
+def _decode_constraint(message: sampling_pb2.SamplerParams, path: str) -> Constraint | None:
+    if not message.HasField("constraint"):
+        return None
+    path, constraint = f"{path}.constraint", message.constraint
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidPlan(path, "expected one of json_schema, regex, grammar and choice")
+    is_choice = kind == "choice"
+    texts = constraint.choice.choices if is_choice else [getattr(constraint, kind)]
+    return Constraint(
+        kind=ConstraintKind(kind),
+        texts=tuple(texts),
+        end_token_ids=_column(constraint.end_token_ids, f"{path}.end_token_ids"),
+        last_token_ids=_column(constraint.last_token_ids, f"{path}.last_token_ids"),
+    )
 
 
 def _decode_num_tokens(data: bytes, num_rows: int) -> Int32Array:

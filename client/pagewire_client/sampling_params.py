@@ -1,9 +1,10 @@
 """What a caller may ask of the sampler, under the names vLLM's users know."""
 
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pagewire.v1 import sampling_pb2
 
@@ -26,6 +27,7 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_STRUCTURED_OUTPUT = ("json_schema", "regex", "grammar", "choice")
 _EARLY_STOPPING = {
     True: sampling_pb2.EARLY_STOPPING_WHEN_FULL,
     False: sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
@@ -90,6 +92,14 @@ class SamplingParams:
     """With `beam_width`: scores are divided by length to this power."""
     early_stopping: bool | Literal["never"] | None = None
     """With `beam_width`: when the search ends, as in transformers."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """The answer is a JSON text that this schema allows; `{"type": "object"}` allows any object."""
+    regex: str | None = None
+    """The whole answer matches this regular expression."""
+    grammar: str | None = None
+    """The whole answer matches this context-free grammar's `start`, in Lark's notation."""
+    choice: Sequence[str] | None = None
+    """The answer is one of these texts."""
 
     def __post_init__(self) -> None:
         # Built once here, so that a wrong value is reported where it was written.
@@ -107,6 +117,7 @@ class SamplingParams:
         self._fill_choice(proto)
         self._fill_ending(proto)
         self._fill_beam_search(proto)
+        self._fill_structured_output(proto)
         return proto
 
     def _fill_choice(self, proto: sampling_pb2.SamplingParams) -> None:
@@ -154,6 +165,21 @@ class SamplingParams:
                 )
             proto.beam_search.early_stopping = _EARLY_STOPPING[self.early_stopping]
 
+    def _fill_structured_output(self, proto: sampling_pb2.SamplingParams) -> None:
+        """What the answer must match: at most one kind."""
+        given = [name for name in _STRUCTURED_OUTPUT if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other")
+        if self.json_schema is not None:
+            proto.json_schema = _json("json_schema", self.json_schema)
+        if self.regex is not None:
+            proto.regex = _text("regex", self.regex)
+        if self.grammar is not None:
+            proto.grammar = _text("grammar", self.grammar)
+        if self.choice is not None:
+            proto.choice.SetInParent()
+            proto.choice.choices.extend(_texts("choice", self.choice))
+
 
 def _integer(name: str, value: object, maximum: int) -> int:
     """`value` as an int the field can carry; accepts what can index a list, numpy's too."""
@@ -171,6 +197,20 @@ def _number(name: str, value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, not {value!r}") from None
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, not {value!r}")
+    return value
+
+
+def _json(name: str, value: object) -> str:
+    """JSON text as it is; anything else as JSON."""
+    try:
+        return value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be JSON: {error}") from None
 
 
 def _texts(name: str, values: Sequence[str] | None) -> list[str]:

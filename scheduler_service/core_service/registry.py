@@ -174,7 +174,7 @@ class WorkerRegistry:
         for other in self.groups_with(model.name):
             if other.group_id == registration.group_id:
                 continue
-            for fact in ("fingerprint", "dtype"):
+            for fact in ("fingerprint", "dtype", "structured_output"):
                 theirs, ours = getattr(model, fact), getattr(other.registration.model, fact)
                 if theirs != ours:
                     return (

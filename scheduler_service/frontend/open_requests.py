@@ -29,6 +29,7 @@ from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.frontend.settled import draw_request_id, prompt_tokens, settle
+from scheduler_service.frontend.structured.checker import ConstraintChecker
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class OpenRequests:
         self,
         link: CoreLink,
         models: ModelDirectory,
+        checker: ConstraintChecker,
         *,
         max_concurrent_requests: int,
         default_timeout_s: float | None,
@@ -66,6 +68,7 @@ class OpenRequests:
     ) -> None:
         self._link = link
         self._models = models
+        self._checker = checker
         self._max_concurrent_requests = max_concurrent_requests
         self._default_timeout_s = default_timeout_s
         self._metrics = metrics
@@ -200,6 +203,7 @@ class OpenRequests:
             validation.check_against_model(request, model.info)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
+            await self._checker.check(request.sampling_params)
             if request.ByteSize() <= INLINE_BYTES:
                 _begin(stream, request, model)
             else:

@@ -26,6 +26,7 @@ from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.model_assets import ModelDirectory
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.servicer import InferenceServicer
+from scheduler_service.frontend.structured.checker import ConstraintChecker
 from scheduler_service.gate import HEALTH, REFLECTION, Gate, Metadata
 from scheduler_service.grpc_options import public_server_options
 from scheduler_service.metadata import authorization
@@ -52,9 +53,11 @@ class Frontend:
         self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
         self.metrics = FrontendMetrics()
         self.link = CoreLink(self._core, _frontend_id(), self.models.update)
+        self._checker = ConstraintChecker()
         self.requests = OpenRequests(
             self.link,
             self.models,
+            self._checker,
             max_concurrent_requests=config.max_concurrent_requests,
             default_timeout_s=config.default_timeout_s,
             metrics=self.metrics,
@@ -103,6 +106,7 @@ class Frontend:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self.runner.stop(FLUSH_S), self._stop_http())
         await self.models.close()
+        await self._checker.close()
         await self._core.close()
 
     def _check(self, metadata: Metadata) -> None:

@@ -18,6 +18,7 @@ from scheduler_service.frontend.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.model_assets import ServedModel
 from scheduler_service.frontend.stop_strings import StopStrings
+from scheduler_service.frontend.structured.constraint import constraint_of
 
 T = TypeVar("T")
 
@@ -168,8 +169,23 @@ def _stop_tokens(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """All stop tokens, and those of them that are more than an end of sequence."""
     asked = frozenset(params.stop_token_ids)
-    end = frozenset() if params.ignore_eos else model.eos_token_ids
+    ignores_end = params.ignore_eos and not params.HasField("structured_output")
+    end = frozenset() if ignores_end else model.eos_token_ids
     return asked | end, asked - end
+
+
+def _constraint(
+    params: sampling_pb2.SamplingParams, model: ServedModel, stop_token_ids: frozenset[int]
+) -> sampling_pb2.Constraint:
+    """What the output must match. Ends of sequence that are to be ignored end what cannot go on."""
+    if not stop_token_ids:
+        raise InvalidArgument(
+            "sampling_params.stop_token_ids",
+            "expected at least one with structured output: the model has no end of sequence",
+        )
+    ignored = model.eos_token_ids if params.ignore_eos else frozenset()
+    ends = stop_token_ids - (ignored - frozenset(params.stop_token_ids))
+    return constraint_of(params, end_token_ids=ends, last_token_ids=ignored)
 
 
 def _sampler_params(
@@ -190,9 +206,12 @@ def _sampler_params(
         logit_bias=params.logit_bias,
         seed=seed,
         min_tokens=params.min_tokens,
-        suppressed_token_ids=to_column(sorted(stop_token_ids)) if params.min_tokens else b"",
         bad_words=_bad_words(params, model),
     )
+    if params.HasField("structured_output"):
+        sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids))
+    elif params.min_tokens:
+        sampler.suppressed_token_ids = to_column(sorted(stop_token_ids))
     if params.HasField("logprobs"):
         sampler.logprobs = params.logprobs
     elif params.best_of > _or(params, "n", 1):

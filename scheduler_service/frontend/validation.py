@@ -15,6 +15,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, sampling_pb2, status_pb2
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.chat_prompt import check_chat
+from scheduler_service.frontend.structured.constraint import texts_of
 
 MIN_TEMPERATURE = unpack("f", pack("f", 0.01))[0]
 """0.01 as a float32 field holds it, which is a little less."""
@@ -32,6 +33,9 @@ MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS = 100, 60_000
 MAX_STATUS_REQUESTS = 4096
 
 MAX_HOLD_MS = 60_000
+MAX_STRUCTURED_BYTES = 262_144
+"""Of what an output is to match."""
+MAX_STRUCTURED_CHOICES = 1024
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -58,17 +62,22 @@ def check_request(request: inference_pb.GenerateRequest) -> None:
     _check_sampling(request.sampling_params)
     _check_contradictions(request.sampling_params)
     _check_resume(request)
-    _refuse_unsupported(request.sampling_params)
 
 
 def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.ModelInfo) -> None:
-    """Raise InvalidArgument for token ids that the model does not have."""
+    """Raise InvalidArgument for token ids that the model does not have, and UnsupportedByModel for
+    structured output where its workers have none."""
     params = request.sampling_params
     check_token_ids("token_ids.ids", request.token_ids.ids, info.vocab_size)
     check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, info.vocab_size)
     for index, bias in enumerate(params.logit_bias):
         path = f"sampling_params.logit_bias[{index}].token_id"
         _expect(bias.token_id < info.vocab_size, path, _below_vocab(info.vocab_size))
+    if params.HasField("structured_output") and not info.structured_output:
+        raise UnsupportedByModel(
+            "the model's workers do not support structured output",
+            reason="NO_STRUCTURED_OUTPUT",
+        )
     for index, choice in enumerate(request.resume):
         check_token_ids(f"resume[{index}].token_ids", choice.token_ids, info.vocab_size)
 
@@ -160,16 +169,17 @@ def _check_beam_search(params: sampling_pb2.SamplingParams) -> None:
 def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
     kind = params.WhichOneof("structured_output")
     if kind == "choice":
-        _expect(
-            len(params.choice.choices) > 0,
-            "sampling_params.choice.choices",
-            "expected at least one",
-        )
+        path, count = "sampling_params.choice.choices", len(params.choice.choices)
+        _expect(1 <= count <= MAX_STRUCTURED_CHOICES, path, _one_to(MAX_STRUCTURED_CHOICES))
         for index, text in enumerate(params.choice.choices):
             path = f"sampling_params.choice.choices[{index}]"
             _expect(bool(text), path, "expected a text that is not empty")
     elif kind is not None:
         _expect(bool(getattr(params, kind)), f"sampling_params.{kind}", "expected a text")
+    if kind is not None:
+        size = sum(len(text.encode()) for text in texts_of(params))
+        limit = MAX_STRUCTURED_BYTES
+        _expect(size <= limit, f"sampling_params.{kind}", f"expected at most {limit} bytes")
 
 
 def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
@@ -190,8 +200,6 @@ def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
 def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> None:
     """Beam search chooses by log probability alone, and ends by tokens."""
     prefix = "sampling_params."
-    structured = params.WhichOneof("structured_output")
-    _expect(structured is None, f"{prefix}beam_search", f"expected to be absent with {structured}")
     width = params.beam_search.width
     _expect(width >= n, f"{prefix}beam_search.width", f"expected at least n ({n})")
     _expect(
@@ -253,20 +261,6 @@ def _check_resumed_choice(
     )
 
 
-def _refuse_unsupported(params: sampling_pb2.SamplingParams) -> None:
-    """Well-formed wishes that this version does not fulfil."""
-    refused = {
-        "structured output": params.HasField("structured_output"),
-    }
-    for feature, is_wanted in refused.items():
-        if is_wanted:
-            raise UnsupportedByModel(
-                f"{feature} is not supported by this version",
-                reason="NOT_SUPPORTED",
-                details={"feature": feature},
-            )
-
-
 def _expect(condition: bool, path: str, expected: str) -> None:
     if not condition:
         raise InvalidArgument(path, expected)
@@ -299,6 +293,10 @@ def _check_range(
     ]
     wanted = " and ".join(filter(None, bounds)) or "a finite number"
     raise InvalidArgument(f"{prefix}{field}", f"expected {wanted}{note}, got {value:g}")
+
+
+def _one_to(most: int) -> str:
+    return f"expected 1 to {most}"
 
 
 def _below_vocab(vocab_size: int) -> str:

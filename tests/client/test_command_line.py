@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from typer.testing import CliRunner
 
+from pagewire.v1.sampling_pb2 import ChoiceList
 from pagewire_client.cli.app import app
 from pagewire_client.local import flags, programs
 from tests.support.fake_frontend import (
@@ -69,6 +71,24 @@ def test_generate_streams_the_answer_to_standard_output(invoke: Any) -> None:
 def test_generate_takes_its_prompt_from_standard_input(invoke: Any) -> None:
     result = invoke("generate", "--max-tokens", "2", "--seed", "5", stdin="Hi there")
     assert result.stdout == answer("Hi there", 2, 5) + "\n"
+
+
+def test_generate_takes_what_the_answer_must_match_as_text_or_from_a_file(
+    invoke: Any, frontend: FakeFrontend, tmp_path: Path
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    for options, field, value in (
+        (["--json-schema", '{"const": 1}'], "json_schema", '{"const": 1}'),
+        (["--json-schema", str(file)], "json_schema", '{"type": "object"}'),
+        (["--regex", "a" * 5000], "regex", "a" * 5000),
+        (["--grammar", 'start: "a"'], "grammar", 'start: "a"'),
+        (["--choice", "yes", "--choice", "no"], "choice", ChoiceList(choices=["yes", "no"])),
+    ):
+        assert invoke("generate", "x", *options).exit_code == 0
+        sampling = frontend.requests[-1].sampling_params
+        assert sampling.WhichOneof("structured_output") == field
+        assert getattr(sampling, field) == value
 
 
 def test_generate_prints_all_there_is_as_json(invoke: Any) -> None:

@@ -8,7 +8,8 @@ import pytest
 from pagewire.v1 import sampling_pb2
 from pagewire_client import SamplingParams
 
-NOT_YET = {"json_schema", "regex", "grammar", "choice"}
+STRUCTURED = {"json_schema", "regex", "grammar", "choice"}
+"""Of which there can be one."""
 
 
 def test_every_field_arrives_in_the_message() -> None:
@@ -47,7 +48,7 @@ def test_every_field_arrives_in_the_message() -> None:
     for name, value in carried.items():
         if name != "logit_bias":
             assert value == getattr(params, renamed.get(name, name)), name
-    assert {renamed.get(name, name) for name in carried} | beam == {
+    assert {renamed.get(name, name) for name in carried} | beam | STRUCTURED == {
         field.name for field in dataclasses.fields(SamplingParams)
     }
     assert [(bias.token_id, bias.bias) for bias in proto.logit_bias] == [(5, -1.5)]
@@ -57,7 +58,7 @@ def test_every_field_arrives_in_the_message() -> None:
 
 
 def test_every_field_of_the_message_can_be_set() -> None:
-    names = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields} - NOT_YET
+    names = {field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields}
     ours = {field.name for field in dataclasses.fields(SamplingParams)}
     assert names - ours == {"beam_search", "include_stop_in_output"}
 
@@ -71,6 +72,28 @@ def test_minus_one_means_all_for_top_k_as_users_of_vllm_expect() -> None:
     proto = SamplingParams(top_k=-1).to_proto()
     assert proto.HasField("top_k")
     assert proto.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "carried"),
+    [
+        ("json_schema", '{"type":  "object"}', '{"type":  "object"}'),
+        ("json_schema", {"const": "é"}, '{"const": "\\u00e9"}'),
+        ("regex", "a+", "a+"),
+        ("grammar", 'start: "a"', 'start: "a"'),
+        ("choice", ("yes", "no"), sampling_pb2.ChoiceList(choices=["yes", "no"])),
+        ("choice", [], sampling_pb2.ChoiceList()),
+    ],
+)
+def test_what_the_answer_must_match_arrives(field: str, value: Any, carried: Any) -> None:
+    proto = SamplingParams(**{field: value}).to_proto()
+    assert proto.WhichOneof("structured_output") == field
+    assert getattr(proto, field) == carried
+
+
+def test_an_answer_matches_one_thing_only() -> None:
+    with pytest.raises(ValueError, match="json_schema and regex exclude each other"):
+        SamplingParams(json_schema="{}", regex="a")
 
 
 def test_a_single_stop_string_needs_no_list() -> None:
@@ -100,6 +123,11 @@ def test_early_stopping_is_spelled_as_in_transformers(value: Any, expected: int)
         ("logit_bias", {1: "much"}),
         ("length_penalty", 1.0),
         ("early_stopping", True),
+        ("regex", 1),
+        ("grammar", ["a"]),
+        ("choice", "yes"),
+        ("json_schema", {"minimum": float("nan")}),
+        ("json_schema", {"const": object()}),
     ],
 )
 def test_a_value_the_message_cannot_carry_is_refused_by_name(field: str, value: Any) -> None:

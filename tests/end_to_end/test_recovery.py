@@ -1,6 +1,7 @@
 """Any process can be killed, and the stream goes on with the tokens it would have had, their text,
 their log probabilities and its end."""
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ def requests() -> list[pb.GenerateRequest]:
         for seed in range(NUM_STREAMS)
     ]
     beams = {"width": 3, "length_penalty": 0.5}
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}
     return [
         *streamed,
         request_for("One day", min_tokens=300, logprobs=2, **sampled),
@@ -49,6 +51,9 @@ def requests() -> list[pb.GenerateRequest]:
         request_for([5 + k % 90 for k in range(600)], prompt_logprobs=1, **sampled),
         request_for("One day", beam_search=beams, n=2, max_tokens=200, ignore_eos=True),
         request_for("One day", best_of=3, n=2, seed=5, max_tokens=200, ignore_eos=True),
+        request_for("One day", json_schema=json.dumps(numbers), n=2, logprobs=0, **sampled),
+        request_for("One day", regex="[a-z ,.]{600}", frequency_penalty=0.3, **sampled),
+        request_for("One day", beam_search=beams, regex="(?:[a-m]|[ -/]){200}", max_tokens=150),
     ]
 
 

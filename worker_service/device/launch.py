@@ -107,7 +107,7 @@ class StepLaunch:
             return np.empty(0, np.int64), None
         if self._replayed_size:
             assert self._graphs is not None, "replayed before"
-            if not batch.edited and not len(wanted):
+            if not batch.is_changed and not len(wanted):
                 self._graphs.replay_sampling(self._replayed_size)
                 return self._buffers.fetch(self._graphs.outcome[:num_rows]), None
             self._rows = self._graphs.rows(self._replayed_size, num_rows)
@@ -120,10 +120,10 @@ class StepLaunch:
         assert self._logits is not None, "computed before"
         logits = self._logits()
         index = upload(wanted, logits.device) if len(wanted) else None
-        # Log probabilities are of the model's own logits, which edits are about to change.
+        # Log probabilities are of the model's own logits, which are about to be changed.
         raw = None if index is None else logits.index_select(0, index)
-        if batch.edited:
-            outcome = self._sampler.sample_edited(logits, self._rows, batch)
+        if batch.is_changed:
+            outcome = self._sampler.sample_changed(logits, self._rows, batch)
         else:
             outcome = self._sampler.sample(logits, self._rows)
         numbers = self._buffers.fetch(outcome)

@@ -12,11 +12,14 @@ What the host has to know before a launch is said here, in one place:
 | a fork | the tokens of its parent, which it takes over |
 | bad words of several tokens | the tokens of the sequences that have them |
 | more penalties than the device counts for (`penalties.py`) | the same |
+| constraints | the tokens of the sequences that have them, but only once its forward pass is
+  launched, which the device computes meanwhile |
 | candidates, chosen tokens, prompt log probabilities | every step launched before; and is itself
   computed by `ModelRunner`, which waits for the device |
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +38,8 @@ from worker_service.models.interface import Model
 from worker_service.plan import StepPlan, StepResult
 from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.table import NO_LOGPROBS
+from worker_service.structured.grammars import Grammars
+from worker_service.structured.masks import MaskedRows
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -53,9 +58,10 @@ class DeviceRunner(ModelRunner):
         block_size: int,
         state: DeviceState,
         mark: Callable[[], Mark] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """mark: makes marks in the device's work; None makes those of the cache's device."""
-        super().__init__(model, cache, block_size)
+        super().__init__(model, cache, block_size, grammars)
         self._state = state
         self._flights = Flights(self._device)
         self._last_finish = LastFinish()
@@ -152,6 +158,7 @@ class DeviceRunner(ModelRunner):
         else:
             launch.replay(inputs, batch, changes, size)
         computed = self._mark()
+        batch = replace(batch, masked=self._masks_of(slots))
         num_top = table.sampling.num_logprobs[slots]
         wanted = np.flatnonzero(num_top != NO_LOGPROBS)
         numbers, logprobs = launch.sample(batch, wanted, num_top[wanted])
@@ -173,6 +180,16 @@ class DeviceRunner(ModelRunner):
             cache_device_us=self._cache.timer(),
             last_finish=self._last_finish,
         )
+
+    def _masks_of(self, slots: Int64Array) -> MaskedRows | None:
+        """What constraints allow after tokens that the steps before may just be sampling: waits for
+        those, and then computes while the device is at the forward pass launched last."""
+        if self._masks is None:
+            return None
+        constrained = [slot for _, slot in self._masks.constrained(slots)]
+        self._flights.learn(np.array(constrained, np.int64), self._sequences)
+        rows = self._constrained_rows(slots)
+        return self._masks.compute(rows) if rows else None
 
     def _slots_to_read(self, slots: Int64Array) -> Int64Array:
         """Those of the sequences whose tokens the host has to know before it edits their logits."""

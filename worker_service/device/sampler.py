@@ -16,12 +16,13 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.metadata import SamplingMetadata
 from worker_service.device.penalties import DevicePenalties
-from worker_service.device.slots import NO_CANDIDATES, DeviceSlots
+from worker_service.device.slots import NO_CANDIDATES, OFF_CONSTRAINT, DeviceSlots
 from worker_service.sampler.draw import largest
 from worker_service.sampler.edits import apply_constraints, apply_penalties
 from worker_service.sampler.logprobs import window
 from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.upload import upload
+from worker_service.structured.masks import MaskedRows
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -31,6 +32,10 @@ class SamplingKernels(Protocol):
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """One token per row; -1 where the largest logit is not finite."""
+        ...
+
+    def apply_bitmask(self, logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+        """Minus infinity where a row's bit is 0."""
         ...
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,18 +94,21 @@ class DeviceSampler:
         """
         return self._slots.settle(rows.slots, self._draw(logits, rows))
 
-    def sample_edited(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch) -> Tensor:
-        """The same after a batch's edits, which are made in place."""
-        index = upload(np.array([each.row for each in batch.edited], np.int64), logits.device)
+    def sample_changed(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch) -> Tensor:
+        """The same after a batch's edits and masks, which are applied in place."""
+        changed = batch.changed_rows
+        index = upload(changed, logits.device)
         was_sound = logits.index_select(0, index).amax(dim=-1).isfinite()
         apply_constraints(logits, batch.edited)
         others, penalised = self._penalties.select(batch.edited, batch.slots)
         apply_penalties(logits, others)
         if penalised is not None:
             self._penalties.penalise(logits, penalised)
+        self._mask(logits, batch.masked)
         drawn = self._draw(logits, rows)
         failed = drawn.index_select(0, index)
-        reasons = torch.where((failed < 0) & was_sound, NO_CANDIDATES, failed)
+        why = upload(_why_nothing_is_left(changed, batch.masked), logits.device)
+        reasons = torch.where((failed < 0) & was_sound, why, failed)
         outcome = self._slots.settle(rows.slots, drawn.index_copy(0, index, reasons))
         if penalised is not None:
             self._penalties.count(outcome, penalised)
@@ -115,5 +123,18 @@ class DeviceSampler:
         logprobs, ranks = self._kernels.gather_logprobs(logits, ids)
         return LogprobTensors(token_ids=ids, logprobs=logprobs, ranks=ranks)
 
+    def _mask(self, logits: Tensor, masked: MaskedRows | None) -> None:
+        if masked is not None:
+            rows = upload(masked.rows, logits.device)
+            self._kernels.apply_bitmask(logits, rows, upload(masked.bitmask, logits.device))
+
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return self._kernels.sample(logits, self._slots.sampling(rows.slots, rows.positions))
+
+
+def _why_nothing_is_left(changed: Int64Array, masked: MaskedRows | None) -> Int64Array:
+    """For each changed row the failure it has if every token was excluded."""
+    reasons = np.full(len(changed), NO_CANDIDATES, np.int64)
+    if masked is not None:
+        reasons[np.isin(changed, masked.rows[masked.failed])] = OFF_CONSTRAINT
+    return reasons

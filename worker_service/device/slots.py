@@ -21,9 +21,11 @@ Int64Array = npt.NDArray[np.int64]
 NON_FINITE = -1
 """In place of a token: what the sampling kernels say of a row whose largest logit is not finite."""
 NO_CANDIDATES = -2
+OFF_CONSTRAINT = -3
 FAILURES = {
     NON_FINITE: RowErrorReason.NON_FINITE_LOGITS,
     NO_CANDIDATES: RowErrorReason.NO_CANDIDATES,
+    OFF_CONSTRAINT: RowErrorReason.CONSTRAINT,
 }
 
 _NUM_PARAMS = 6

@@ -1,5 +1,6 @@
 """A rank's part of a step, in time with the others."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,8 @@ from worker_service.parallel.micro_batches import micro_batches
 from worker_service.parallel.ranks import Ranks
 from worker_service.plan import RowErrorReason, StepPlan, StepResult
 from worker_service.sampler.sampler import NO_TOKEN
+from worker_service.structured.grammars import Grammars
+from worker_service.structured.masks import ConstrainedRow, MaskedRows
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -26,11 +29,18 @@ class RankRunner(ModelRunner):
     rank's results tell what came of them; the others' are empty.
     """
 
-    def __init__(self, model: Model, cache: CacheEngine, block_size: int, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: CacheEngine,
+        block_size: int,
+        ranks: Ranks,
+        grammars: Grammars | None = None,
+    ) -> None:
         """Raises GroupBroken unless `ranks` have joined."""
         self._ranks = ranks
         self._layout = ranks.layout
-        super().__init__(model, cache, block_size)
+        super().__init__(model, cache, block_size, grammars)
         self._agreement: Agreement | None = Agreement(ranks.joined, self._sequences)
 
     @property
@@ -109,11 +119,20 @@ class RankRunner(ModelRunner):
         if self._layout.is_last_stage:
             super()._add_prompt_logprobs(outcome, rows, forward)
 
+    def _constrained_rows(self, slots: Int64Array) -> list[ConstrainedRow]:
+        """None where nothing is sampled: there tokens may still be unknown, too."""
+        return super()._constrained_rows(slots) if self._layout.samples else []
+
     def _sample(
-        self, outcome: Outcome, logits: LastLogits, sampling: Int64Array, rows: StepRows
+        self,
+        outcome: Outcome,
+        logits: LastLogits,
+        sampling: Int64Array,
+        rows: StepRows,
+        masks: "Future[MaskedRows] | None",
     ) -> None:
         if self._layout.samples:
-            super()._sample(outcome, logits, sampling, rows)
+            super()._sample(outcome, logits, sampling, rows, masks)
 
     def _fail(self, outcome: Outcome, rows: StepRows, row: int, reason: RowErrorReason) -> None:
         """Which rows fail is the sampling rank's to say."""

@@ -5,6 +5,7 @@
 | `sampler.py` | the order of operations, greedy choice, failed rows |
 | `params.py`, `table.py` | a sequence's parameters; those of all sequences as columns by slot |
 | `edits.py`, `bad_words.py`, `occurrences.py` | exclusions, biases and penalties |
+| `masking.py` | what constraints exclude |
 | `draw.py` | min-p, top-k, top-p, and the draw |
 | `philox.py` | counter-based random numbers |
 | `logprobs.py`, `entries.py` | log probabilities and ranks; how a result holds them |

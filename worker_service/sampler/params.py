@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.structured.constraint import Constraint
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
@@ -56,6 +58,9 @@ class SamplerParams:
 
     num_candidates: int | None = None
     """Tokens reported for the core to choose among; None: the worker chooses."""
+
+    constraint: Constraint | None = None
+    """What the output must match; None: anything."""
 
     @property
     def has_filters(self) -> bool:

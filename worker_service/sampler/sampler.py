@@ -4,7 +4,8 @@ The order of operations is vLLM's:
 
 1. log probabilities, where asked for, are of the model's own logits; where the core chooses the
    token, they take the logits' place from here on (`candidates.py`);
-2. bad words and suppressed tokens are excluded, biases added, penalties applied (`edits.py`);
+2. bad words and suppressed tokens are excluded, biases added, penalties applied (`edits.py`); then
+   what the sequence's constraint does not allow is excluded (`masking.py`);
 3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
    divides the logits;
 4. min-p and top-k, then top-p, and the draw (`draw.py`) with a uniform number that depends on the
@@ -25,9 +26,11 @@ from worker_service.sampler.draw import Filters, draw, draw_unfiltered
 from worker_service.sampler.edits import EditedRow, apply_edits
 from worker_service.sampler.entries import Candidates, TokenLogprobs
 from worker_service.sampler.logprobs import logprob_table
+from worker_service.sampler.masking import apply_masks
 from worker_service.sampler.philox import uniform
 from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
 from worker_service.sampler.upload import upload
+from worker_service.structured.masks import MaskedRows
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -47,6 +50,19 @@ class SamplingBatch:
     """Output tokens each row's sequence has so far."""
 
     edited: list[EditedRow] = field(default_factory=list)
+    masked: MaskedRows | None = None
+    """Rows that have a constraint, if there are any; a failed one's token is of no use."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any row's logits are not the model's own when a token is chosen."""
+        return bool(self.edited) or self.masked is not None
+
+    @property
+    def changed_rows(self) -> Int64Array:
+        """Those rows."""
+        edited = np.array([each.row for each in self.edited], np.int64)
+        return edited if self.masked is None else np.union1d(edited, self.masked.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +101,7 @@ def sample(
     """Picks the tokens. logits: float32 [n, vocab_size], overwritten, as are `largest`'s columns;
     that is found here unless it is known already."""
     best, largest_values = largest = largest or _largest(logits)
-    if not batch.edited and table.is_plain[batch.slots].all() and _all_finite(largest):
+    if not batch.is_changed and table.is_plain[batch.slots].all() and _all_finite(largest):
         return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
     num_logprobs = table.num_logprobs[batch.slots]
     non_finite = np.flatnonzero(~np.isfinite(largest_values))
@@ -97,8 +113,9 @@ def sample(
     if len(offering):
         to_logprobs(logits, offering)
     apply_edits(logits, batch.edited)
+    apply_masks(logits, batch.masked)
     offered = offer(logits, offering, num_candidates[offering]) if len(offering) else {}
-    no_candidates = _look_again(logits, batch.edited, best)
+    no_candidates = _look_again(logits, batch.changed_rows, best)
     no_candidates = no_candidates[num_candidates[no_candidates] == 0]
     _neutralise(logits, no_candidates)
     tokens = _choose(logits, best, batch, table)
@@ -177,11 +194,10 @@ def _all_finite(largest: Largest) -> bool:
     return bool(np.isfinite(largest.values).all())
 
 
-def _look_again(logits: Tensor, edited: list[EditedRow], best: Int64Array) -> Int64Array:
-    """Put right the largest logits' columns of edited rows; those in which no token is left."""
-    if not edited:
-        return np.empty(0, np.int64)
-    rows = np.array([row.row for row in edited])
+def _look_again(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:
+    """Put right the largest logits' columns of changed rows; those in which no token is left."""
+    if len(rows) == 0:
+        return rows
     best[rows], largest = _largest(logits[_tensor(rows, logits)])
     return rows[largest == -np.inf]
 

@@ -30,6 +30,7 @@ class SimulatedExecutor:
             block_bytes=0,
             num_parameters=0,
             batch_invariant=True,
+            structured_output=False,  # its tokens have no text
             device="simulated",
             attention_backend="",
         )

@@ -146,6 +146,19 @@ class Sampling:
     stop: Annotated[
         list[str], typer.Option(help="The answer ends before this text; may be repeated.")
     ] = field(default_factory=list)
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="The answer is JSON that this schema allows: a file, or JSON text."),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="The whole answer matches this regular expression.")
+    ] = None
+    grammar: Annotated[
+        str | None, typer.Option(help="The answer matches this grammar: a file, or Lark text.")
+    ] = None
+    choice: Annotated[
+        list[str], typer.Option(help="The answer is this text, or another one given so.")
+    ] = field(default_factory=list)
 
     def params(self) -> SamplingParams:
         """As a request carries them."""
@@ -157,7 +170,20 @@ class Sampling:
             min_p=self.min_p,
             seed=self.seed,
             stop=self.stop,
+            json_schema=_content(self.json_schema),
+            regex=self.regex,
+            grammar=_content(self.grammar),
+            choice=self.choice or None,
         )
+
+
+def _content(text: str | None) -> str | None:
+    """What is in the file of this name, if there is one; else the text itself."""
+    try:
+        is_file = text is not None and Path(text).is_file()
+    except (OSError, ValueError):  # no name that a file could have
+        return text
+    return Path(text).read_text(encoding="utf-8") if is_file and text is not None else text
 
 
 def _engine_parameter(flag: flags.Flag) -> inspect.Parameter:

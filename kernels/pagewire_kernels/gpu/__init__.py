@@ -8,7 +8,7 @@ rotary.py      norm of queries and keys, rotation and cache write in one
 activation.py  an MLP's activation, and a gated one's with its product
 linear.py      a linear layer in one fixed order of sums
 layers.py      `TritonLayerKernels`, the row-wise operations together
-sampling.py    penalties, sampling, log probabilities; kernels in `sampling_kernels.py`
+sampling.py    penalties, bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
 backend.py     `TritonBackend`
 checks.py      what the launchers refuse
 
@@ -25,7 +25,13 @@ from pagewire_kernels.gpu.layers import TritonLayerKernels
 from pagewire_kernels.gpu.linear import InvariantWeight, linear
 from pagewire_kernels.gpu.norm import layer_norm, rms_norm
 from pagewire_kernels.gpu.rotary import rotate_and_write_kv
-from pagewire_kernels.gpu.sampling import apply_penalties, gather_logprobs, sample, uniforms
+from pagewire_kernels.gpu.sampling import (
+    apply_bitmask,
+    apply_penalties,
+    gather_logprobs,
+    sample,
+    uniforms,
+)
 
 __all__ = [
     "InvariantWeight",
@@ -34,6 +40,7 @@ __all__ = [
     "TritonLayerKernels",
     "act_and_mul",
     "activate",
+    "apply_bitmask",
     "apply_penalties",
     "choose_launch",
     "gather_kv",

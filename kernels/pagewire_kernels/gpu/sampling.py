@@ -1,4 +1,4 @@
-"""Penalties, sampling and log probabilities on a GPU.
+"""Penalties, bitmasks, sampling and log probabilities on a GPU.
 
 What bounds them: the rows of logits are read over and over, `vocab_size * 4` bytes a row and pass.
 A greedy row takes one pass, one without filters four, one with top-k or top-p as many more as it
@@ -119,6 +119,33 @@ def apply_penalties(
             TILE=256,
             num_warps=4,
             enable_fp_fusion=False,
+        )
+
+
+def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Minus infinity where a row's bit is 0, in place; as `reference.apply_bitmask`.
+
+    Reads the mask, a thirty-second of a row's size, and writes what is excluded: logits are not
+    read. Most are, so it is bound by writing one row.
+    """
+    _, vocab_size = _check_logits(logits)
+    expect_dtype("rows", rows, torch.int64)
+    expect_rows("rows", rows, None)
+    expect_dtype("bitmask", bitmask, torch.int32)
+    expect_rows("bitmask", bitmask, len(rows), None)
+    num_words = triton.cdiv(vocab_size, 32)
+    expect(bitmask.shape[1] == num_words, f"bitmask: expected {num_words} columns")
+    if len(rows):
+        tile = _tile(vocab_size)
+        sampling_kernels.apply_bitmask[(len(rows), triton.cdiv(vocab_size, tile))](
+            logits,
+            rows,
+            bitmask,
+            vocab_size,
+            logits.stride(0),
+            bitmask.stride(0),
+            TILE=tile,
+            num_warps=_NUM_WARPS,
         )
 
 

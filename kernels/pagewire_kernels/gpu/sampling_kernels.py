@@ -281,6 +281,25 @@ def penalise(
 
 
 @triton.jit
+def apply_bitmask(
+    logits, rows, bitmask, vocab_size, logits_stride, bitmask_stride, TILE: tl.constexpr
+):
+    """A program per row and tile: minus infinity over every token whose bit is 0."""
+    entry = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_token = token < vocab_size
+    words = tl.load(bitmask + entry * bitmask_stride + token // 32, is_token, other=-1)
+    is_allowed = ((words >> (token % 32)) & 1) != 0
+    row = tl.load(rows + entry)
+    excluded = tl.full([TILE], float("-inf"), tl.float32)
+    tl.store(
+        logits + row * logits_stride + token,
+        excluded.to(logits.dtype.element_ty),
+        is_token & (is_allowed == 0),
+    )
+
+
+@triton.jit
 def logprobs(
     output,
     ranks,

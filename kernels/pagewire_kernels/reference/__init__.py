@@ -17,12 +17,19 @@ from pagewire_kernels.reference.layers import (
     rms_norm,
     rotate_and_write_kv,
 )
-from pagewire_kernels.reference.sampling import apply_penalties, gather_logprobs, sample, uniforms
+from pagewire_kernels.reference.sampling import (
+    apply_bitmask,
+    apply_penalties,
+    gather_logprobs,
+    sample,
+    uniforms,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "act_and_mul",
     "activate",
+    "apply_bitmask",
     "apply_penalties",
     "embed",
     "gather_kv",

@@ -61,6 +61,17 @@ def apply_penalties(
     logits[index] = values
 
 
+def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Minus infinity where a row's bit is 0, in place; other rows are left alone.
+
+    logits: float [num_rows, vocab_size]; rows: int64 [m], none twice; bitmask: int32 [m,
+    ceil(vocab_size / 32)], a bit per token, the lowest first.
+    """
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    allowed = bitmask[:, columns // 32] >> (columns % 32).int() & 1
+    logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
+
+
 def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """One token per row, int64 [n]; -1 for a row with a NaN or without a finite maximum.
 

@@ -195,3 +195,44 @@ def test_tokenizer_files_that_cannot_be_used_leave_token_ids_working() -> None:
     assert settled(model).submit.prompt_token_ids == to_column(range(3, 13))
     with pytest.raises(UnsupportedByModel, match="cannot be used"):
         model.require_tokenizer("text")
+
+
+def constraint_of(model: ServedModel = MODEL, **fields: Any) -> sampling_pb2.Constraint:
+    sampling = settled(model, **fields).submit.sampling
+    assert sampling.suppressed_token_ids == b""
+    assert sampling.HasField("constraint")
+    return sampling.constraint
+
+
+def ends_of(constraint: sampling_pb2.Constraint) -> tuple[set[int], set[int]]:
+    return (
+        set(from_column(constraint.end_token_ids, "")),
+        set(from_column(constraint.last_token_ids, "")),
+    )
+
+
+def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> None:
+    assert not settled().submit.sampling.HasField("constraint")
+    constraint = constraint_of(regex="a+", stop_token_ids=[9], min_tokens=4)
+    assert (constraint.regex, ends_of(constraint)) == ("a+", ({9, EOS_ID}, set()))
+    assert constraint_of(json_schema="{}").json_schema == "{}"
+    assert constraint_of(grammar="start: A").grammar == "start: A"
+    assert constraint_of(choice={"choices": ["a", "b"]}).choice.choices == ["a", "b"]
+
+
+def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:
+    assert ends_of(constraint_of(regex="a", ignore_eos=True)) == (set(), {EOS_ID})
+    asked = constraint_of(regex="a", ignore_eos=True, stop_token_ids=[9])
+    assert ends_of(asked) == ({9}, {EOS_ID})
+    also = constraint_of(regex="a", ignore_eos=True, stop_token_ids=[EOS_ID])
+    assert EOS_ID in ends_of(also)[0]
+    request = settled(regex="a", ignore_eos=True)
+    assert EOS_ID in request.stop_token_ids
+
+
+def test_structured_output_needs_a_token_that_ends_it() -> None:
+    endless = build_model(model_info(eos_token_ids=b""), model_files(byte_level()))
+    with pytest.raises(InvalidArgument, match="no end of sequence") as caught:
+        settled(endless, regex="a")
+    assert caught.value.field == "sampling_params.stop_token_ids"
+    assert ends_of(constraint_of(endless, regex="a", stop_token_ids=[9])) == ({9}, set())

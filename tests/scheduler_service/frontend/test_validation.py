@@ -116,7 +116,6 @@ BAD_SAMPLING = [
     ({"beam_search": {"width": 65}}, "beam_search.width"),
     ({"beam_search": {"width": 2, "length_penalty": math.nan}}, "beam_search.length_penalty"),
     ({"beam_search": {"width": 2, "early_stopping": 99}}, "beam_search.early_stopping"),
-    ({"beam_search": {"width": 2}, "regex": "a"}, "beam_search"),
     ({"beam_search": {"width": 2, "length_penalty": 5.5}}, "beam_search.length_penalty"),
     ({"beam_search": {"width": 2}, "n": 3}, "beam_search.width"),
     ({"beam_search": {"width": 2}, "best_of": 2}, "best_of"),
@@ -130,6 +129,9 @@ BAD_SAMPLING = [
     ({"grammar": ""}, "grammar"),
     ({"choice": {}}, "choice.choices"),
     ({"choice": {"choices": ["a", ""]}}, "choice.choices[1]"),
+    ({"choice": {"choices": ["a"] * 1025}}, "choice.choices"),
+    ({"choice": {"choices": ["é" * 70_000, "a" * 130_000]}}, "choice"),
+    ({"regex": "a" * 262_145}, "regex"),
 ]
 
 
@@ -213,10 +215,15 @@ def test_a_resumption_needs_its_request_id_and_seed() -> None:
     ],
     ids=str,
 )
-def test_what_this_version_cannot_do_is_refused_by_name(sampling: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedByModel, match="not supported by this version") as caught:
-        check(request_of({"text": "a", "sampling_params": sampling}))
-    assert caught.value.reason == "NOT_SUPPORTED"
+def test_structured_output_is_for_workers_that_say_they_keep_to_it(
+    sampling: dict[str, Any],
+) -> None:
+    request = request_of({"text": "a", "sampling_params": sampling})
+    validation.check_request(request)
+    validation.check_against_model(request, model_info(structured_output=True))
+    with pytest.raises(UnsupportedByModel, match="do not support structured output") as caught:
+        validation.check_against_model(request, model_info())
+    assert caught.value.reason == "NO_STRUCTURED_OUTPUT"
 
 
 @pytest.mark.parametrize("interval_ms", [99, 60_001])

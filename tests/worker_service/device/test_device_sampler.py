@@ -94,7 +94,7 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
     expected = sample(sequences.logits.clone(), batch, sequences.table.sampling)
     logits = sequences.logits.to(DEVICE)
     rows = sequences.rows(batch)
-    outcome = sequences.sampler.sample_edited(logits.clone(), rows, batch)
+    outcome = sequences.sampler.sample_changed(logits.clone(), rows, batch)
     assert outcome.tolist() == expected.tokens.tolist()
     num_top = sequences.table.sampling.num_logprobs[batch.slots]
     wanted = np.flatnonzero(num_top >= 0)
@@ -124,7 +124,7 @@ def test_failures_keep_their_first_reason_until_the_slot_is_taken_again() -> Non
     reasons = [
         [FAILURES.get(int(number)) for number in outcome]
         for outcome in (
-            sequences.sampler.sample_edited(logits.clone(), rows, batch),
+            sequences.sampler.sample_changed(logits.clone(), rows, batch),
             sequences.sampler.sample(logits.nan_to_num(0.0), rows),
         )
     ]

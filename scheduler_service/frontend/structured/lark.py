@@ -1,0 +1,56 @@
+"""A constraint as one grammar in the dialect of Lark that llguidance reads.
+
+Workers compile the very same text (`worker_service/structured/lark.py`); a test holds the two to
+each other.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Otherwise llguidance allows, where only one text can follow, no token of it but the tokenizer's
+own next one; the contract allows all that begin it."""
+
+WHITE_SPACE = r"(?: |\r?\n[ \t]{0,32})"
+"""Between the parts of a JSON text: as compact, spaced and indented ones have it. Bounded, so that
+no model writes white space for ever."""
+
+_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+
+def schema_to_lark(schema: dict[str, Any]) -> str:
+    """The grammar of the JSON texts that a schema allows."""
+    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return f"start: %json {json.dumps(schema)}{NO_FORCING}"
+
+
+def regex_to_lark(pattern: str) -> str:
+    """The grammar of the texts that a regular expression matches as a whole."""
+    return f"start: /{between_slashes(pattern)}/{NO_FORCING}"
+
+
+def grammar_to_lark(grammar: str) -> str:
+    """A client's own grammar."""
+    return grammar + NO_FORCING
+
+
+def choice_to_lark(choices: Sequence[str]) -> str:
+    """The grammar of these texts."""
+    return regex_to_lark("|".join(map(_literal, choices)))
+
+
+def between_slashes(pattern: str) -> str:
+    """The pattern as it stands between slashes, on one line."""
+    return re.sub(
+        r"\\.|[/\n\r]",
+        lambda found: _IN_SLASHES.get(found[0][-1], found[0]),
+        pattern,
+        flags=re.DOTALL,
+    )
+
+
+def _literal(text: str) -> str:
+    """A regular expression for one text."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text)

@@ -1,0 +1,50 @@
+"""Tokens' texts are those that a frontend makes of them."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support.tokenizers import SENTENCEPIECE_DECODERS, byte_level, sentencepiece
+from worker_service.structured.vocabulary import token_texts
+
+EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model/tokenizer.json"
+TEXTS = ["hello world", "naïve café 你好 😀", ' {"a": [1, 2]}\n', "  two  spaces", "\t\x00"]
+
+
+def texts_of(tokenizer: Tokenizer, extra: int = 0) -> list[bytes]:
+    size = tokenizer.get_vocab_size() + extra
+    return token_texts(tokenizer.to_str().encode(), size)
+
+
+@pytest.mark.parametrize("name", ["byte level", "embedded", *SENTENCEPIECE_DECODERS])
+def test_the_texts_of_a_texts_tokens_are_that_text(name: str) -> None:
+    tokenizer = {
+        "byte level": byte_level,
+        "embedded": lambda: Tokenizer.from_file(str(EMBEDDED)),
+    }.get(name, lambda: sentencepiece(name))()
+    texts = texts_of(tokenizer)
+    for text in TEXTS:
+        pieces = text if name not in SENTENCEPIECE_DECODERS else text.replace(" ", "▁")
+        ids = tokenizer.encode(pieces, add_special_tokens=False).ids
+        assert b"".join(texts[token_id] for token_id in ids).decode() == text
+
+
+def test_special_tokens_and_ids_beyond_the_vocabulary_have_none() -> None:
+    tokenizer = byte_level()
+    texts = texts_of(tokenizer, extra=7)
+    assert texts[-7:] == [b""] * 7
+    special = [id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    assert special
+    assert all(texts[token_id] == b"" for token_id in special)
+    assert texts[tokenizer.token_to_id("<tool call>")] == b"<tool call>"
+    assert texts[tokenizer.token_to_id("é plain")] == "é plain".encode()
+
+
+def test_fewer_logits_than_tokens_are_enough() -> None:
+    assert texts_of(byte_level(), extra=-5) == texts_of(byte_level())[:-5]
+
+
+def test_a_file_that_is_no_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        token_texts(b"{}", 10)
