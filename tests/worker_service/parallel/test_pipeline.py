@@ -103,6 +103,10 @@ class Observed:
         self._on_forward()
         return self._model.forward(*inputs)
 
+    def forward_to_logits(self, *inputs: Any) -> Any:
+        self._on_forward()
+        return cast(Any, self._model).forward_to_logits(*inputs)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
