@@ -24,6 +24,8 @@ from worker_service.sequence_state import SequenceTable
 
 Int64Array = npt.NDArray[np.int64]
 
+_NO_ROWS = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
@@ -35,6 +37,9 @@ class StepRows:
 
     computes: BoolArray
     """Rows in the forward pass: they have tokens to compute and have not failed before."""
+
+    are_decodes: bool
+    """Whether each computes one token and samples."""
 
     forks: Int64Array
     """[num_forks]: the rows without tokens, which sample from their parents' last logits."""
@@ -48,19 +53,21 @@ def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
     slots = table.slots(plan.seq_ids, "seq_ids")
     if len(set(slots.tolist())) != len(slots):
         raise InvalidPlan("seq_ids", "a sequence has two rows")
-    stands_still = np.zeros(len(slots), np.bool_)
-    if table.failures:
+    computes = plan.num_tokens > 0
+    forks = parents = _NO_ROWS
+    if table.failures or not computes.all():
         stands_still = np.isin(slots, list(table.failures))
-    computes = (plan.num_tokens > 0) & ~stands_still
-    forks = np.flatnonzero((plan.num_tokens == 0) & ~stands_still)
-    parents = [_parent_row(plan, row, table) for row in forks.tolist()]
+        forks = np.flatnonzero(~computes & ~stands_still)
+        parents = np.array([_parent_row(plan, row, table) for row in forks.tolist()], np.int64)
+        computes &= ~stands_still
     rows = StepRows(
         slots=slots,
         num_tokens=plan.num_tokens,
         sample=plan.sample,
         computes=computes,
+        are_decodes=bool((computes & plan.sample & (plan.num_tokens == 1)).all()),
         forks=forks,
-        parents=np.array(parents, np.int64),
+        parents=parents,
     )
     _check_lengths(rows, plan, table)
     return rows

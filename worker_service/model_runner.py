@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.computed import Computed, HeadOutput
-from worker_service.batch import StepRows, build_inputs, lay_out, resolve_rows
+from worker_service.batch import ForwardInputs, StepRows, build_inputs, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
+from worker_service.decode_inputs import DecodeInputs
 from worker_service.errors import InvalidPlan
 from worker_service.executor import FinishedStep, Step
 from worker_service.models.interface import ComputesLogits, Model
@@ -102,6 +103,7 @@ class ModelRunner:
         self._block_size = block_size
         self._grammars = grammars
         self._device = cache.device_cache.device
+        self._decode_inputs = DecodeInputs() if self._device.type == "cpu" else None
         self._sequences = self._no_sequences()
         self._masks = TokenMasks(grammars) if grammars is not None else None
 
@@ -241,6 +243,8 @@ class ModelRunner:
 
     def _forward(self, rows: StepRows, sampling: Int64Array) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
+        if rows.are_decodes and self._decode_inputs is not None and len(rows.slots):
+            return self._decode(rows, self._decode_inputs)
         num_tokens = np.where(rows.computes, rows.num_tokens, 0)
         ends = np.cumsum(num_tokens)
         if len(ends) == 0 or ends[-1] == 0:
@@ -248,18 +252,28 @@ class ModelRunner:
         table = self._sequences
         slots, lengths = rows.slots[rows.computes], rows.num_tokens[rows.computes]
         inputs = build_inputs(lay_out(slots, lengths, table), table, self._device)
+        # A fork samples from its parent's last state, which is then named twice.
+        is_plain = len(sampling) > 0 and len(rows.forks) == 0
+        last = self._index(ends[sampling] - 1) if is_plain else None
+        return self._pass(inputs, last, ends - num_tokens, ends)
+
+    def _decode(self, rows: StepRows, decode_inputs: DecodeInputs) -> ForwardPass:
+        """Compute rows of one token each, which all sample."""
+        inputs = decode_inputs.build(rows.slots, self._sequences)
+        numbers = decode_inputs.numbers(len(rows.slots))
+        starts = numbers.numpy()
+        return self._pass(inputs, numbers, starts, starts + 1)
+
+    def _pass(
+        self, inputs: ForwardInputs, last: Tensor | None, starts: Int64Array, ends: Int64Array
+    ) -> ForwardPass:
+        """Through the model; last: which hidden states are sampled from."""
         batch = inputs.token_ids, inputs.positions, self._cache.device_cache, inputs.metadata
         if self._to_logits is None:
             computed = Computed(self._model.forward(*batch))
         else:
-            # A fork samples from its parent's last state, which is then named twice.
-            is_plain = len(sampling) > 0 and len(rows.forks) == 0
-            computed = self._to_logits(
-                *batch, self._index(ends[sampling] - 1) if is_plain else None
-            )
-        return ForwardPass(
-            hidden=computed.hidden, starts=ends - num_tokens, ends=ends, head=computed.head
-        )
+            computed = self._to_logits(*batch, last)
+        return ForwardPass(hidden=computed.hidden, starts=starts, ends=ends, head=computed.head)
 
     def _sampling_rows(self, rows: StepRows) -> Int64Array:
         """Rows that sample now: not those of sequences that failed before."""

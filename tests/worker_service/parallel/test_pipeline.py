@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
+from pagewire_kernels.computed import Computed
 from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
@@ -103,9 +104,8 @@ class Observed:
         self._on_forward()
         return self._model.forward(*inputs)
 
-    def forward_to_logits(self, *inputs: Any) -> Any:
-        self._on_forward()
-        return cast(Any, self._model).forward_to_logits(*inputs)
+    def forward_to_logits(self, *inputs: Any) -> Computed:
+        return Computed(self.forward(*inputs[:-1]))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -109,7 +109,7 @@ void multiply(LinearTask& task, Finish finish) {
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
   alignas(64) float sums[kBlockRows * kPanel];
-  Items items(task, num_items, task.num_threads);
+  SharedItems items(task, num_items, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     const int64_t row = item / num_panels * block, panel = item % num_panels;
     const int64_t count = num_rows - row < block ? num_rows - row : block;

@@ -61,9 +61,9 @@ inline Place& place() {
 }
 
 // The items of a task, for one thread: take one, compute it, and write it only if it `may_write`.
-class Items {
+class SharedItems {
  public:
-  Items(Task& task, int64_t num_items, int64_t num_threads)
+  SharedItems(Task& task, int64_t num_items, int64_t num_threads)
       : task_(task), num_items_(num_items), num_threads_(num_threads), place_(place()),
         own_(place_.shares == nullptr ? alone_ : *place_.own) {}
 
