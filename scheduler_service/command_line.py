@@ -1,32 +1,21 @@
 """What both commands share: flags, logging, and errors as one line and an exit code."""
 
 import asyncio
-import logging
 import resource
-import sys
 from collections.abc import Callable, Coroutine
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import typer
 
 from scheduler_service.addresses import CannotListen
+from scheduler_service.log_format import LogFormat, LogLevel, configure_logging
 from scheduler_service.replay.output import CannotRecord
 
 Config = TypeVar("Config")
 
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
-
-
-class LogLevel(StrEnum):
-    """Least severity that is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 HealthListen: TypeAlias = Annotated[
@@ -71,17 +60,14 @@ def run_service(
     make_config: Callable[[], Config],
     serve: Callable[[Config], Coroutine[Any, Any, None]],
     log_level: LogLevel,
+    log_format: LogFormat,
 ) -> None:
     """Make the configuration and serve until told to end.
 
     Exits with 2 when `make_config` raises ValueError or a recording cannot be made, with 1 when the
     address cannot be used.
     """
-    logging.basicConfig(
-        level=log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    configure_logging(log_level, log_format)
     try:
         config = make_config()
     except ValueError as error:

@@ -24,6 +24,7 @@ from worker_service.errors import InvalidOption, WorkerError
 from worker_service.launchers.launcher import RankHost, launch
 from worker_service.launchers.local import LocalConfig, LocalHost
 from worker_service.launchers.rank_process import end_with
+from worker_service.log_format import configure_logging
 from worker_service.parallel.place import Place, StartRanks, find_place
 from worker_service.processor import limit_spinning
 
@@ -46,9 +47,7 @@ def serve(
     simulation: SimulationFlags,
 ) -> None:
     """Serve a model's steps to a scheduler core."""
-    logging.basicConfig(
-        level=service.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    configure_logging(service.log_level, service.log_format)
     limit_spinning(os.environ)
     try:
         if simulation.simulate:

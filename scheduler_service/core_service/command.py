@@ -12,7 +12,6 @@ from scheduler_service.command_line import (
     ClusterKey,
     ClusterTokenFile,
     HealthListen,
-    LogLevel,
     run_service,
 )
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
@@ -20,6 +19,7 @@ from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
+from scheduler_service.log_format import LogFormat, LogLevel
 from scheduler_service.metrics.server import metrics_address
 
 SERVICE = CoreServiceConfig()
@@ -194,6 +194,10 @@ def scheduler(
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(envvar="PAGEWIRE_LOG_FORMAT", help="Lines for people, or of JSON."),
+    ] = LogFormat.TEXT,
 ) -> None:
     """Run the scheduler core: the request queues, the KV blocks, and the plans for workers."""
 
@@ -233,4 +237,4 @@ def scheduler(
             ),
         )
 
-    run_service(make_config, serve, log_level)
+    run_service(make_config, serve, log_level, log_format)

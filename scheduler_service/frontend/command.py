@@ -12,11 +12,11 @@ from scheduler_service.command_line import (
     ClusterKey,
     ClusterTokenFile,
     HealthListen,
-    LogLevel,
     run_service,
 )
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
+from scheduler_service.log_format import LogFormat, LogLevel
 from scheduler_service.metrics.server import metrics_address
 from scheduler_service.tls import tls_files
 
@@ -139,6 +139,10 @@ def frontend(
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(envvar="PAGEWIRE_LOG_FORMAT", help="Lines for people, or of JSON."),
+    ] = LogFormat.TEXT,
 ) -> None:
     """Run a frontend: what clients call, text on one side and tokens on the other."""
 
@@ -162,4 +166,4 @@ def frontend(
             grace_period_s=grace_period,
         )
 
-    run_service(make_config, serve, log_level)
+    run_service(make_config, serve, log_level, log_format)

@@ -113,8 +113,8 @@ class FrontendMetrics:
         outcome = status_code(error).name.lower()
         self._requests[*self._labels(tenant, priority), outcome] += 1
 
-    def count_end(self, stream: "RequestStream") -> None:
-        """A request that was taken in has ended, one way or another."""
+    def count_end(self, stream: "RequestStream") -> str:
+        """A request that was taken in has ended, one way or another; how."""
         labels = self._labels(stream.tenant, stream.priority)
         outcome = _outcome(stream)
         self._requests[*labels, outcome] += 1
@@ -124,6 +124,7 @@ class FrontendMetrics:
             stream.counts.finishes["abort" if outcome == CANCELLED else "error"] += 1
         if stream.counts is not None:
             stream.counts.num_worker_losses += stream.num_worker_losses
+        return outcome
 
     def _labels(self, tenant: str, priority: int) -> LabelValues:
         return self._tenant.value(tenant), self._priority.value(str(priority))

@@ -136,7 +136,8 @@ class OpenRequests:
         """Let go of a request, wherever it stands; the core ends it if it still runs."""
         if not stream.is_closed:
             stream.is_closed = True
-            self._metrics.count_end(stream)
+            outcome = self._metrics.count_end(stream)
+            _log_end(stream, outcome)
         opened = self._open.get(_key(stream))
         if opened is None or opened.stream is not stream:
             return
@@ -222,6 +223,20 @@ def _begin(
 ) -> None:
     """Tokenize, fill in what is open, set up the choices."""
     stream.begin(settle(request, stream.request_id, model, prompt_tokens(request, model)))
+
+
+def _log_end(stream: RequestStream, outcome: str) -> None:
+    error = stream.error
+    level = logging.DEBUG if error is None else logging.INFO
+    logger.log(
+        level,
+        "request ended request_id=%s tenant=%s outcome=%s reason=%s num_tokens=%d",
+        stream.request_id,
+        stream.tenant,
+        outcome,
+        "" if error is None else error.reason,
+        sum(len(choice.token_ids) for choice in stream.choices),
+    )
 
 
 def _key(stream: RequestStream) -> _Key:

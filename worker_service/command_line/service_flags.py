@@ -1,7 +1,6 @@
 """The process as a service: its name, addresses, end and log."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated
 
 from typer import Option
@@ -12,16 +11,8 @@ from worker_service.command_line.options import env
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig
 from worker_service.errors import InvalidOption
 from worker_service.launchers.local import address_of
+from worker_service.log_format import LogFormat, LogLevel
 from worker_service.parallel.place import Place
-
-
-class LogLevel(StrEnum):
-    """How much is logged."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +75,9 @@ class ServiceFlags:
     log_level: Annotated[LogLevel, Option(envvar=env("LOG_LEVEL"), help="How much to log.")] = (
         LogLevel.info
     )
+    log_format: Annotated[
+        LogFormat, Option(envvar=env("LOG_FORMAT"), help="Lines for people, or of JSON.")
+    ] = LogFormat.text
     launcher_pid: Annotated[
         int | None, Option(envvar=env("LAUNCHER_PID"), hidden=True, help="End with this process.")
     ] = None

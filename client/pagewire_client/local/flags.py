@@ -103,6 +103,7 @@ FLAGS = (
     Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
     Flag("default_timeout", float, ("frontend",), "Seconds for requests that name no deadline."),
     Flag("log_level", str, _ALL, "debug, info, warning or error."),
+    Flag("log_format", str, _ALL, "text, or json for one object per line."),
     Flag("grace_period", float, _ALL, "Seconds to finish requests when told to end."),
 )
 
