@@ -40,16 +40,16 @@ class AsyncClient:
         address: Address | Sequence[Address] = DEFAULT_ADDRESS,
         *,
         tls: TlsOptions | None = None,
-        token: str | None = None,
+        api_key: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         """Nothing is dialled before the first call.
 
         `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
         with commas between them.
-        `token`: sent as `authorization: Bearer TOKEN`.
+        `api_key`: sent as `authorization: Bearer KEY`.
         """
-        connections = Connections(connection_options(address, tls, token), async_channel)
+        connections = Connections(connection_options(address, tls, api_key), async_channel)
         self._caller = AsyncCaller(connections, retry or RetryPolicy())
 
     async def __aenter__(self) -> Self:

@@ -37,16 +37,16 @@ class Client:
         address: Address | Sequence[Address] = DEFAULT_ADDRESS,
         *,
         tls: TlsOptions | None = None,
-        token: str | None = None,
+        api_key: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         """Nothing is dialled before the first call.
 
         `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
         with commas between them.
-        `token`: sent as `authorization: Bearer TOKEN`.
+        `api_key`: sent as `authorization: Bearer KEY`.
         """
-        connections = Connections(connection_options(address, tls, token), sync_channel)
+        connections = Connections(connection_options(address, tls, api_key), sync_channel)
         self._caller = Caller(connections, retry or RetryPolicy())
 
     def __enter__(self) -> Self:

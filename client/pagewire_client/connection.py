@@ -1,9 +1,9 @@
-"""Where the servers are, and how they are spoken to: addresses, TLS, tokens, channels."""
+"""Where the servers are, and how they are spoken to: addresses, TLS, keys, channels."""
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 Address: TypeAlias = str
 """`HOST:PORT` or `unix:PATH`."""
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 DEFAULT_ADDRESS: Address = "127.0.0.1:7600"
 
@@ -70,21 +72,21 @@ class ConnectionOptions:
     """Frontends of one deployment, any of which will do."""
     tls: TlsOptions | None = None
     """None: no encryption."""
-    token: str | None = None
-    """Sent with each call as `authorization: Bearer TOKEN`."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent with each call as `authorization: Bearer KEY`."""
 
     def __post_init__(self) -> None:
         if not self.addresses:
             raise ValueError("at least one address is needed")
         for address in self.addresses:
             _check_address(address)
-            if self.token and not self.tls and not _is_local(address):
-                logger.warning("token travels unencrypted address=%s", address)
+            if self.api_key and not self.tls and not _is_local(address):
+                logger.warning("API key travels unencrypted address=%s", address)
 
     @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
+    def metadata(self) -> Metadata:
         """What each call carries besides its message."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     @property
     def channel_options(self) -> list[tuple[str, str | int]]:
@@ -96,13 +98,13 @@ class ConnectionOptions:
 
 
 def connection_options(
-    address: Address | Sequence[Address], tls: TlsOptions | None, token: str | None
+    address: Address | Sequence[Address], tls: TlsOptions | None, api_key: str | None
 ) -> ConnectionOptions:
     """Options from what a client's constructor takes; several addresses may also stand in one
     text, with commas between them."""
     texts = (address,) if isinstance(address, str) else address
     addresses = tuple(each for text in texts for each in text.split(","))
-    return ConnectionOptions(addresses=addresses, tls=tls, token=token)
+    return ConnectionOptions(addresses=addresses, tls=tls, api_key=api_key)
 
 
 ChannelT = TypeVar("ChannelT")

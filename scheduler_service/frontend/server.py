@@ -32,7 +32,7 @@ from scheduler_service.grpc_options import public_server_options
 from scheduler_service.metadata import authorization
 from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.service_runner import ServiceRunner
-from scheduler_service.tls import server_credentials
+from scheduler_service.tls import http_context, server_credentials
 from scheduler_service.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,14 @@ class Frontend:
             health_listen=config.health_listen,
         )
         self.http = (
-            HttpServer(config.http, share_port=config.http_share_port) if config.http else None
+            HttpServer(
+                config.http,
+                share_port=config.http_share_port,
+                tls=None if config.tls is None else http_context(config.tls),
+                max_connections=config.max_connections,
+            )
+            if config.http
+            else None
         )
         self._http_services = HttpServices(
             requests=self.requests,

@@ -262,7 +262,7 @@ def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFronten
 
 
 def test_the_token_travels_as_bearer(make_client: Any, frontend: FakeFrontend) -> None:
-    client = make_client(frontend.address, token="secret")
+    client = make_client(frontend.address, api_key="secret")
     client.generate("Hello", TEN)
     client.generate_many(["Hello"], TEN)
     assert [metadata["authorization"] for metadata in frontend.metadata] == ["Bearer secret"] * 2

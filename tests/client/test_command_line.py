@@ -127,7 +127,7 @@ def test_no_server_is_one_line_and_an_exit_code() -> None:
         (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
         (["generate", ""], "expected a text"),
         (["generate", "Hello", "--seed", "-1"], "seed must be from 0"),
-        (["generate", "Hello", "--tls-root", "/none.pem"], "No such file"),
+        (["generate", "Hello", "--tls-ca", "/none.pem"], "No such file"),
         (["chat", "--model", "other"], "no model 'other' is served"),
     ],
 )

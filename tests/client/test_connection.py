@@ -51,7 +51,7 @@ def test_a_server_is_verified_by_the_given_root(
 ) -> None:
     with FakeFrontend("localhost:0", server_credentials(server_pair)) as frontend:
         tls = TlsOptions(root_certificates=server_pair[0])
-        assert make_client(frontend.address, tls=tls, token="t").generate("Hi", ONE).finished
+        assert make_client(frontend.address, tls=tls, api_key="t").generate("Hi", ONE).finished
 
 
 def test_a_server_with_another_name_is_reached_by_naming_it(
@@ -102,6 +102,6 @@ def test_a_token_in_the_clear_is_warned_of(
     address: str, is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        ConnectionOptions(addresses=(address,), token="secret")
+        ConnectionOptions(addresses=(address,), api_key="secret")
     assert ("unencrypted" in caplog.text) == is_warned
     assert "secret" not in caplog.text

@@ -54,7 +54,7 @@ def test_a_whole_answer_has_everything(frontend: FakeFrontend) -> None:
 
 
 def test_a_chat_message_and_a_token_are_sent(frontend: FakeFrontend) -> None:
-    run = run_node("--address", frontend.address, "--chat", "--token", "secret", "Hi")
+    run = run_node("--address", frontend.address, "--chat", "--api-key", "secret", "Hi")
     assert run.returncode == 0, run.stderr
     messages = frontend.requests[0].chat.messages
     assert [(message.role, message.content) for message in messages] == [("user", "Hi")]

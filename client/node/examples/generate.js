@@ -2,7 +2,10 @@
 //
 // Streams a model's answer to standard output. With --json: the whole answer as one JSON object.
 
+import { readFileSync } from "node:fs";
 import { parseArgs } from "node:util";
+
+import grpc from "@grpc/grpc-js";
 
 import { Client } from "../src/client.js";
 
@@ -15,7 +18,8 @@ const { values, positionals } = parseArgs({
     seed: { type: "string" },
     timeout: { type: "string" },
     "recovery-timeout": { type: "string", default: "60" },
-    token: { type: "string" },
+    "api-key": { type: "string" },
+    "tls-ca": { type: "string" },
     chat: { type: "boolean", default: false },
     json: { type: "boolean", default: false },
   },
@@ -29,7 +33,8 @@ const options = {};
 if (values.timeout !== undefined) options.timeoutMs = 1000 * Number(values.timeout);
 
 const client = new Client(values.address, {
-  token: values.token,
+  apiKey: values["api-key"] ?? process.env.PAGEWIRE_API_KEY,
+  credentials: values["tls-ca"] && grpc.credentials.createSsl(readFileSync(values["tls-ca"])),
   recoveryTimeoutMs: 1000 * Number(values["recovery-timeout"]),
 });
 try {

@@ -51,18 +51,19 @@ export class Client {
    * @param {string | string[]} address `HOST:PORT` or `unix:PATH`, or several, also with commas
    *   between them
    * @param {object} [options]
-   * @param {string} [options.token] sent as a bearer token
-   * @param {grpc.ChannelCredentials} [options.credentials] default: no encryption
+   * @param {string} [options.apiKey] sent with each call, as a bearer token
+   * @param {grpc.ChannelCredentials} [options.credentials] such as
+   *   `grpc.credentials.createSsl(ca)`; default: no encryption
    * @param {number} [options.recoveryTimeoutMs] how long a stream that broke is tried again
    */
-  constructor(address = "127.0.0.1:7600", { token, credentials, recoveryTimeoutMs = 60_000 } = {}) {
+  constructor(address = "127.0.0.1:7600", { apiKey, credentials, recoveryTimeoutMs = 60_000 } = {}) {
     credentials ??= grpc.credentials.createInsecure();
     this.#services = [address]
       .flat()
       .flatMap((text) => text.split(","))
       .map((each) => new InferenceService(each, credentials, CHANNEL_OPTIONS));
     this.#recoveryTimeoutMs = recoveryTimeoutMs;
-    if (token) this.#metadata.set("authorization", `Bearer ${token}`);
+    if (apiKey) this.#metadata.set("authorization", `Bearer ${apiKey}`);
   }
 
   /**

@@ -14,6 +14,7 @@ from pagewire_client.cli.demo import demo
 from pagewire_client.cli.drain import drain
 from pagewire_client.cli.generate import generate
 from pagewire_client.cli.health import health
+from pagewire_client.cli.key import key
 from pagewire_client.cli.serve import serve
 from pagewire_client.cli.status import status
 from pagewire_client.errors import LocalServiceError, PagewireError, Unavailable
@@ -49,6 +50,7 @@ def pagewire(
 
 for command in (serve, generate, chat, status, drain, bench, health, demo):
     app.command()(command)
+app.add_typer(key, name="key")
 for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, roles.replay):
     app.command(
         add_help_option=False,

@@ -10,23 +10,18 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import WORKER_STATE_DRAINING, EngineStatus, WorkerGroupStatus
 from pagewire_client.cli import terminal
-from pagewire_client.connection import connection_options, sync_channel
+from pagewire_client.cli.options import CORE_CONNECTION, CoreConnection, with_options
+from pagewire_client.connection import Metadata, sync_channel
 from pagewire_client.errors import DeadlineExceeded, from_call
-
-DEFAULT_CORE = "127.0.0.1:7610"
 
 _CALL_TIMEOUT_S = 10.0
 _LOOK_INTERVAL_MS = 100
 
 
+@with_options(core=CORE_CONNECTION)
 def drain(
+    core: CoreConnection,
     group: Annotated[str, typer.Argument(help="The worker group, as `pagewire status` calls it.")],
-    core: Annotated[
-        str,
-        typer.Option(
-            envvar="PAGEWIRE_CORE", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the core."
-        ),
-    ] = DEFAULT_CORE,
     wait: Annotated[bool, typer.Option("--wait", help="Return when the group is gone.")] = False,
     timeout: Annotated[
         float | None,
@@ -38,22 +33,29 @@ def drain(
     Exit code 1 if there is no such group, or with --wait if it is not gone in time; it goes on
     draining then.
     """
-    with sync_channel(connection_options(core, tls=None, token=None), core) as channel:
+    options = core.options()
+    with sync_channel(options, options.addresses[0]) as channel:
         stub = SchedulerServiceStub(channel)
         try:
-            stub.DrainWorker(pb.DrainWorkerRequest(group_id=group), timeout=_CALL_TIMEOUT_S)
+            stub.DrainWorker(
+                pb.DrainWorkerRequest(group_id=group),
+                timeout=_CALL_TIMEOUT_S,
+                metadata=options.metadata,
+            )
             if wait:
-                _wait_gone(stub, group, timeout)
+                _wait_gone(stub, group, timeout, options.metadata)
         except grpc.RpcError as error:
             if wait and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineExceeded(f"{group} still drains") from None
             raise from_call(error) from None
 
 
-def _wait_gone(stub: SchedulerServiceStub, group_id: str, timeout_s: float | None) -> None:
+def _wait_gone(
+    stub: SchedulerServiceStub, group_id: str, timeout_s: float | None, metadata: Metadata
+) -> None:
     """Tell how many sequences still run there, until the group is gone."""
     num_told: int | None = None
-    for snapshot in _watch(stub, timeout_s):
+    for snapshot in _watch(stub, timeout_s, metadata):
         group = _find(snapshot, group_id)
         if group is None:
             terminal.note(f"{group_id} is drained")
@@ -63,9 +65,11 @@ def _wait_gone(stub: SchedulerServiceStub, group_id: str, timeout_s: float | Non
             terminal.note(f"{group_id} is draining, {num_told} sequences run")
 
 
-def _watch(stub: SchedulerServiceStub, timeout_s: float | None) -> Iterator[EngineStatus]:
+def _watch(
+    stub: SchedulerServiceStub, timeout_s: float | None, metadata: Metadata
+) -> Iterator[EngineStatus]:
     request = pb.SchedulerServiceWatchStatusRequest(interval_ms=_LOOK_INTERVAL_MS)
-    for response in stub.WatchStatus(request, timeout=timeout_s):
+    for response in stub.WatchStatus(request, timeout=timeout_s, metadata=metadata):
         yield response.status
 
 

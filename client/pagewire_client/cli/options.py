@@ -19,10 +19,19 @@ import typer
 
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.client import Client
-from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions
+from pagewire_client.connection import (
+    DEFAULT_ADDRESS,
+    ConnectionOptions,
+    TlsOptions,
+    connection_options,
+)
 from pagewire_client.local import flags
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
+
+DEFAULT_CORE = "127.0.0.1:7610"
+MEMBER_NAME = "pagewire-cluster"
+"""The DNS name in the certificates of a cluster's members."""
 
 _IMPATIENT = RetryPolicy(max_retries=2)
 """A person waits: a server that is not there is told of soon."""
@@ -96,19 +105,23 @@ class Connection:
             help="HOST:PORT or unix:PATH of a frontend; several to fail over between.",
         ),
     ] = field(default_factory=lambda: [DEFAULT_ADDRESS])
-    token: Annotated[
-        str | None, typer.Option(envvar="PAGEWIRE_TOKEN", help="Sent as a bearer token.")
-    ] = None
-    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_TLS", help="Speak TLS.")] = False
-    tls_root: Annotated[
-        Path | None,
+    api_key: Annotated[
+        str | None,
         typer.Option(
-            envvar="PAGEWIRE_TLS_ROOT", help="Certificates (PEM) that may sign the server's."
+            envvar="PAGEWIRE_API_KEY",
+            help="Sent with each call. The environment hides it from other users of this machine.",
         ),
     ] = None
-    tls_certificate: Annotated[
+    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_TLS", help="Speak TLS.")] = False
+    tls_ca: Annotated[
         Path | None,
-        typer.Option(envvar="PAGEWIRE_TLS_CERTIFICATE", help="This client's certificate (PEM)."),
+        typer.Option(
+            envvar="PAGEWIRE_TLS_CA", help="Certificates (PEM) that may sign the server's."
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(envvar="PAGEWIRE_TLS_CERT", help="This client's certificate (PEM)."),
     ] = None
     tls_key: Annotated[
         Path | None,
@@ -117,20 +130,73 @@ class Connection:
 
     def client(self) -> Client:
         """A client of that deployment."""
-        return Client(self.address, tls=self._tls(), token=self.token, retry=_IMPATIENT)
+        return Client(self.address, tls=self._tls(), api_key=self.api_key, retry=_IMPATIENT)
 
     def async_client(self, retry: RetryPolicy) -> AsyncClient:
         """The same for asyncio."""
-        return AsyncClient(self.address, tls=self._tls(), token=self.token, retry=retry)
+        return AsyncClient(self.address, tls=self._tls(), api_key=self.api_key, retry=retry)
 
     def _tls(self) -> TlsOptions | None:
-        if not (self.tls or self.tls_root or self.tls_certificate or self.tls_key):
+        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_key):
             return None
         return TlsOptions(
-            root_certificates=self.tls_root,
-            certificate_chain=self.tls_certificate,
+            root_certificates=self.tls_ca,
+            certificate_chain=self.tls_cert,
             private_key=self.tls_key,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConnection:
+    """How to reach a scheduler core."""
+
+    core: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_CORE", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the core."
+        ),
+    ] = DEFAULT_CORE
+    cluster_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_CLUSTER_TOKEN_FILE", metavar="FILE", help="The cluster's token."
+        ),
+    ] = None
+    cluster_ca: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_CLUSTER_CA", metavar="FILE", help="The cluster's authority (PEM)."
+        ),
+    ] = None
+    cluster_cert: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_CLUSTER_CERT", metavar="FILE", help="A member's certificate (PEM)."
+        ),
+    ] = None
+    cluster_key: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PAGEWIRE_CLUSTER_KEY", metavar="FILE", help="That certificate's key (PEM)."
+        ),
+    ] = None
+
+    def options(self) -> ConnectionOptions:
+        """As channels and calls take them. Raises OSError for a file that cannot be read."""
+        tls = None
+        if self.cluster_ca or self.cluster_cert or self.cluster_key:
+            tls = TlsOptions(
+                root_certificates=self.cluster_ca,
+                certificate_chain=self.cluster_cert,
+                private_key=self.cluster_key,
+                server_name=MEMBER_NAME,
+            )
+        return connection_options(self.core, tls, self._token())
+
+    def _token(self) -> str | None:
+        """The first of the file, which is the one to show."""
+        tokens = self.cluster_token_file.read_text().split() if self.cluster_token_file else []
+        return tokens[0] if tokens else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +275,7 @@ def _engine_parameter(flag: flags.Flag) -> inspect.Parameter:
 
 
 CONNECTION = _group_of(Connection)
+CORE_CONNECTION = _group_of(CoreConnection)
 SAMPLING = _group_of(Sampling)
 ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(
     tuple(_engine_parameter(flag) for flag in flags.FLAGS), dict

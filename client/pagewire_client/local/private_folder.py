@@ -55,5 +55,5 @@ def _is_abandoned(lock: Path) -> bool:
 
 
 def _shallow(parent: Path) -> Path:
-    longest = parent / (_PREFIX + "x" * 8) / "frontend-000.sock"
+    longest = parent / (_PREFIX + "x" * 8) / "frontend-000-health.sock"
     return Path("/tmp") if len(str(longest).encode()) > _MAX_SOCKET_PATH_BYTES else parent

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pagewire_client.errors import LocalServiceError
@@ -41,8 +41,10 @@ class ServiceProcess:
         command: Sequence[str],
         on_line: OnLine,
         on_failure: Callable[[], None],
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """`command`: what follows `python -m`. `on_failure`: called when it is given up."""
+        """`command`: what follows `python -m`. `on_failure`: called when it is given up. `env`:
+        its whole environment; None: this process's."""
         self.name = name
         self.restartable = False
         """Whether a death is followed by another start; to be set when it has served once."""
@@ -54,6 +56,7 @@ class ServiceProcess:
         self._command = list(command)
         self._on_line = on_line
         self._on_failure = on_failure
+        self._env = programs.environment() if env is None else env
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -138,7 +141,7 @@ class ServiceProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=programs.environment(),
+            env=self._env,
             encoding="utf-8",
             errors="replace",
             # Ctrl-C in a terminal is for this process, which then ends its children in order.

@@ -16,6 +16,9 @@ DEFAULT_GRACE_PERIOD_S = 30.0
 """The services' own default of `--grace-period`."""
 
 LOOPBACK = "127.0.0.1"
+_PUBLIC_SETTINGS = ("PAGEWIRE_API_KEY", "PAGEWIRE_TLS_")
+"""How the names of environment variables begin that tell whom a frontend lets in."""
+
 _MARGIN_S = 10.0
 """What a service may need beyond its grace period to end."""
 _POLL_S = 0.05
@@ -57,6 +60,13 @@ class LocalServices:
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
         self._folder = PrivateFolder()
+        self._env = programs.environment()
+        if listen is None:  # what keeps strangers out elsewhere would keep out us
+            self._env = {
+                name: value
+                for name, value in self._env.items()
+                if not name.startswith(_PUBLIC_SETTINGS)
+            }
         self._core_address = self._socket("core")
         self.http_address = http
         """Where the frontends listen for HTTP."""
@@ -152,8 +162,8 @@ class LocalServices:
 
     def _wait_serving(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for address in self.addresses:
-            while not is_serving(address):
+        for index in range(len(self.addresses)):
+            while not is_serving(self._health(index)):
                 if self.failure:
                     raise self.failure
                 if deadline is not None and time.monotonic() > deadline:
@@ -166,6 +176,7 @@ class LocalServices:
             f"frontend-{index}",
             *("--core", self._core_address),
             *("--listen", address),
+            *("--health-listen", self._health(index)),
             *self._http_flags,
             *self._take_metrics_ports(),
         )
@@ -208,7 +219,11 @@ class LocalServices:
             *arguments,
             *flags.arguments(service, self._flags),
         ]
-        return ServiceProcess(name, command, self._on_line, self._signal_kill)
+        return ServiceProcess(name, command, self._on_line, self._signal_kill, self._env)
+
+    def _health(self, index: int) -> str:
+        """Where a frontend says whether it serves, whatever it asks of its clients."""
+        return self._socket(f"frontend-{index}-health")
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._folder.path / name}.sock"

@@ -23,11 +23,21 @@ that it is they who close it and none sends a request into a closed connection."
 class HttpServer:
     """The HTTP side of one frontend: `bind`, `start`, `stop`."""
 
-    def __init__(self, address: str, *, share_port: bool = False) -> None:
-        """`address` is HOST:PORT; `share_port` lets several frontends listen there."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        share_port: bool = False,
+        tls: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+    ) -> None:
+        """`address` is HOST:PORT; `share_port` lets several frontends listen there; `tls` is None
+        for none; `max_connections`: None for any number."""
         self.address = address
         """Where it listens; with port 0, the port in effect once it is bound."""
         self._share_port = share_port
+        self._tls = tls
+        self._max_connections = max_connections
         self._sockets: list[socket.socket] = []
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None

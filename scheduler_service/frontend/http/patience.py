@@ -1,0 +1,68 @@
+"""How long, how much and how often a client may keep an HTTP connection waiting.
+
+uvicorn itself limits only the time between requests. A client that sends its request's head a byte
+at a time, or none at all, would have a connection for as long as it likes, and memory for a head of
+any length.
+"""
+
+import asyncio
+from typing import Any
+
+MAX_HEAD_BYTES = 64 << 10
+"""Request line and headers together."""
+
+HEAD_TIMEOUT_S = 20.0
+"""From the connection, or from a request's first byte, to the end of its head."""
+
+
+def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
+    """One of uvicorn's protocols with these limits; who exceeds them is cut off."""
+
+    class Patient(protocol):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._head_bytes = 0
+            self._head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if max_connections is not None and len(self.connections) > max_connections:
+                transport.abort()
+            else:
+                self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            if self._is_answering():  # the request's body, or requests to be answered later
+                super().data_received(data)
+                return
+            self._await_head()
+            self._head_bytes += len(data)
+            super().data_received(data)
+            if self._is_answering():
+                self._stop_timer()
+            elif self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.abort()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(error)
+
+        def _is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _await_head(self) -> None:
+            if self._head_timer is None:
+                self._head_bytes = 0
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _give_up(self) -> None:
+            """Unless a request was answered within the very data that began it."""
+            if not self._is_answering():
+                self.transport.abort()
+
+    return Patient
