@@ -22,7 +22,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from scheduler_service.addresses import UNIX, CannotListen, ensure_free, is_local
-from scheduler_service.gate import Gate
 from scheduler_service.grpc_options import Options, server_options
 
 logger = logging.getLogger(__name__)
@@ -43,14 +42,16 @@ class ServiceRunner:
         grace_period_s: float,
         options: Options | None = None,
         credentials: grpc.ServerCredentials | None = None,
-        gates: Sequence[Gate] = (),
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         knows_callers: bool = False,
         health_listen: str | None = None,
     ) -> None:
-        """`credentials`: None for no TLS; `gates` refuse calls; `knows_callers` tells whether
+        """`credentials`: None for no TLS; `knows_callers` tells whether
         strangers are kept out, by either; `health_listen`: an address for health checks alone."""
         self.grace_period_s = grace_period_s
-        self.server = grpc.aio.server(options=options or server_options(), interceptors=gates)
+        self.server = grpc.aio.server(
+            options=options or server_options(), interceptors=interceptors
+        )
         self.address = listen
         """Where the service listens; with port 0, the port in effect once it has started."""
         self.health_address = health_listen

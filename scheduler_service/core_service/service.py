@@ -72,7 +72,7 @@ class CoreService:
             service_names=[SERVICE_NAME],
             grace_period_s=config.grace_period_s,
             credentials=cluster.server_credentials(),
-            gates=cluster.gates(),
+            interceptors=cluster.gates(),
             knows_callers=cluster.has_credentials,
             health_listen=config.health_listen,
         )

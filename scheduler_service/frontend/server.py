@@ -31,6 +31,7 @@ from scheduler_service.gate import HEALTH, REFLECTION, Gate, Metadata
 from scheduler_service.grpc_options import public_server_options
 from scheduler_service.metadata import authorization
 from scheduler_service.metrics.publish import make_registry, published
+from scheduler_service.request_timeout import RequestTimeout
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tls import http_context, server_credentials
 from scheduler_service.watched_files import WatchedFiles
@@ -70,7 +71,7 @@ class Frontend:
             grace_period_s=config.grace_period_s,
             options=public_server_options(max_connections=config.max_connections),
             credentials=None if config.tls is None else server_credentials(config.tls),
-            gates=[Gate(self._check, (HEALTH, REFLECTION))],
+            interceptors=[Gate(self._check, (HEALTH, REFLECTION)), RequestTimeout()],
             knows_callers=config.knows_callers,
             health_listen=config.health_listen,
         )

@@ -1,12 +1,20 @@
-"""A bound on what a request's body may hold, so that nobody fills our memory with one."""
+"""Bounds on what a request's body may hold and how long it may take, so that nobody fills our
+memory with one."""
 
+import asyncio
+
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scheduler_service.frontend.http.errors import too_large_response
+from scheduler_service.frontend.http.errors import too_large_response, too_slow_response
+
+BODY_TIMEOUT_S = 60.0
+"""For a whole body to arrive."""
 
 
 class BodyLimit:
-    """Answers 413 to longer bodies: at once where the length is told, else when it is reached."""
+    """Answers 413 to longer bodies: at once where the length is told, else when it is reached; and
+    408 to slower ones."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -22,28 +30,40 @@ class BodyLimit:
         body = _CountedBody(receive, self._max_bytes)
 
         async def send_unless_refused(message: Message) -> None:
-            if not body.is_too_large:  # what is said of half a body is of no interest
+            if body.refusal is None:  # what is said of half a body is of no interest
                 await send(message)
 
         await self._app(scope, body.receive, send_unless_refused)
-        if body.is_too_large:
-            await too_large_response(self._max_bytes)(scope, receive, send)
+        if body.refusal is not None:
+            await body.refusal(scope, receive, send)
 
 
 class _CountedBody:
-    """Passes a body on until it is longer than it may be; then its reader sees it cut off."""
+    """Passes a body on until it is longer, or takes longer, than it may; then its reader sees it
+    cut off."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
-        self._left = max_bytes
-        self.is_too_large = False
+        self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        self._has_more = True
+        self._max_bytes = self._left = max_bytes
+        self.refusal: JSONResponse | None = None
+        """What to answer in the end, where it was cut off."""
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        if not self._has_more:  # what is awaited is the client's going away
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            self.refusal = too_slow_response(BODY_TIMEOUT_S)
+            return {"type": "http.disconnect"}
+        self._has_more = message.get("more_body", False)
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             if self._left < 0:
-                self.is_too_large = True
+                self.refusal = too_large_response(self._max_bytes)
                 return {"type": "http.disconnect"}
         return message
 

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.http.errors import error_response
+from scheduler_service.metadata import authorization
 
 OPEN_PATHS = ("/health", "/ping", "/openapi.json")
 """What anybody may ask for; it tells nothing about requests or tenants."""
@@ -37,10 +38,10 @@ class Authenticate:
 
 
 def _authorization(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return str(value.decode("latin-1"))
-    return None
+    """As gRPC has it in its metadata: names in lower case, and text."""
+    return authorization(
+        (name.decode(), value.decode("latin-1")) for name, value in scope["headers"]
+    )
 
 
 def _tenant(request: Request) -> Tenant:

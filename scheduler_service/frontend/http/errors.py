@@ -140,6 +140,13 @@ def too_large_response(max_bytes: int) -> JSONResponse:
     return JSONResponse(_body(413, message, None, "request_too_large"), status_code=413)
 
 
+def too_slow_response(timeout_s: float) -> JSONResponse:
+    """The answer to a body that has not come; the connection is not good for another request."""
+    message = f"the request's body did not come within {timeout_s:g} s"
+    body = _body(408, message, None, "request_too_slow")
+    return JSONResponse(body, status_code=408, headers={"Connection": "close"})
+
+
 def param_of(field: str) -> str:
     """What HTTP calls a field that a complaint names as the proto does."""
     name = field.removeprefix("sampling_params.").removeprefix("chat.")

@@ -8,6 +8,8 @@ any length.
 import asyncio
 from typing import Any
 
+from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
+
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""
 
@@ -40,7 +42,7 @@ def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
             super().data_received(data)
             if self._is_answering():
                 self._stop_timer()
-            elif self._head_bytes > MAX_HEAD_BYTES:
+            elif self._head_bytes > self._max_head_bytes():
                 self.transport.abort()
 
         def connection_lost(self, error: Exception | None) -> None:
@@ -49,6 +51,11 @@ def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
 
         def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
+
+        def _max_head_bytes(self) -> int:
+            """More where the rest of a body comes that was refused: its sender shall read why."""
+            is_refused = self.cycle is not None and self.cycle.more_body
+            return MAX_PUBLIC_MESSAGE_BYTES if is_refused else MAX_HEAD_BYTES
 
         def _await_head(self) -> None:
             if self._head_timer is None:

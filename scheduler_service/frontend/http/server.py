@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler_service.frontend.http import sockets
+from scheduler_service.frontend.http.patience import patient
 from scheduler_service.frontend.http.services import HttpServices
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ class HttpServer:
 
     async def start(self, services: HttpServices) -> None:
         """Import the libraries, off the loop, and answer."""
-        self._server = await asyncio.to_thread(_make_server, services)
+        self._server = await asyncio.to_thread(
+            _make_server, services, self._tls, self._max_connections
+        )
         self._serving = asyncio.create_task(self._server.serve(self._sockets))
         logger.info("listening http=%s", self.address)
 
@@ -76,7 +80,9 @@ class HttpServer:
         logger.info("stopped http=%s", self.address)
 
 
-def _make_server(services: HttpServices) -> "uvicorn.Server":
+def _make_server(
+    services: HttpServices, tls: ssl.SSLContext | None, max_connections: int | None
+) -> "uvicorn.Server":
     import uvicorn
 
     from scheduler_service.frontend.http.app import make_app
@@ -96,6 +102,10 @@ def _make_server(services: HttpServices) -> "uvicorn.Server":
         server_header=False,
         timeout_keep_alive=IDLE_TIMEOUT_S,
         backlog=sockets.BACKLOG,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     config.load()
+    config.http_protocol_class = patient(
+        config.http_protocol_class, max_connections=max_connections
+    )
     return Server(config)

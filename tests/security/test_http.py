@@ -1,0 +1,127 @@
+"""HTTP by TLS, with keys, and with limits on what a connection may cost."""
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scheduler_service.frontend.http import body_limit, patience
+from scheduler_service.frontend.server import Frontend
+from scheduler_service.tls import TlsFiles
+from tests.support.certificates import Authority, Issued
+from tests.support.fake_core import FakeCore
+from tests.support.http_frontends import http_frontend, http_served
+
+KEY = "pw-" + "k" * 40
+
+
+def client(frontend: Frontend, ca: Path, issued: Issued | None = None) -> httpx.AsyncClient:
+    assert frontend.http is not None
+    context = ssl.create_default_context(cafile=ca)
+    if issued is not None:
+        context.load_cert_chain(issued.cert, issued.key)
+    url = f"https://{frontend.http.address}"
+    return httpx.AsyncClient(base_url=url, verify=context, timeout=20, trust_env=False)
+
+
+async def test_http_speaks_tls_and_follows_the_certificate_on_disk(tmp_path: Path) -> None:
+    one, two = Authority(tmp_path, "one"), Authority(tmp_path, "two")
+    issued = one.issue("public", "127.0.0.1")
+    tls = TlsFiles(cert=issued.cert, key=issued.key)
+    async with FakeCore() as core, http_frontend(core.address, tls=tls) as frontend:
+        async with client(frontend, one.cert) as https:
+            await https.get("/health")
+        later = two.issue("later", "127.0.0.1")
+        for file, content in ((issued.key, later.key), (issued.cert, later.cert)):
+            copy(content, file)
+        async with client(frontend, two.cert) as https:
+            await https.get("/health")
+        async with client(frontend, one.cert) as https:
+            with pytest.raises(httpx.ConnectError):
+                await https.get("/health")
+
+
+def copy(content: Path, file: Path) -> None:
+    file.write_bytes(content.read_bytes())
+
+
+async def test_http_asks_for_certificates_where_clients_must_have_them(tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    issued = ours.issue("public", "127.0.0.1")
+    tls = TlsFiles(cert=issued.cert, key=issued.key, ca=ours.cert)
+    async with FakeCore() as core, http_frontend(core.address, tls=tls) as frontend:
+        async with client(frontend, ours.cert, ours.issue("friend", "friend")) as https:
+            await https.get("/health")
+        for stranger in (None, theirs.issue("stranger", "stranger")):
+            async with client(frontend, ours.cert, stranger) as https:
+                with pytest.raises(httpx.TransportError):
+                    await https.get("/health")
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+async def test_http_asks_for_the_same_keys(header: str) -> None:
+    async with http_served(api_key=KEY) as served:
+        for path in ("/v1/models", "/nowhere"):
+            assert (await served.client.get(path)).status_code == 401
+            value = f"Bearer {KEY}" if header == "authorization" else KEY
+            known = await served.client.get(path, headers={header: value})
+            assert known.status_code in (200, 404)
+        assert (await served.client.get("/health")).status_code == 200
+
+
+async def raw(frontend: Frontend, data: bytes) -> bytes:
+    """What a client gets that sends this and waits."""
+    assert frontend.http is not None
+    host, _, port = frontend.http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    try:
+        async with asyncio.timeout(20):
+            return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+SLOW = [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-", b"G"]
+
+
+@pytest.mark.parametrize("data", SLOW)
+async def test_a_head_that_does_not_come_in_time_costs_its_sender_the_connection(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "HEAD_TIMEOUT_S", 0.2)
+    async with http_served() as served:
+        assert await raw(served.frontend, data) == b""
+
+
+async def test_a_head_without_end_costs_its_sender_the_connection() -> None:
+    async with http_served() as served:
+        head = b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 2 * patience.MAX_HEAD_BYTES
+        assert await raw(served.frontend, head) == b""
+        assert (await served.client.get("/health")).status_code == 200
+
+
+async def test_a_body_that_does_not_come_in_time_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_limit, "BODY_TIMEOUT_S", 0.2)
+    async with http_served() as served:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        answer = await raw(served.frontend, head + b"content-length: 100\r\n\r\n{")
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert len(served.frontend.requests) == 0
+
+
+async def test_more_connections_than_allowed_are_closed() -> None:
+    async with http_served(max_connections=2) as served:
+        await served.client.get("/health")  # keeps one
+        assert served.frontend.http is not None
+        host, _, port = served.frontend.http.address.rpartition(":")
+        _, second = await asyncio.open_connection(host, int(port))
+        assert await raw(served.frontend, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n") == b""
+        second.close()
+        assert (await served.client.get("/health")).status_code == 200

@@ -1,0 +1,40 @@
+"""A whole deployment on this machine, as processes, with a worker that makes its tokens up."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pagewire_client.local import LocalServices
+
+
+@contextmanager
+def simulated_services(*, http: bool = False, **flags: Any) -> Iterator[LocalServices]:
+    """Started, and ended with the block; frontends listen on free ports of this machine."""
+    engine_flags = {"simulate": True, "grace_period": 1.0, "log_level": "warning"} | flags
+    listen = f"127.0.0.1:{free_port()}"
+    services = LocalServices(
+        "simulated",
+        engine_flags=engine_flags,
+        listen=listen,
+        http=f"127.0.0.1:{free_port()}" if http else None,
+    )
+    try:
+        services.start(timeout_s=120)
+        yield services
+    finally:
+        services.stop()
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process has, as the system counts it."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * 4096
