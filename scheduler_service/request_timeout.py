@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from scheduler_service.errors import DeadlineExceeded, InvalidArgument
 from scheduler_service.status_codes import abort
@@ -50,6 +51,8 @@ async def _request(context: Any) -> Any:
     except TimeoutError:
         late = f"no request came within {REQUEST_TIMEOUT_S:g} s"
         await abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
+    except DecodeError:
+        await abort(context, InvalidArgument("request", "expected a message of the method's type"))
     if request is grpc.aio.EOF:
         await abort(context, InvalidArgument("request", "expected one message"))
     return request

@@ -87,7 +87,7 @@ def http_context(files: TlsFiles) -> ssl.SSLContext:
     def use_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         connection.context = watched.get()
 
-    context.sni_callback = use_newest  # type: ignore[assignment]
+    context.sni_callback = use_newest
     return context
 
 

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.errors import PagewireError, Unavailable, UnknownRequest
+from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
 from scheduler_service.frontend import text_calls, validation
 from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.core_connection import CoreConnection
@@ -97,7 +98,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         """Responses and errors of all requests on the stream."""
 
         async def read() -> inference_pb.GenerateManyRequest | None:
-            message = await context.read()
+            try:
+                message = await context.read()
+            except DecodeError as error:
+                raise InvalidArgument("request", "expected a GenerateManyRequest") from error
             return None if message is grpc.aio.EOF else message
 
         # The key may be revoked while the stream is open: each request asks again.

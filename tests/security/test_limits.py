@@ -85,14 +85,14 @@ async def test_metadata_that_is_too_long_is_refused() -> None:
         await still_serves(core, client)
 
 
-@pytest.mark.parametrize("rpc", ["Generate", "GetModel"])
+@pytest.mark.parametrize("rpc", ["Generate", "GenerateMany", "GetModel"])
 async def test_bytes_that_are_no_message_are_refused(rpc: str) -> None:
     async with served() as (core, frontend, client):
         channel = grpc.aio.insecure_channel(frontend.runner.address)
         async with channel:
             call = channel.stream_stream(f"/pagewire.v1.InferenceService/{rpc}")()
             await call.write(b"\xff" * 100)
-            await error_of(call)
+            assert (await error_of(call)).code() == grpc.StatusCode.INVALID_ARGUMENT
         await still_serves(core, client)
 
 

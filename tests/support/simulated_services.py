@@ -6,10 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagewire_client.local import LocalServices
+from pagewire_client.local.process import OnLine
 
 
 @contextmanager
-def simulated_services(*, http: bool = False, **flags: Any) -> Iterator[LocalServices]:
+def simulated_services(
+    *, http: bool = False, on_line: OnLine | None = None, **flags: Any
+) -> Iterator[LocalServices]:
     """Started, and ended with the block; frontends listen on free ports of this machine."""
     engine_flags = {"simulate": True, "grace_period": 1.0, "log_level": "warning"} | flags
     listen = f"127.0.0.1:{free_port()}"
@@ -18,6 +21,7 @@ def simulated_services(*, http: bool = False, **flags: Any) -> Iterator[LocalSer
         engine_flags=engine_flags,
         listen=listen,
         http=f"127.0.0.1:{free_port()}" if http else None,
+        on_line=on_line,
     )
     try:
         services.start(timeout_s=120)

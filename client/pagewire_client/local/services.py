@@ -67,7 +67,7 @@ class LocalServices:
                 for name, value in self._env.items()
                 if not name.startswith(_PUBLIC_SETTINGS)
             }
-        self._core_address = self._socket("core")
+        self.core_address = self._socket("core")
         self.http_address = http
         """Where the frontends listen for HTTP."""
         self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
@@ -78,7 +78,7 @@ class LocalServices:
         self._core = self._make(
             "scheduler",
             "core",
-            *("--listen", self._core_address),
+            *("--listen", self.core_address),
             *self._take_metrics_ports(),
         )
         self._http_flags = ["--http", http or "off"]
@@ -174,7 +174,7 @@ class LocalServices:
         return self._make(
             "frontend",
             f"frontend-{index}",
-            *("--core", self._core_address),
+            *("--core", self.core_address),
             *("--listen", address),
             *("--health-listen", self._health(index)),
             *self._http_flags,
@@ -187,7 +187,7 @@ class LocalServices:
             "worker",
             f"worker-{index}",
             *("--model", self._model),
-            *("--core", self._core_address),
+            *("--core", self.core_address),
             *("--listen", address),
             *("--advertise", address),
             *("--group-id", f"worker-{index}"),

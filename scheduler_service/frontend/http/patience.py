@@ -20,7 +20,7 @@ HEAD_TIMEOUT_S = 20.0
 def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
     """One of uvicorn's protocols with these limits; who exceeds them is cut off."""
 
-    class Patient(protocol):  # type: ignore[misc]
+    class Patient(protocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._head_bytes = 0
