@@ -18,9 +18,11 @@ PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 JOBS ?= 2
 # Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
 CHAOS ?=
+# Targets and flags of a fuzzing run.
+FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long chaos lint format bench bench-gpu protos clean
+.PHONY: demo test test-gpu test-long chaos fuzz lint format bench bench-gpu protos clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -50,6 +52,10 @@ test-long: $(VENV)/.ready client/node/node_modules/.ready
 ## chaos: kill, stop and cut off processes at random; all streams must be as if nothing had been
 chaos: $(VENV)/.ready
 	$(SOURCES) $(BIN)/python -m tests.chaos $(CHAOS)
+
+## fuzz: send mutated requests to every service; nothing may crash, hang or stay open
+fuzz: $(VENV)/.ready
+	$(SOURCES) $(BIN)/python -m tests.fuzz $(FUZZ)
 
 ## test-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
 test-gpu:

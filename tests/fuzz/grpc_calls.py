@@ -31,12 +31,12 @@ def _generate(**fields: Any) -> pb.GenerateRequest:
 
 SEEDS: Mapping[str, Sequence[Message]] = {
     "Generate": [
-        _generate(token_ids=pb.TokenIds(ids=[5, 6, 7])),
+        _generate(token_ids=pb.PromptTokens(ids=[5, 6, 7])),
         _generate(text="Hello"),
         _generate(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="Hi")])),
     ],
     "GenerateMany": [
-        pb.GenerateManyRequest(request=_generate(token_ids=pb.TokenIds(ids=[5, 6, 7])))
+        pb.GenerateManyRequest(request=_generate(token_ids=pb.PromptTokens(ids=[5, 6, 7])))
     ],
     "Abort": [pb.AbortRequest(request_id="r")],
     "Tokenize": [pb.TokenizeRequest(text="Hello"), pb.TokenizeRequest(model="simulated")],
@@ -123,7 +123,8 @@ class GrpcCaller:
         self._outcome.note(code.name)
         is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED and rpc not in ENDLESS
         if code in BUGS or is_late:
-            self._outcome.blame(f"{rpc}: {code.name} {call.details()!r}: {payloads!r}")
+            details = await call.details()
+            self._outcome.blame(f"{rpc}: {code.name} {details!r}: {payloads!r}")
 
     def _usual(self) -> list[str]:
         return ["Generate"] * 8 + ["GenerateMany"] * 4 if "Generate" in self._seeds else []

@@ -42,7 +42,7 @@ def _converted_tokenizer(model_dir: Path) -> bytes | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, use_fast=True, trust_remote_code=False)
     except Exception as error:  # whatever a tokenizer's own code raises; the model can be served
         logger.warning("no tokenizer.json could be made error=%s", str(error).splitlines()[:1])
         return None
