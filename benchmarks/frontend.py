@@ -1,98 +1,262 @@
-"""CPU time of a frontend per streamed token.
+"""What a streamed token costs a frontend, over gRPC and over HTTP, with one frontend and more.
 
-    python -m benchmarks.frontend --streams 256 --tokens 128 --steps-per-second 50
+    python -m benchmarks.frontend
 
-A scheduler core that sends one token to every stream at a fixed pace, and the clients, run in
-processes of their own; measured is the process in which the frontend runs, all of its threads.
+A core that sends a token to every stream per step, the frontends, and their clients run in
+processes of their own. A frontend's processor time per token (all of its threads, from the first
+request to the last response) tells how many tokens per second it can stream on a core of its own,
+whatever else this machine has to run. `pace` is how many steps per second the core makes: at a slow
+one each token leaves in a response of its own; at full speed (0) frontends fall behind and merge
+tokens, as they do under load. What a frontend added does to the others' cost is the ratio to one
+frontend's cost: 1 means that N of them stream N times as much, given the cores.
+
+The ways take turns, so that a machine whose speed drifts harms them alike.
 """
 
 import argparse
 import asyncio
 import multiprocessing
 import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
 
+import aiohttp
 import grpc
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks.machine import RESULTS, ForeignLoad, save
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.columns import to_column
-from tests.support.fake_core import FakeCore
-from tests.support.frontends import generate_request, running_frontend
+from tests.support.fake_core import FakeCore, FakeRequest
+from tests.support.frontends import eventually, generate_request, model_ready, running_frontend
 from tests.support.tokenizers import byte_level
 
+WAYS = ("grpc", "http")
+PROMPT = "hello"
 
-async def run_core(pipe: Connection, streams: int, tokens: int, pause_s: float) -> None:
+Role = Callable[..., Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One kind of run."""
+
+    way: str
+    frontends: int
+    pace: float
+    """Steps per second; 0: as fast as it goes."""
+    streams: int
+    tokens: int
+    """Of each stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What one run cost."""
+
+    cpu_us_per_token: float
+    """Of all frontends together."""
+    tokens_per_response: float
+    tokens_per_s: float
+    """By the clock, on this machine, clients and core included."""
+
+
+async def run_core(pipe: Connection, streams: int, tokens: int, pace: float) -> None:
     """Accept all streams, then a token each per step."""
     ids = byte_level().encode("the quick brown fox hello world " * tokens).ids
     async with FakeCore() as core:
         pipe.send(core.address)
         requests = [await core.next_request() for _ in range(streams)]
-        attachment = requests[0].attachment
-        handles = to_column([request.handle for request in requests])
-        await attachment.send(accepted=handles)
-        due = time.monotonic()
-        for step in range(tokens):
-            due += pause_s
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            await attachment.send(token_handles=handles, token_ids=to_column([ids[step]] * streams))
+        by_frontend: dict[int, list[FakeRequest]] = {}
         for request in requests:
-            await request.finish_choice()
-            await request.finish()
+            by_frontend.setdefault(id(request.attachment), []).append(request)
+        await asyncio.gather(*(_serve(group, ids[:tokens], pace) for group in by_frontend.values()))
         await asyncio.to_thread(pipe.recv)
 
 
-async def run_clients(pipe: Connection, address: str, streams: int, tokens: int) -> None:
-    """Read every stream as fast as it comes."""
+async def _serve(requests: Sequence[FakeRequest], ids: Sequence[int], pace: float) -> None:
+    """All that one frontend gets."""
+    attachment = requests[0].attachment
+    handles = to_column([request.handle for request in requests])
+    await attachment.send(accepted=handles)
+    due = time.monotonic()
+    for token_id in ids:
+        if pace:
+            due += 1 / pace
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+        column = to_column([token_id] * len(requests))
+        await attachment.send(token_handles=handles, token_ids=column)
+    for request in requests:
+        await request.finish_choice()
+        await request.finish()
+
+
+async def run_frontend(pipe: Connection, core_address: str, way: str) -> None:
+    """Serve until told to end; tell the processor time from the first request on."""
+    http = "127.0.0.1:0" if way == "http" else None
+    async with running_frontend(core_address, http=http) as frontend:
+        await model_ready(frontend)
+        await eventually(lambda: frontend.http is None or frontend.http.is_started)
+        pipe.send(frontend.http.address if frontend.http else frontend.runner.address)
+        began = time.process_time()
+        await asyncio.to_thread(pipe.recv)
+        pipe.send(time.process_time() - began)
+
+
+async def run_grpc_clients(
+    pipe: Connection, addresses: Sequence[str], streams: int, tokens: int
+) -> None:
+    """Read every stream as fast as it comes; tell how many responses there were."""
 
     async def read(stub: pb_grpc.InferenceServiceStub) -> int:
-        request = generate_request("hello", max_tokens=tokens)
+        request = generate_request(PROMPT, max_tokens=tokens)
         return len([response async for response in stub.Generate(request)])
 
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        pipe.send(sum(await asyncio.gather(*(read(stub) for _ in range(streams)))))
+    channels = [grpc.aio.insecure_channel(address) for address in addresses]
+    stubs = [pb_grpc.InferenceServiceStub(channel) for channel in channels]
+    reads = (read(stubs[index % len(stubs)]) for index in range(streams))
+    pipe.send(sum(await asyncio.gather(*reads)))
+    for channel in channels:
+        await channel.close()
 
 
-def in_process(target: object, *arguments: object) -> tuple[multiprocessing.Process, Connection]:
-    """A process that runs a coroutine function with one end of a pipe; the other end."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(target, theirs, *arguments))
-    process.start()
-    return process, ours
+async def run_http_clients(
+    pipe: Connection, addresses: Sequence[str], streams: int, tokens: int
+) -> None:
+    """The same over HTTP, a connection each."""
+    wish = {"prompt": PROMPT, "max_tokens": tokens, "stream": True}
+
+    async def read(session: aiohttp.ClientSession, address: str) -> int:
+        async with session.post(f"http://{address}/v1/completions", json=wish) as answer:
+            assert answer.status == 200, await answer.text()
+            body = await answer.read()
+        assert body.endswith(b"[DONE]\n\n")
+        return body.count(b"data: ") - 1
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        reads = (read(session, addresses[index % len(addresses)]) for index in range(streams))
+        pipe.send(sum(await asyncio.gather(*reads)))
 
 
-def _run(target: object, *arguments: object) -> None:
-    asyncio.run(target(*arguments))  # type: ignore[operator]
+class Process:
+    """A process that runs a coroutine function with one end of a pipe."""
+
+    def __init__(self, role: Role, *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_run, args=(role, theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        """Let it end, and wait until it has."""
+        self.process.join()
+        self.pipe.close()
 
 
-async def measure(streams: int, tokens: int, steps_per_second: float) -> None:
-    """Run once and print."""
-    core, core_pipe = in_process(run_core, streams, tokens, 1 / steps_per_second)
-    address = await asyncio.to_thread(core_pipe.recv)
-    async with running_frontend(address) as frontend:
-        clients, client_pipe = in_process(run_clients, frontend.runner.address, streams, tokens)
-        cpu, wall = time.process_time(), time.monotonic()
-        responses = await asyncio.to_thread(client_pipe.recv)
-        cpu, wall = time.process_time() - cpu, time.monotonic() - wall
-    core_pipe.send("done")
-    clients.join()
-    core.join()
-    print(
-        f"streams={streams} tokens={streams * tokens} responses={responses} wall_s={wall:.2f} "
-        f"cpu_s={cpu:.2f} cpu_us_per_token={1e6 * cpu / (streams * tokens):.1f} "
-        f"cpu_us_per_response={1e6 * cpu / responses:.1f}"
+def _run(role: Role, *arguments: object) -> None:
+    asyncio.run(role(*arguments))
+
+
+def measure(case: Case) -> Figures:
+    """Run once. Raises EOFError if a process dies."""
+    core = Process(run_core, case.streams, case.tokens, case.pace)
+    core_address = core.pipe.recv()
+    frontends = [Process(run_frontend, core_address, case.way) for _ in range(case.frontends)]
+    addresses = [frontend.pipe.recv() for frontend in frontends]
+    role = run_http_clients if case.way == "http" else run_grpc_clients
+    began = time.monotonic()
+    clients = Process(role, addresses, case.streams, case.tokens)
+    responses = clients.pipe.recv()
+    wall_s = time.monotonic() - began
+    for frontend in frontends:
+        frontend.pipe.send("tell")
+    cpu_s = sum(frontend.pipe.recv() for frontend in frontends)
+    core.pipe.send("end")
+    for process in (clients, *frontends, core):
+        process.end()
+    num_tokens = case.streams * case.tokens
+    return Figures(
+        cpu_us_per_token=1e6 * cpu_s / num_tokens,
+        tokens_per_response=num_tokens / responses,
+        tokens_per_s=num_tokens / wall_s,
     )
 
 
-def main() -> None:
-    """Parse the flags and measure."""
+def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """All cases in turns; the median of each."""
+    cases = [
+        Case(
+            way=way,
+            frontends=frontends,
+            pace=pace,
+            streams=arguments.streams,
+            tokens=arguments.tokens,
+        )
+        for pace in arguments.pace
+        for frontends in arguments.frontends
+        for way in WAYS
+    ]
+    figures: dict[Case, list[Figures]] = {case: [] for case in cases}
+    for _ in range(arguments.turns):
+        for case in cases:
+            figures[case].append(measure(case))
+    return rows_of(figures)
+
+
+def rows_of(figures: dict[Case, list[Figures]]) -> list[dict[str, object]]:
+    """One row per case; costs are also told as ratios to gRPC's and to one frontend's."""
+    costs = {case: median(f.cpu_us_per_token for f in runs) for case, runs in figures.items()}
+
+    def cost_of(case: Case, **other: object) -> float | None:
+        return costs.get(Case(**(asdict(case) | other)))
+
+    return [
+        {
+            **asdict(case),
+            "cpu_us_per_token": round(costs[case], 1),
+            "tokens_per_cpu_s": round(1e6 / costs[case]),
+            "tokens_per_response": round(median(f.tokens_per_response for f in runs), 2),
+            "tokens_per_s": round(median(f.tokens_per_s for f in runs)),
+            "cost_to_grpc": _ratio(costs[case], cost_of(case, way="grpc")),
+            "cost_to_one_frontend": _ratio(costs[case], cost_of(case, frontends=1)),
+        }
+        for case, runs in figures.items()
+    ]
+
+
+def _ratio(cost: float, other: float | None) -> float | None:
+    return None if other is None else round(cost / other, 2)
+
+
+def show(rows: Sequence[dict[str, object]]) -> None:
+    """Print the table."""
+    table = Table(*rows[0], title="frontends streaming")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=180).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--steps-per-second", type=float, default=20.0)
-    arguments = parser.parse_args()
-    asyncio.run(measure(arguments.streams, arguments.tokens, arguments.steps_per_second))
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--pace", type=float, nargs="+", default=[10.0, 0.0])
+    parser.add_argument("--frontends", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    args = parser.parse_args(arguments)
+    load = ForeignLoad()
+    rows = run(args)
+    show(rows)
+    print(f"written to {save('frontend', {'rows': rows}, load, args.results)}")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ class HttpServer:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def is_started(self) -> bool:
+        """Whether it answers, rather than have callers wait."""
+        return self._server is not None and self._server.started
+
     def bind(self) -> None:
         """Listen; raises CannotListen. Connections wait until `start`."""
         self._sockets = sockets.bind(self.address, share_port=self._share_port)
