@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.model_pb2 import ModelInfo
-from pagewire.v1.status_pb2 import EngineStatus
+from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client import requests
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.connection import (
@@ -186,15 +186,19 @@ class AsyncClient:
         info: ModelInfo = (await self._caller.unary("GetModel", request, timeout)).model
         return info
 
-    async def get_status(self, *, timeout: float | None = None) -> EngineStatus:
-        """A snapshot of the deployment."""
-        answer = await self._caller.unary("GetStatus", pb.GetStatusRequest(), timeout)
+    async def get_status(
+        self, *, detail: StatusDetail | None = None, timeout: float | None = None
+    ) -> EngineStatus:
+        """A snapshot of the deployment; `detail`: what it shall hold besides counts."""
+        answer = await self._caller.unary("GetStatus", pb.GetStatusRequest(detail=detail), timeout)
         status: EngineStatus = answer.status
         return status
 
-    async def watch_status(self, interval_s: float = 1.0) -> AsyncIterator[EngineStatus]:
+    async def watch_status(
+        self, interval_s: float = 1.0, *, detail: StatusDetail | None = None
+    ) -> AsyncIterator[EngineStatus]:
         """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
-        async for response in self._caller.watch(requests.watch_request(interval_s)):
+        async for response in self._caller.watch(requests.watch_request(interval_s, detail)):
             yield response.status
 
     async def _run_batch(

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Sequence
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client.prompts import Messages, Prompt, chat_proto, fill_prompt
 from pagewire_client.sampling_params import SamplingParams
 
@@ -77,6 +78,6 @@ def detokenize_request(
     )
 
 
-def watch_request(interval_s: float) -> pb.WatchStatusRequest:
+def watch_request(interval_s: float, detail: StatusDetail | None) -> pb.WatchStatusRequest:
     """Asks for a snapshot every `interval_s` seconds."""
-    return pb.WatchStatusRequest(interval_ms=round(interval_s * 1000))
+    return pb.WatchStatusRequest(interval_ms=round(interval_s * 1000), detail=detail)

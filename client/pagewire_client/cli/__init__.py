@@ -7,6 +7,7 @@
 | `demo` | the same with the embedded model, shown and ended |
 | `generate`, `chat` | one answer; a conversation |
 | `status` | how a deployment is doing |
+| `top`, `top_screen`, `top_blocks`, `top_rates` | the same, live and block by block |
 | `drain` | takes a worker group out of service |
 | `bench`, `bench_table` | how fast it answers under load |
 | `roles` | one service alone, as a cluster runs it; the conformance kit |

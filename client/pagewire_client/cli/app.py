@@ -17,6 +17,7 @@ from pagewire_client.cli.health import health
 from pagewire_client.cli.key import key
 from pagewire_client.cli.serve import serve
 from pagewire_client.cli.status import status
+from pagewire_client.cli.top import top
 from pagewire_client.errors import LocalServiceError, PagewireError, Unavailable
 
 EXIT_FAILURE = 1
@@ -48,7 +49,7 @@ def pagewire(
     """Serve large language models, and talk with them."""
 
 
-for command in (serve, generate, chat, status, drain, bench, health, demo):
+for command in (serve, generate, chat, status, top, drain, bench, health, demo):
     app.command()(command)
 app.add_typer(key, name="key")
 for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, roles.replay):

@@ -1,0 +1,97 @@
+"""`pagewire top`: throughput, queues, memory block by block and requests, in a terminal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
+from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_client.cli.top_rates import Rates
+from pagewire_client.cli.top_screen import Screen
+from pagewire_client.connection import connection_options, sync_channel
+from pagewire_client.errors import from_call
+
+_DETAIL = StatusDetail(include_requests=True, include_blocks=True)
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
+
+
+@with_options(connection=CONNECTION)
+def top(
+    connection: Connection,
+    core: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ask a core, HOST:PORT or unix:PATH, not a frontend."),
+    ] = None,
+    interval: Annotated[
+        float,
+        typer.Option(min=_MIN_INTERVAL_S, max=_MAX_INTERVAL_S, help="Seconds between looks."),
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what two looks tell, and end.")
+    ] = False,
+) -> None:
+    """Watch a deployment: throughput, queues, each worker's memory, requests.
+
+    Cells of the map are KV blocks in their request's colour. Where the output is no terminal one
+    picture is printed, as with --once. Ctrl-C ends it.
+    """
+    console = Console()
+    with _statuses(connection, core, interval) as statuses:
+        if once or not console.is_terminal:
+            _print_once(console, statuses)
+        else:
+            _show_live(console, statuses)
+
+
+def _print_once(console: Console, statuses: Iterator[EngineStatus]) -> None:
+    """One picture; its rates are of the time between the first two looks."""
+    rates = Rates()
+    rates.add(next(statuses))
+    status = next(statuses)
+    rates.add(status)
+    lines = Screen(console.width, 10_000, in_colour=_has_colours(console)).render(status, rates)
+    console.print(lines)
+
+
+def _show_live(console: Console, statuses: Iterator[EngineStatus]) -> None:
+    rates = Rates()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        for status in statuses:
+            rates.add(status)
+            screen = Screen(console.width, console.height, in_colour=_has_colours(console))
+            live.update(screen.render(status, rates), refresh=True)
+
+
+def _has_colours(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
+
+
+@contextmanager
+def _statuses(
+    connection: Connection, core: str | None, interval_s: float
+) -> Iterator[Iterator[EngineStatus]]:
+    """Status after status, from a frontend, over reconnects, or from a core."""
+    if core is None:
+        with connection.client() as client:
+            yield client.watch_status(interval_s, detail=_DETAIL)
+        return
+    with sync_channel(connection_options(core, tls=None, token=None), core) as channel:
+        yield _core_statuses(SchedulerServiceStub(channel), interval_s)
+
+
+def _core_statuses(stub: SchedulerServiceStub, interval_s: float) -> Iterator[EngineStatus]:
+    request = pb.SchedulerServiceWatchStatusRequest(
+        interval_ms=round(interval_s * 1000), detail=_DETAIL
+    )
+    try:
+        for response in stub.WatchStatus(request):
+            yield response.status
+    except grpc.RpcError as error:
+        raise from_call(error) from None
