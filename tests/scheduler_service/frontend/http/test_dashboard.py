@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
@@ -175,7 +176,9 @@ async def test_the_stream_ends_when_the_frontend_does(
 async def test_only_operators_see_the_stream_and_anybody_the_page(
     key: str | None, status: int
 ) -> None:
-    services = HttpServices(requests=None, models=None, core=None, authentication=Keys())  # type: ignore[arg-type]
+    services = HttpServices(
+        requests=None, models=None, core=None, authentication=Keys(), registry=CollectorRegistry()
+    )  # type: ignore[arg-type]
     transport = httpx.ASGITransport(make_app(services))
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(

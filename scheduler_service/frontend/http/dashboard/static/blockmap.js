@@ -70,6 +70,7 @@ export class BlockMap {
     while (cell > 2 && Math.ceil(total / Math.floor(width / cell)) * cell > MAX_HEIGHT) cell -= 1;
     this.cell = cell;
     this.perRow = Math.max(1, Math.floor(width / cell));
+    Object.assign(this.map.dataset, { cell, perRow: this.perRow });
     const height = Math.ceil(total / this.perRow) * cell;
     this.canvas.width = Math.round(width * this.scale);
     this.canvas.height = Math.round(height * this.scale);

@@ -10,7 +10,7 @@ import { follow } from "./stream.js";
 import { setUpTheme } from "./theme.js";
 import { View } from "./view.js";
 
-const view = new View();
+export const view = new View();
 const charts = new Charts(view);
 const groups = new Groups(view, choose);
 const requests = new Requests(view, choose);
