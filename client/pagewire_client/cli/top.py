@@ -82,7 +82,7 @@ def _statuses(
         with connection.client() as client:
             yield client.watch_status(interval_s, detail=_DETAIL)
         return
-    with sync_channel(connection_options(core, tls=None, token=None), core) as channel:
+    with sync_channel(connection_options(core, tls=None, api_key=None), core) as channel:
         yield _core_statuses(SchedulerServiceStub(channel), interval_s)
 
 
