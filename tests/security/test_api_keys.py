@@ -1,5 +1,6 @@
 """Callers of a frontend are known by their keys, and find nothing that is another tenant's."""
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
@@ -197,6 +198,21 @@ async def test_a_broken_file_leaves_the_keys_in_force_and_says_so(
         await client.GetModel(pb.GetModelRequest(), metadata=as_caller(ONE))
         replace_file(keys, entry(TWO, "two"))
         await client.GetModel(pb.GetModelRequest(), metadata=as_caller(TWO))
+
+
+async def test_no_key_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with guarded(keys) as (core, _, client):
+        call = client.Generate(generate_request(request_id="mine"), metadata=as_caller(ONE))
+        await (await core.next_request()).complete([5])
+        await read_all(call)
+        for key in ("pw-unknown", OLD):
+            await error_of(client.GetModel(pb.GetModelRequest(), metadata=as_caller(key)))
+        replace_file(keys, KEYS + "broken")
+        await client.GetModel(pb.GetModelRequest(), metadata=as_caller(ONE))
+    assert "listening" in caplog.text
+    for key in (ONE, OLD, "pw-unknown", hash_of(ONE)):
+        assert key not in caplog.text
 
 
 async def test_one_key_is_enough_where_there_are_no_tenants() -> None:
