@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 """A little shorter than ids may be, as those of several prompts are numbered."""
 
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+"""Made once: `json.dumps` makes an encoder per call."""
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -119,6 +122,4 @@ class Answer(Response):
 
 
 def _event(data: Any) -> bytes:
-    return (
-        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    return b"data: " + _to_json(data).encode() + b"\n\n"
