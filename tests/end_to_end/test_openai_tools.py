@@ -1,0 +1,96 @@
+"""OpenAI's own client has any model call tools and write JSON, the embedded one too."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather.", "parameters": SCHEMA},
+}
+OTHER = {"type": "function", "function": {"name": "ring"}}
+WISH: dict[str, Any] = {
+    "model": "embedded",
+    "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+    "max_tokens": 200,
+    "temperature": 0,
+}
+
+
+def check_arguments(text: str) -> None:
+    arguments = json.loads(text)
+    assert arguments["city"] in ("Paris", "Rome")
+    assert isinstance(arguments["days"], int)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_function_is_called(openai_client: openai.OpenAI, stream: bool) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    wish = WISH | {"tools": [TOOL, OTHER], "tool_choice": choice}
+    message = final_message(openai_client, wish, stream=stream)
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    check_arguments(call.function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_some_function_is_called(openai_client: openai.OpenAI, stream: bool) -> None:
+    wish = WISH | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    message = final_message(openai_client, wish, stream=stream)
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    check_arguments(call.function.arguments)
+    assert not message.content
+
+
+def final_message(client: openai.OpenAI, wish: dict[str, Any], *, stream: bool) -> Any:
+    if not stream:
+        return client.chat.completions.create(**wish).choices[0].message
+    with client.chat.completions.stream(**wish) as events:
+        return events.get_final_completion().choices[0].message
+
+
+def test_a_called_function_ends_the_answer_as_openai_says(openai_client: openai.OpenAI) -> None:
+    wish = WISH | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = openai_client.chat.completions.create(**wish).choices
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_an_answer_is_json_of_a_schema(openai_client: openai.OpenAI) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
+    answer = openai_client.chat.completions.create(**WISH, response_format=wanted)
+    check_arguments(answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    ("field", "wanted"),
+    [
+        ("guided_choice", {"red", "blue"}),
+        ("structured_outputs", {"red", "blue"}),
+    ],
+)
+def test_a_choice_is_one_of_them(
+    openai_client: openai.OpenAI, field: str, wanted: set[str]
+) -> None:
+    value: Any = sorted(wanted)
+    if field == "structured_outputs":
+        value = {"choice": value}
+    answer = openai_client.completions.create(
+        model="embedded", prompt="The colour is", max_tokens=16, extra_body={field: value}
+    )
+    assert answer.choices[0].text in wanted
+
+
+def test_a_schema_that_is_none_is_refused(openai_client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        openai_client.completions.create(
+            model="embedded", prompt="a", extra_body={"guided_json": {"type": "nonsense"}}
+        )
