@@ -120,6 +120,18 @@ def _beams(draw: Random) -> dict[str, Any]:
     }
 
 
+STRUCTURED: tuple[tuple[str, Any], ...] = (
+    ("regex", "[A-Za-z ,.!?\"']{20,900}"),
+    ("json_schema", {"type": "array", "items": {"type": "integer"}, "minItems": 40}),
+    (
+        "json_schema",
+        {"type": "object", "additionalProperties": {"type": "string", "maxLength": 40}},
+    ),
+    ("grammar", 'start: "(" start ")" | start " and " start | /[a-z]{2,9}/'),
+    ("choice", ["yes", "no, never", "that depends on what you mean by a little bear"]),
+)
+"""What an answer must match: much that goes on, and some that soon ends."""
+
 CHOOSING: dict[str, Callable[[Random], dict[str, Any]]] = {
     "greedy": _greedy,
     "seeded": _seeded,
@@ -156,6 +168,7 @@ EXTRAS: dict[str, tuple[float, Callable[[Random], dict[str, Any]]]] = {
         },
     ),
     "bad words": (0.15, lambda draw: {"bad_words": draw.sample(STOPS[:2] + STOPS[4:7], 2)}),
+    "structured output": (0.25, lambda draw: dict([draw.choice(STRUCTURED)])),
     "special tokens": (0.1, lambda draw: {"skip_special_tokens": False}),
 }
 """What may go with any of them: how often, and the parameters."""

@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.cluster import Cluster
-from tests.support.requests import Answer, generate_together, inference_stub, request_for
+from tests.support.requests import Answer, generate, generate_together, inference_stub, request_for
 
 NUM_TOKENS = 120
 PROMPTS = ("Once upon a time", "The sun", "A", "One day a little dog went to the park and")
@@ -40,13 +40,15 @@ def ranks_of(launcher_pid: int) -> dict[int, int]:
 def test_two_ranks_answer_as_one_and_survive_each_others_death(
     group: Cluster, cluster: Cluster
 ) -> None:
+    bound = request_for("One day", regex="[a-z]{3}(?: [a-z]{2,5})*", temperature=0.0, max_tokens=40)
     with inference_stub(cluster.frontend_address()) as stub:
-        alone = generate_together(stub, requests(NUM_TOKENS))
+        alone = generate_together(stub, [*requests(NUM_TOKENS), bound])
     launcher = group.workers[0]
     before = ranks_of(launcher.process.pid)
     assert sorted(before) == [0, 1]
     with inference_stub(group.frontend_address()) as stub:
         disturbed = _generate_killing(stub, launcher.process.pid, victims=[1, 0])
+        assert generate(stub, bound).text == alone[-1].text
     assert disturbed.token_ids == alone[0].token_ids
     assert len(disturbed.token_ids) == NUM_TOKENS
     pairs = zip(disturbed.choices[0].logprobs, alone[0].choices[0].logprobs, strict=True)

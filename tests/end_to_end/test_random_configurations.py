@@ -41,6 +41,8 @@ KINDS = (
     "plans sent ahead",
     "tokens in vain",
     "beam searches",
+    "constraints",
+    "constraints taken up again",
     "cancels",
     "stop strings",
     "lost workers",

@@ -203,6 +203,8 @@ def _sampling() -> None:
     gpu.gather_logprobs(logits, torch.zeros(n, 21, dtype=torch.int64))
     ones = torch.ones(n)
     gpu.apply_penalties(logits, whole, whole, whole, repetition=ones, frequency=ones, presence=ones)
+    rows, bitmask = torch.zeros(n, dtype=torch.int64), torch.zeros(n, 4748, dtype=torch.int32)
+    gpu.apply_bitmask(logits, rows, bitmask)
 
 
 LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
@@ -215,7 +217,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "layers": (_layers, 12),
     "linear": (_linear, 4),
     "move_blocks": (_move_blocks, 1),
-    "sampling": (_sampling, 4),
+    "sampling": (_sampling, 5),
 }
 
 

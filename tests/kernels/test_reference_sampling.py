@@ -53,3 +53,14 @@ def test_log_probabilities_are_those_of_a_log_softmax() -> None:
     torch.testing.assert_close(logprobs, expected.gather(1, tokens))
     order = torch.sort(logits, descending=True).indices
     assert [int(order[row, rank - 1]) for row, rank in enumerate(ranks)] == [3, 0, 7]
+
+
+def test_a_bitmask_excludes_tokens_whose_bit_is_zero() -> None:
+    logits = torch.arange(2 * 40, dtype=torch.float32).view(2, 40)
+    before = logits.clone()
+    bits = [1 << 3 | 1 << 31, 1 << 2]
+    bitmask = torch.from_numpy(np.array([bits], np.uint32).view(np.int32))
+    reference.apply_bitmask(logits, torch.tensor([1]), bitmask)
+    assert logits[0].equal(before[0])
+    assert logits[1].isfinite().nonzero().flatten().tolist() == [3, 31, 34]
+    assert logits[1, [3, 31, 34]].equal(before[1, [3, 31, 34]])

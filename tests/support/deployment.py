@@ -230,6 +230,10 @@ class Deployment:
         self.disturbance["recomputed answers"] += sum(
             len(s.token_ids) > s.num_prompt_tokens > 0 for s in new
         )
+        self.disturbance["constraints taken up again"] += sum(
+            len(s.token_ids) > s.num_prompt_tokens > 0 and s.sampling.HasField("constraint")
+            for s in new
+        )
 
     def _note_end_of_core(self) -> None:
         self.disturbance["preemptions"] += self._core.snapshot().num_preemptions
@@ -276,6 +280,7 @@ class Deployment:
             received.cached_tokens = finished.cached_tokens
             self.disturbance["cached tokens"] += finished.cached_tokens
             self.disturbance["beam searches"] += received.job.beam_search is not None
+            self.disturbance["constraints"] += received.job.sampling.HasField("constraint")
         for _, error in outbox.requests_failed:
             raise error
 

@@ -19,7 +19,7 @@ from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
-from tests.support.runners import MakeRunner, recorded, recorded_on_gpu
+from tests.support.runners import MakeRunner, host, recorded, recorded_on_gpu
 from worker_service import wire as worker_wire
 from worker_service.cache_engine import CacheEngine
 from worker_service.loader import ModelConfig, load_model
@@ -65,7 +65,7 @@ class InProcessWorker:
             num_cpu_blocks=num_cpu_blocks,
             device=device,
         )
-        make_runner = make_runner or (ModelRunner if device.type == "cpu" else recorded_on_gpu)
+        make_runner = make_runner or (host if device.type == "cpu" else recorded_on_gpu)
         self._runner = make_runner(model, self._cache, block_size)
         self._block_size = block_size
 

@@ -12,12 +12,23 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import to_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
+from tests.support import vocabularies
 
 MODELS = ("embedded", "llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "qwen3_moe")
 """The embedded model, and families of tests/support/checkpoints.py."""
 
 FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
 """Tokens of prompts, stops and biases are from here; all vocabularies are larger."""
+
+CONSTRAINTS = (
+    ("regex", "[a-z ]{0,60}"),
+    ("regex", "(?:ab|ba|[A-F]){4,9}!"),
+    ("json_schema", '{"type": "array", "items": {"type": "integer"}, "minItems": 3}'),
+    ("json_schema", '{"type": "object", "additionalProperties": {"enum": ["a", 1, null]}}'),
+    ("grammar", 'start: "(" start ")" | start "+" start | /[0-9]{1,3}/'),
+    ("choice", "yes|yes, of course|no|never, ever"),
+)
+"""What outputs may have to match; some soon end and some go on."""
 
 ROOMY_TOKENS = 1024
 """As many as any of these models allows."""
@@ -183,6 +194,10 @@ def _draw_job(draw: Random, stems: Sequence[tuple[int, ...]], follows: int | Non
     has_stops = draw.random() < 0.3
     stops = frozenset(_draw_tokens(draw, 12)) if has_stops else frozenset()
     min_tokens = draw.randint(1, 5) if draw.random() < 0.3 else 0
+    sampling = _draw_sampling(draw, stops, min_tokens)
+    if draw.random() < 0.3:
+        stops |= {vocabularies.END}
+        _constrain(draw, sampling, stops)
     return Job(
         tokens=(stem + own) or (FIRST_TOKEN_ID,),
         follows=follows,
@@ -190,7 +205,7 @@ def _draw_job(draw: Random, stems: Sequence[tuple[int, ...]], follows: int | Non
         num_choices=num_choices,
         max_tokens=max_tokens,
         stop_token_ids=stops,
-        sampling=_draw_sampling(draw, stops, min_tokens),
+        sampling=sampling,
         tenant=draw.choice(("", "a", "b")),
         priority=draw.choice((0, 0, 1, -1)),
         cancelled_after=draw.randint(0, max_tokens) if draw.random() < 0.12 else None,
@@ -213,6 +228,7 @@ def _with_beams(draw: Random, job: Job) -> Job:
             min_tokens=job.sampling.min_tokens,
             suppressed_token_ids=job.sampling.suppressed_token_ids,
             num_candidates=max(width + len(stops), num_logprobs or 0),
+            constraint=job.sampling.constraint if job.sampling.HasField("constraint") else None,
         ),
         beam_search=BeamParams(
             width=width,
@@ -249,6 +265,19 @@ def _draw_sampling(
     if draw.random() < 0.2:
         params.prompt_logprobs = draw.choice((0, 2))
     return params
+
+
+def _constrain(draw: Random, sampling: sampling_pb2.SamplerParams, stops: frozenset[int]) -> None:
+    """Have the output match something, in the texts of tests/support/vocabularies.py."""
+    kind, text = draw.choice(CONSTRAINTS)
+    sampling.suppressed_token_ids = b""
+    del sampling.bad_words[:]  # a text may have one spelling only
+    constraint = sampling_pb2.Constraint(end_token_ids=to_column(sorted(stops)))
+    if kind == "choice":
+        constraint.choice.choices.extend(text.split("|"))
+    else:
+        setattr(constraint, kind, text)
+    sampling.constraint.CopyFrom(constraint)
 
 
 def _draw_tokens(draw: Random, count: int) -> tuple[int, ...]:

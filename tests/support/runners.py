@@ -1,8 +1,10 @@
-"""The kinds of runners that must all do the same, on a CPU."""
+"""The kinds of runners that must all do the same, on a CPU. Tokens have the texts of
+`tests/support/vocabularies.py`, whatever the model."""
 
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.vocabularies import grammars
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
 from worker_service.device.graphs import CudaRecorder, EagerTwin
@@ -32,30 +34,36 @@ class LateMark:
         return self._time_us - earlier._time_us
 
 
+def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
+    """What a worker on a CPU has."""
+    return ModelRunner(model, cache, block_size, grammars(model.vocab_size))
+
+
 def eager(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
     """Launches ahead, replays nothing."""
     state = DeviceState(model, cache, block_size)
-    return DeviceRunner(model, cache, block_size, state)
+    return DeviceRunner(model, cache, block_size, state, grammars=grammars(model.vocab_size))
 
 
 def recorded(model: Model, cache: CacheEngine, block_size: int, num_slots: int = 4) -> DeviceRunner:
     """Replays decodes in padded batches, on a device that is as late as can be, and which at first
     has room for few sequences."""
     state = DeviceState(model, cache, block_size, EagerTwin(), SIZES, num_slots)
-    return DeviceRunner(model, cache, block_size, state, mark=LateMark)
+    known = grammars(model.vocab_size)
+    return DeviceRunner(model, cache, block_size, state, mark=LateMark, grammars=known)
 
 
 def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
     """What a worker with a GPU has: replays decodes, if the model can be recorded."""
     recorder = CudaRecorder(cache.device_cache.device)
     state = DeviceState(model, cache, block_size, recorder, SIZES)
-    return DeviceRunner(model, cache, block_size, state)
+    return DeviceRunner(model, cache, block_size, state, grammars=grammars(model.vocab_size))
 
 
 MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]
 
 RUNNERS: dict[str, MakeRunner] = {
-    "host": ModelRunner,
+    "host": host,
     "eager": eager,
     "recorded": recorded,
 }

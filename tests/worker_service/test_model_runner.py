@@ -9,7 +9,7 @@ import torch
 
 from pagewire.v1 import plan_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
-from tests.support.runners import RUNNERS
+from tests.support.runners import RUNNERS, host
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params
 from worker_service import wire
 from worker_service.cache_engine import CacheEngine
@@ -31,7 +31,7 @@ class Bench:
         poison: int | None = None,
         num_cpu_blocks: int = 8,
         max_model_len: int = 256,
-        make_runner: MakeRunner = ModelRunner,
+        make_runner: MakeRunner = host,
     ) -> None:
         self.model = CountingModel(max_model_len, poison=poison)
         self.cache = CacheEngine(

@@ -1,11 +1,11 @@
-"""Penalties, sampling and log probabilities on the GPU against the reference."""
+"""Penalties, bitmasks, sampling and log probabilities on the GPU against the reference."""
 
 import numpy as np
 import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.gpu import apply_penalties, gather_logprobs, sample, uniforms
+from pagewire_kernels.gpu import apply_bitmask, apply_penalties, gather_logprobs, sample, uniforms
 from pagewire_kernels.metadata import SamplingMetadata
 from tests.support.gpu_kernels import DEVICE, MARKS, on_device
 from worker_service.sampler import philox
@@ -143,3 +143,23 @@ def test_log_probabilities_agree_with_the_reference(dtype: torch.dtype) -> None:
     torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=1e-5, rtol=1e-5)
     assert ranks.tolist() == expected_ranks.tolist()
     assert ranks[0] == 1
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300, 5000])
+def test_bitmasks_exclude_what_the_reference_excludes(vocab_size: int) -> None:
+    draw = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(5, vocab_size, generator=draw)
+    rows = torch.tensor([3, 0, 4])
+    shape = (3, -(-vocab_size // 32))
+    bitmask = torch.randint(-(2**31), 2**31, shape, generator=draw).int()
+    ours, expected = logits.to(DEVICE), logits.clone()
+    apply_bitmask(ours, rows.to(DEVICE), bitmask.to(DEVICE))
+    reference.apply_bitmask(expected, rows, bitmask)
+    assert ours.cpu().equal(expected)
+    assert expected[[1, 2]].equal(logits[[1, 2]])
+
+
+def test_a_bitmask_of_another_width_is_refused() -> None:
+    logits, rows = torch.zeros(1, 65, device=DEVICE), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="expected 3 columns"):
+        apply_bitmask(logits, rows, torch.zeros(1, 2, dtype=torch.int32))

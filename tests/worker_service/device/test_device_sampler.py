@@ -1,5 +1,6 @@
 """The sampler on a device, with the GPU's kernels, against the one on the host."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.sampler.params import SamplerParams
 from worker_service.sampler.sampler import SamplingBatch, sample
 from worker_service.sequence_state import SequenceTable
+from worker_service.structured.masks import MaskedRows
 
 pytestmark = MARKS
 
@@ -27,7 +29,10 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.2, "min_p": 0.05, "top_k": 50, "top_p": 0.9, "seed": 5},
     {"temperature": 0.0, "repetition_penalty": 1.8, "presence_penalty": 0.5, "num_logprobs": 5},
     {"temperature": 1.0, "seed": 6, "bad_words": ((7,), (1, 9))},
+    {"temperature": 1.0, "seed": 7},
 ]
+MASKED = [0, 4, 5, 7]
+"""Rows of sequences with a constraint."""
 
 
 class Sequences:
@@ -72,7 +77,18 @@ class Sequences:
             slots=slots,
             positions=np.full(len(slots), 2),
             edited=self.table.edited_rows(slots),
+            masked=self.masked,
         )
+
+    @property
+    def masked(self) -> MaskedRows:
+        """Every other token, and a few."""
+        draw = np.random.default_rng(1)
+        bitmask = draw.integers(-(2**31), 2**31, (len(MASKED), 10)).astype(np.int32)
+        bitmask[:, -1] &= (1 << VOCAB_SIZE % 32) - 1
+        bitmask[1, 2:] = 0
+        failed = np.zeros(len(MASKED), np.bool_)
+        return MaskedRows(rows=np.array(MASKED), bitmask=bitmask, failed=failed)
 
     def rows(self, batch: SamplingBatch) -> SamplingRows:
         return SamplingRows(
@@ -108,6 +124,19 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
         other = expected.logprobs[row]
         assert (entry.token_ids.tolist(), entry.rank) == (other.token_ids.tolist(), other.rank)
         np.testing.assert_allclose(entry.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_a_row_whose_constraint_has_failed_tells_so() -> None:
+    sequences = Sequences()
+    sequences.flush()
+    masked = sequences.masked
+    masked.bitmask[2:] = 0
+    masked.failed[3] = True
+    batch = replace(sequences.batch, masked=masked)
+    logits = sequences.logits.to(DEVICE)
+    outcome = sequences.sampler.sample_changed(logits, sequences.rows(batch), batch).tolist()
+    reasons = {row: FAILURES.get(number) for row, number in enumerate(outcome) if number < 0}
+    assert reasons == {5: RowErrorReason.NO_CANDIDATES, 7: RowErrorReason.CONSTRAINT}
 
 
 def test_failures_keep_their_first_reason_until_the_slot_is_taken_again() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from pagewire.v1 import sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
-from tests.support.runners import LateMark, eager, recorded
+from tests.support.runners import LateMark, eager, host, recorded
+from tests.support.vocabularies import END
 from tests.support.worker_driver import GREEDY, Row, column, sampler_params
 from tests.worker_service.test_model_runner import Bench, continuation
 from worker_service import wire
@@ -19,11 +20,17 @@ from worker_service.cache_engine import CacheEngine
 from worker_service.device.runner import DeviceRunner
 from worker_service.device.state import DeviceState
 from worker_service.executor import FinishedStep, Step
-from worker_service.model_runner import ModelRunner
 from worker_service.plan import RowErrorReason, StepResult
 
 NUM_STEPS = 7
 WORD = [{"token_ids": column([7])}, {"token_ids": column([3, 9])}]
+
+
+def matching(pattern: str) -> sampling_pb2.Constraint:
+    """Outputs that match a regular expression."""
+    return sampling_pb2.Constraint(regex=pattern, end_token_ids=column([END]))
+
+
 PARAMS: dict[str, sampling_pb2.SamplerParams] = {
     "greedy": GREEDY,
     "random": sampler_params(temperature=1.3, seed=5),
@@ -36,6 +43,19 @@ PARAMS: dict[str, sampling_pb2.SamplerParams] = {
     "log probabilities": sampler_params(temperature=1.1, seed=10, logprobs=3),
     "its own alone": sampler_params(temperature=0.0, logprobs=0),
     "of the prompt": sampler_params(temperature=0.0, prompt_logprobs=1),
+    "a constraint": sampler_params(temperature=1.3, seed=12, constraint=matching("[a-d]{2,40}")),
+    "one that soon ends": sampler_params(
+        temperature=0.0, min_tokens=9, logprobs=1, constraint=matching("(?:ab|ba){2}")
+    ),
+    "one beside other edits": sampler_params(
+        temperature=1.1,
+        seed=13,
+        top_k=30,
+        frequency_penalty=0.3,
+        bad_words=WORD,
+        logprobs=2,
+        constraint=matching("(?:[a-z]+ )*"),
+    ),
     "all at once": sampler_params(
         temperature=1.5, seed=11, top_k=30, presence_penalty=0.5, logprobs=2, bad_words=WORD
     ),
@@ -116,7 +136,7 @@ CASES += [(list(PARAMS), depth, kind) for depth in (0, 1, 3) for kind in (eager,
 @pytest.mark.parametrize(("names", "depth", "make_runner"), CASES)
 def test_launching_ahead_changes_nothing(names: list[str], depth: int, make_runner: Any) -> None:
     params = [PARAMS[name] for name in names]
-    expected = run(params, 0, make_runner=ModelRunner).results
+    expected = run(params, 0, make_runner=host).results
     results = run(params, depth, make_runner=make_runner).results
     assert [outcome(result) for result in results] == [outcome(result) for result in expected]
     for result, other in zip(results, expected, strict=True):
@@ -139,6 +159,20 @@ def test_more_rows_than_the_largest_recording_are_computed_all_the_same() -> Non
     for place, prompt in enumerate(requests):
         ends = NUM_STEPS + (3 if len(prompt) < 8 else 1)
         assert results[-1].token_ids[place] == last[place][ends - 1]
+
+
+def test_a_row_that_cannot_follow_its_constraint_fails_alone_and_stays_failed() -> None:
+    bad = sampler_params(temperature=0.0, constraint=matching("a("))
+    odd = sampler_params(
+        temperature=0.0,
+        constraint=matching("a"),
+        bad_words=[{"token_ids": column([token])} for token in range(VOCAB_SIZE)],
+    )
+    for depth, make_runner in ((0, host), (2, eager), (2, recorded)):
+        results = run([GREEDY, bad, odd], depth, make_runner=make_runner).results[-NUM_STEPS:]
+        reasons = {1: RowErrorReason.CONSTRAINT, 2: RowErrorReason.NO_CANDIDATES}
+        assert [result.errors for result in results] == [reasons] * NUM_STEPS
+        assert all(result.token_ids[0] >= 0 for result in results)
 
 
 class TestWaiting:
@@ -204,13 +238,13 @@ def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> Non
         return DeviceRunner(model, cache, block_size, state, mark=LateMark)
 
     params = [PARAMS["penalties"], PARAMS["all at once"]] * 5
-    expected = run(params, 0, make_runner=ModelRunner).results
+    expected = run(params, 0, make_runner=host).results
     results = run(params, 3, make_runner=make_runner).results
     assert [outcome(result) for result in results] == [outcome(result) for result in expected]
 
 
 def test_tokens_that_the_host_sampled_in_between_are_counted_too() -> None:
-    pipelines = [Pipeline(3, make_runner=recorded), Pipeline(0, make_runner=ModelRunner)]
+    pipelines = [Pipeline(3, make_runner=recorded), Pipeline(0, make_runner=host)]
     for pipeline in pipelines:
         pipeline.bench.plans.add(1, [1, 2, 3], sampling=PARAMS["penalties"])
         pipeline.launch([Row(1, 3)])

@@ -13,6 +13,7 @@ from worker_service.sampler.params import SamplerParams
 from worker_service.sampler.philox import uniform
 from worker_service.sampler.sampler import NO_TOKEN, Samples, SamplingBatch, sample
 from worker_service.sampler.table import SamplingTable
+from worker_service.structured.masks import MaskedRows
 
 VOCAB_SIZE = 500
 
@@ -47,7 +48,9 @@ class Rows:
         self.logits.append(logits)
         return slot
 
-    def sample(self, order: Sequence[int] | None = None) -> Samples:
+    def sample(
+        self, order: Sequence[int] | None = None, masked: MaskedRows | None = None
+    ) -> Samples:
         slots = np.array(range(len(self.logits)) if order is None else order)
         edits = self.table.edits
         batch = SamplingBatch(
@@ -58,6 +61,7 @@ class Rows:
                 for row, slot in enumerate(slots.tolist())
                 if slot in edits
             ],
+            masked=masked,
         )
         return sample(torch.stack([self.logits[slot] for slot in slots]), batch, self.table)
 
