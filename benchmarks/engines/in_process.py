@@ -31,6 +31,7 @@ from worker_service.profiler import Profiler
 
 NAME = "pagewire in-process"
 GROUP, MODEL, FRONTEND, EPOCH = "group", "model", "frontend", 1
+GREEDY = SamplerParams(top_p=1.0, repetition_penalty=1.0)
 
 
 def engine(settings: Settings) -> ChildEngine:
@@ -93,12 +94,18 @@ class InProcess:
         given = {name: value for name, value in self._settings.items() if name != "model"}
         return {"version": metadata.version("pagewire"), "settings": given}
 
-    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Greedy tokens for each prompt."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num_tokens: list[int],
+        sampling: SamplerParams = GREEDY,
+    ) -> list[list[int]]:
+        """Tokens for each prompt."""
         outputs: dict[int, list[int]] = {}
         for prompt, count in zip(prompts, num_tokens, strict=True):
             self._num_requests += 1
-            self._core.submit(_request(self._num_requests, prompt, count), time.monotonic())
+            request = _request(self._num_requests, prompt, count, sampling)
+            self._core.submit(request, time.monotonic())
             outputs[self._num_requests] = []
         self._run(outputs)
         return list(outputs.values())
@@ -129,7 +136,7 @@ def _model_config(settings: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**{name: settings[name] for name in names}, show_progress=False)
 
 
-def _request(number: int, prompt: list[int], num_tokens: int) -> Request:
+def _request(number: int, prompt: list[int], num_tokens: int, sampling: SamplerParams) -> Request:
     return Request(
         frontend_id=FRONTEND,
         handle=number,
@@ -137,7 +144,7 @@ def _request(number: int, prompt: list[int], num_tokens: int) -> Request:
         model=MODEL,
         prompt_token_ids=prompt,
         max_tokens=num_tokens,
-        sampling=SamplerParams(top_p=1.0, repetition_penalty=1.0),
+        sampling=sampling,
     )
 
 

@@ -4,9 +4,9 @@
     client ◀─responses── servicer ◀─ request_stream ◀─ choice_stream ◀─ core_link ◀─tokens── core
 
 Going in, a request is checked (`validation`), waits for its model and its files (`model_assets`),
-is tokenized (`tokenizer`, `chat_template`) and settled: no default is left open, a seed and an id
-are drawn once (`settled`, `generation_defaults`). `core_link` numbers it and puts it on the one
-stream to the core.
+has its constraint tried out, if it has one (`structured/`), is tokenized (`tokenizer`,
+`chat_template`) and settled: no default is left open, a seed and an id are drawn once (`settled`,
+`generation_defaults`). `core_link` numbers it and puts it on the one stream to the core.
 
 Coming back, `core_link` hands each token to its `choice_stream`, which makes text of it
 (`detokenizer`), looks for stop strings (`stop_strings`) and keeps what was not read yet.
