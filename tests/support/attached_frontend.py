@@ -107,7 +107,7 @@ class AttachedFrontend:
         stop = pb.StopChoice(handle=handle, num_tokens=num_tokens)
         await self.send(pb.FrontendMessage(stops=[stop]))
 
-    async def wait_finished(self, *handles: int, timeout_s: float = 10) -> None:
+    async def wait_finished(self, *handles: int, timeout_s: float = 60) -> None:
         """Wait until these requests have ended well; fails at once if one fails."""
 
         def all_finished() -> bool:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
     """Return as soon as `condition()` is true; fail with `what` after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
