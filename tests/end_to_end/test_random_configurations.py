@@ -48,6 +48,8 @@ KINDS = (
     "lost workers",
     "lost steps",
     "lost cores",
+    "drained workers",
+    "outgrown workers",
 )
 """What makes up a disturbed run. Each must have happened, or the test shows less than it says."""
 

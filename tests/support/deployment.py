@@ -86,6 +86,11 @@ class Deployment:
         self._core = SchedulerCore(configuration.scheduler)
         self._links: dict[int, Link] = {}
         self._absent_until: dict[int, int] = {}
+        self._draining: dict[int, int] = {}
+        """Workers that have been told to end, and how long they are to be absent."""
+        least = min(worker.num_gpu_blocks for worker in configuration.workers)
+        self._outgrown_length = least * configuration.block_size + 1
+        """Tokens of a sequence that has just outgrown the smallest worker."""
         for index in range(len(configuration.workers)):
             self._join(index)
 
@@ -107,6 +112,15 @@ class Deployment:
         for loss in self._configuration.losses:
             if loss.at == tick:
                 self._lose(loss)
+        for drain in self._configuration.drains:
+            if drain.at == tick and drain.worker in self._links:
+                self.disturbance["drained workers"] += bool(self._open())
+                self._core.drain_group(str(drain.worker), now=0.0)
+                self._draining[drain.worker] = drain.absence
+        for index in [i for i in self._draining if self._core.is_drained(str(i))]:
+            del self._links[index]
+            self._core.remove_group(str(index), now=0.0)
+            self._absent_until[index] = tick + self._draining.pop(index)
         for index in [i for i, until in self._absent_until.items() if until <= tick]:
             del self._absent_until[index]
             self._join(index)
@@ -181,18 +195,21 @@ class Deployment:
             self._lose_core()
         elif loss.worker in self._links:
             link = self._links.pop(loss.worker)
+            self._draining.pop(loss.worker, None)
             self.disturbance["lost workers"] += bool(self._open())
             self.disturbance["lost steps"] += len(link.plans)
             self._core.remove_group(str(loss.worker), now=0.0)
             self._absent_until[loss.worker] = loss.at + loss.absence
 
     def _lose_core(self) -> None:
-        """Workers join the new core, and the frontend submits again what is open."""
+        """Workers join the new core, and the frontend submits again what is open. The core cannot
+        know of workers that are absent: they are back as well."""
         self.disturbance["lost cores"] += bool(self._open())
         self._note_end_of_core()
         self._core = SchedulerCore(self._configuration.scheduler)
-        for index in list(self._links):
+        for index in [*self._links, *self._absent_until]:
             self._join(index)
+        self._absent_until, self._draining = {}, {}
         for received in self._open():
             received.request.generated = {
                 index: GeneratedTokens(
@@ -233,6 +250,9 @@ class Deployment:
         self.disturbance["constraints taken up again"] += sum(
             len(s.token_ids) > s.num_prompt_tokens > 0 and s.sampling.HasField("constraint")
             for s in new
+        )
+        self.disturbance["outgrown workers"] += sum(
+            len(s.token_ids) == self._outgrown_length and s.num_prompt_tokens > 0 for s in new
         )
 
     def _note_end_of_core(self) -> None:

@@ -79,6 +79,17 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drain:
+    """A worker that is told to end."""
+
+    at: int
+    """Tick."""
+    worker: int
+    absence: int
+    """Ticks from its end until another is there in its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Configuration:
     """One deployment with its workload."""
 
@@ -90,13 +101,15 @@ class Configuration:
     scheduler: SchedulerConfig
     workers: tuple[Worker, ...]
     losses: tuple[Loss, ...]
+    drains: tuple[Drain, ...]
     jobs: tuple[Job, ...]
 
     def describe(self) -> str:
         """All but its jobs, for people."""
         return (
             f"configuration {self.number}: model={self.model} block_size={self.block_size} "
-            f"{self.scheduler} {self.workers} {self.losses} with {len(self.jobs)} jobs"
+            f"{self.scheduler} {self.workers} {self.losses} {self.drains} "
+            f"with {len(self.jobs)} jobs"
         )
 
     def undisturbed(self, job: Job) -> "Configuration":
@@ -111,6 +124,7 @@ class Configuration:
             ),
             workers=(Worker(num_gpu_blocks=ROOMY_TOKENS // self.block_size, num_cpu_blocks=0),),
             losses=(),
+            drains=(),
             jobs=(alone,),
         )
 
@@ -122,13 +136,19 @@ def draw_configuration(number: int, max_model_lens: dict[str, int]) -> Configura
     jobs = _draw_jobs(draw)
     block_size = draw.choice((1, 2, 4, 4, 8, 16))
     num_blocks = _most_blocks(jobs, block_size)
+    scheduler = _draw_scheduler(draw, max_model_lens[model])
+    workers = tuple(_draw_worker(draw, num_blocks) for _ in range(draw.choice((1, 1, 1, 2))))
+    losses = _draw_losses(draw)
+    if draw.random() < 0.35:
+        workers = (*workers, _draw_small_worker(draw, num_blocks))
     return Configuration(
         number=number,
         model=model,
         block_size=block_size,
-        scheduler=_draw_scheduler(draw, max_model_lens[model]),
-        workers=tuple(_draw_worker(draw, num_blocks) for _ in range(draw.choice((1, 1, 1, 2)))),
-        losses=_draw_losses(draw),
+        scheduler=scheduler,
+        workers=workers,
+        losses=losses,
+        drains=_draw_drains(draw, workers),
         jobs=jobs,
     )
 
@@ -158,6 +178,21 @@ def _draw_worker(draw: Random, num_blocks: Sequence[int]) -> Worker:
     return Worker(
         num_gpu_blocks=least + round(roominess * (most - least)),
         num_cpu_blocks=round(draw.choice((0.0, 0.5, 1.0, 2.0)) * least),
+    )
+
+
+def _draw_small_worker(draw: Random, num_blocks: Sequence[int]) -> Worker:
+    """One that the longest sequences outgrow; it is the last of several."""
+    longest = max(num_blocks)
+    num_gpu_blocks = max(1, round(draw.choice((0.3, 0.5, 0.8)) * longest))
+    return Worker(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=draw.choice((0, longest)))
+
+
+def _draw_drains(draw: Random, workers: Sequence[Worker]) -> tuple[Drain, ...]:
+    """None, or up to two, of the last worker: what outgrows it does not wait for one that left."""
+    return tuple(
+        Drain(at=draw.randint(4, 40), worker=len(workers) - 1, absence=draw.choice((0, 8)))
+        for _ in range(draw.choice((0, 0, 1, 2)))
     )
 
 
