@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core import (
-    GeneratedTokens,
     GroupCapacity,
     Outbox,
     Request,
-    RequestTimings,
     SchedulerConfig,
     SchedulerCore,
     StepPlan,
@@ -23,64 +21,15 @@ from scheduler_service.core import (
 from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
 from scheduler_service.replay.recorder import RecordingCore
+from tests.support.promises import Promises
+from tests.support.records import ChoiceRecord, RequestRecord, generated_of
 from tests.support.symbolic_worker import (
     Sampling,
     SymbolicWorker,
     logprobs_of,
-    undisturbed,
-    undisturbed_beams,
 )
 
 MODEL = "m"
-
-
-@dataclass
-class ChoiceRecord:
-    """What a frontend has of one choice."""
-
-    tokens: list[int] = field(default_factory=list)
-    num_logprobs: int = 0
-    finish_reason: str | None = None
-    stopped_by_frontend: bool = False
-
-    def received(self, most: int) -> "ChoiceRecord":
-        """The same with the first tokens alone."""
-        if len(self.tokens) <= most:
-            return replace(self, tokens=list(self.tokens), num_logprobs=0)
-        return ChoiceRecord(self.tokens[:most])
-
-
-def _generated(choices: list[ChoiceRecord]) -> dict[int, GeneratedTokens]:
-    return {
-        index: GeneratedTokens(
-            token_ids=list(choice.tokens),
-            finished=choice.finish_reason is not None or choice.stopped_by_frontend,
-        )
-        for index, choice in enumerate(choices)
-        if choice.tokens or choice.stopped_by_frontend
-    }
-
-
-@dataclass
-class RequestRecord:
-    """What a frontend has of one request."""
-
-    request: Request
-    submitted: float
-    choices: list[ChoiceRecord]
-    accepted: bool = False
-    cancelled: bool = False
-    finished: RequestTimings | None = None
-    cached_tokens: int = 0
-    error: PagewireError | None = None
-    num_prompt_logprobs: int = 0
-    num_losses: int = 0
-    """Workers that died and had been computing it, as its frontend was told."""
-
-    @property
-    def is_live(self) -> bool:
-        """Whether its end has not been seen."""
-        return self.finished is None and self.error is None and not self.cancelled
 
 
 @dataclass
@@ -122,14 +71,9 @@ class CoreDriver:
         self.records: dict[tuple[str, int], RequestRecord] = {}
         self.next_handle = 1
         self.num_steps = 0
-        self.num_cached_tokens = 0
-        """Prompt tokens of finished requests that were found in prefix caches."""
         self.has_failed = False
         """Whether a plan was wrong; nothing can be expected any more."""
-        self.max_model_len = 0
-        """Of all workers; they serve the same model."""
-        self.least_cache_tokens = 2**31
-        """Of all workers there ever were."""
+        self.promises = Promises(config, lambda: [link.capacity for link in self.links.values()])
         self.on_plan: Callable[[str, StepPlan], None] = lambda group_id, plan: None
 
     # Worker groups.
@@ -147,8 +91,9 @@ class CoreDriver:
             max_model_len=capacity.max_model_len,
         )
         self.links[capacity.group_id] = WorkerLink(capacity, worker)
-        self.max_model_len = capacity.max_model_len
-        self.least_cache_tokens = min(self.least_cache_tokens, capacity.num_cache_tokens)
+        promises, num_tokens = self.promises, capacity.num_cache_tokens
+        promises.max_model_len = capacity.max_model_len
+        promises.least_cache_tokens = min(promises.least_cache_tokens, num_tokens)
 
     def lose_group(self, group_id: str) -> None:
         """A worker dies, and with it the results that are on the wire."""
@@ -169,7 +114,7 @@ class CoreDriver:
 
     def _submit_again(self, record: RequestRecord) -> None:
         request = record.request
-        request.generated = _generated(record.choices)
+        request.generated = generated_of(record.choices)
         request.was_accepted = record.accepted
         request.num_worker_losses = record.num_losses
         request.waited_us += round((self.now - record.submitted) * 1e6)
@@ -244,7 +189,7 @@ class CoreDriver:
             frontend_id=frontend_id,
             handle=handle,
             attempt=record.request.attempt + 1,
-            generated=_generated(choices),
+            generated=generated_of(choices),
             was_accepted=False,
             waited_us=0,
             num_worker_losses=0,
@@ -401,13 +346,13 @@ class CoreDriver:
             if record.is_live:
                 record.finished = request_finished.timings
                 record.cached_tokens = request_finished.cached_tokens
-                self._check_finished(record)
+                self.promises.check_finished(record, self.now)
         for handle, error in outbox.requests_failed:
             record = self.records[frontend_id, handle]
             if record.is_live:
                 assert isinstance(error, PagewireError)
                 record.error = error
-                self._check_failed(record)
+                self.promises.check_failed(record)
 
     def _read_tokens(self, frontend_id: str, outbox: Outbox) -> dict[tuple[str, int], deque[int]]:
         new: dict[tuple[str, int], deque[int]] = {}
@@ -425,98 +370,6 @@ class CoreDriver:
         first = max(h for f, h in self.records if f == frontend_id and h <= handle)
         record = self.records[frontend_id, first]
         return record, record.choices[handle - first]
-
-    # What must be true of them.
-
-    def _expected(self, record: RequestRecord, index: int) -> list[int]:
-        request = record.request
-        room = self.max_model_len - len(request.prompt_token_ids)
-        if request.beam_search is not None:
-            beams = undisturbed_beams(
-                request.prompt_token_ids,
-                request.sampling,
-                request.beam_search,
-                request.stop_token_ids,
-                min(request.max_tokens, room),
-            )
-            return [] if beams is None else beams[index]
-        return undisturbed(
-            request.prompt_token_ids,
-            index,
-            request.sampling,
-            request.stop_token_ids,
-            min(request.max_tokens, room),
-        )
-
-    def _check_prefixes(self, record: RequestRecord) -> None:
-        for index, choice in enumerate(record.choices):
-            expected = self._expected(record, index)
-            assert choice.tokens == expected[: len(choice.tokens)], "other tokens than undisturbed"
-
-    def _check_finished(self, record: RequestRecord) -> None:
-        self._check_prefixes(record)
-        request = record.request
-        for index, choice in enumerate(record.choices):
-            if choice.stopped_by_frontend:
-                continue
-            expected = self._expected(record, index)
-            assert choice.tokens == expected, "not all tokens came"
-            stopped = bool(expected) and expected[-1] in request.stop_token_ids
-            assert choice.finish_reason == ("stop" if stopped else "length")
-            if request.wants_logprobs and not request.generated:
-                assert choice.num_logprobs == len(expected)
-        is_begun = any(choice.tokens for choice in record.choices)
-        if request.wants_prompt_logprobs and is_begun and not request.generated:
-            assert record.num_prompt_logprobs == len(request.prompt_token_ids) - 1
-        assert record.finished is not None
-        self._check_cached_tokens(record)
-        self._check_timings(record, record.finished)
-
-    def _check_cached_tokens(self, record: RequestRecord) -> None:
-        request = record.request
-        most = len(request.prompt_token_ids) - (0 if request.generated else 1)
-        if request.wants_prompt_logprobs or not self.config.enable_prefix_caching:
-            most = 0
-        assert 0 <= record.cached_tokens <= most
-        self.num_cached_tokens += record.cached_tokens
-
-    def _check_timings(self, record: RequestRecord, timings: RequestTimings) -> None:
-        parts = (
-            timings.queue_us
-            + timings.plan_us
-            + timings.wire_us
-            + timings.forward_us
-            + timings.sample_us
-            + timings.preempted_us
-            + timings.recovery_us
-        )
-        assert parts == timings.total_us
-        assert timings.total_us <= round((self.now - record.submitted) * 1e6) + 1
-
-    def _check_failed(self, record: RequestRecord) -> None:
-        self._check_prefixes(record)
-        assert record.error is not None
-        lengths = [len(self._expected(record, i)) for i in range(len(record.choices))]
-        if record.error.reason == "KV_CACHE_TOO_SMALL":
-            assert int(record.error.details["num_cache_tokens"]) >= self._most_cache_tokens(record)
-        if record.request.beam_search is not None:
-            assert not any(choice.tokens for choice in record.choices), "told before the end"
-            return
-        if record.error.reason == "NON_FINITE_LOGITS":
-            fails_at = record.request.sampling.fails_at
-            assert fails_at in [len(choice.tokens) for choice in record.choices]
-        if record.error.reason == "WORKERS_LOST":
-            assert record.num_losses == self.config.max_worker_losses - 1
-        if record.error.reason == "KV_CACHE_TOO_SMALL":
-            longest = len(record.request.prompt_token_ids) + max(lengths)
-            assert longest > self.least_cache_tokens
-
-    def _most_cache_tokens(self, record: RequestRecord) -> int:
-        """Of the groups there are in which a request can have all the tokens that it asks for."""
-        model = record.request.model
-        groups = [link.capacity for link in self.links.values() if link.capacity.model == model]
-        longest = max(group.max_model_len for group in groups)
-        return max(group.num_cache_tokens for group in groups if group.max_model_len == longest)
 
     def check_empty(self) -> None:
         """Assert that nothing is left of any request."""

@@ -30,9 +30,10 @@ from scheduler_service.errors import (
     RequestTakenOver,
     TenantLimit,
 )
-from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.inspections import check_inspection
 from tests.support.recorded import Recorder
+from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
 
 MAX_MODEL_LEN = 48

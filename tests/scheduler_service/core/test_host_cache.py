@@ -7,7 +7,8 @@ from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.moving_costs import is_fetch_cheaper
 from scheduler_service.core.plan import StepResult
 from scheduler_service.core.rates import StepRates
-from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.records import RequestRecord
 from tests.support.steps import make_work
 from tests.support.symbolic_worker import Sampling
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from scheduler_service.core import SchedulerConfig, TenantConfig
-from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling, undisturbed
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)

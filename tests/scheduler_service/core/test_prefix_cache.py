@@ -4,7 +4,8 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig, StepPlan
 from scheduler_service.core.prefix_cache import extend_keys, root_key
-from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
 
 PROMPT = [(3 * i * i + i) % 31 for i in range(40)]

@@ -11,7 +11,8 @@ from scheduler_service.errors import (
     QueueFull,
     RequestTakenOver,
 )
-from tests.support.core_driver import CoreDriver, RequestRecord, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.records import RequestRecord
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_queue_requests=1)
 

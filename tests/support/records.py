@@ -1,0 +1,56 @@
+"""What a frontend has of its requests, in the core's tests."""
+
+from dataclasses import dataclass, field, replace
+
+from scheduler_service.core import GeneratedTokens, Request, RequestTimings
+from scheduler_service.errors import PagewireError
+
+
+@dataclass
+class ChoiceRecord:
+    """What a frontend has of one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+    finish_reason: str | None = None
+    stopped_by_frontend: bool = False
+
+    def received(self, most: int) -> "ChoiceRecord":
+        """The same with the first tokens alone."""
+        if len(self.tokens) <= most:
+            return replace(self, tokens=list(self.tokens), num_logprobs=0)
+        return ChoiceRecord(self.tokens[:most])
+
+
+def generated_of(choices: list[ChoiceRecord]) -> dict[int, GeneratedTokens]:
+    """What a frontend submits again."""
+    return {
+        index: GeneratedTokens(
+            token_ids=list(choice.tokens),
+            finished=choice.finish_reason is not None or choice.stopped_by_frontend,
+        )
+        for index, choice in enumerate(choices)
+        if choice.tokens or choice.stopped_by_frontend
+    }
+
+
+@dataclass
+class RequestRecord:
+    """What a frontend has of one request."""
+
+    request: Request
+    submitted: float
+    choices: list[ChoiceRecord]
+    accepted: bool = False
+    cancelled: bool = False
+    finished: RequestTimings | None = None
+    cached_tokens: int = 0
+    error: PagewireError | None = None
+    num_prompt_logprobs: int = 0
+    num_losses: int = 0
+    """Workers that died and had been computing it, as its frontend was told."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its end has not been seen."""
+        return self.finished is None and self.error is None and not self.cancelled
