@@ -85,9 +85,9 @@ class Room:
     @property
     def has_room(self) -> bool:
         """Whether any group at all may find room here now."""
-        if self._ahead or self._swapping:
+        if self.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
             return False
-        if self.num_sequences >= self._config.max_num_seqs:
+        if self._ahead or self._swapping:
             return False
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
