@@ -22,10 +22,13 @@ _END_TIMEOUT_S = 30.0
 class CoreAndWorkers:
     """An asynchronous context manager; there are no workers before `grow`."""
 
-    def __init__(self, *, step_us: int, max_num_seqs: int) -> None:
-        """`step_us`: what each worker's steps take, whatever is in them."""
+    def __init__(self, *, step_us: int, max_num_seqs: int, checks_plans: bool = True) -> None:
+        """`step_us`: what each worker's steps take, whatever is in them. `checks_plans`: workers
+        are simulated, a process each; else they are `answering_workers`, several to a process."""
         self._folder = PrivateFolder()
         self._step_us = step_us
+        self._checks_plans = checks_plans
+        self._num_workers = 0
         self._workers: list[ServiceProcess] = []
         self.core_address = f"unix:{self._folder.path}/core.sock"
         self._core = _process(
@@ -33,6 +36,7 @@ class CoreAndWorkers:
             "scheduler",
             *("--listen", self.core_address),
             *("--max-num-seqs", str(max_num_seqs)),
+            *("--lease-ms", "60000"),  # a machine that is too busy is to be measured, too
             *("--log-level", "warning"),
         )
 
@@ -56,10 +60,13 @@ class CoreAndWorkers:
     async def grow(self, num_workers: int) -> None:
         """Have so many workers, and wait until all are ready. Raises TimeoutError if they are
         not."""
-        while len(self._workers) < num_workers:
-            worker = self._make_worker(len(self._workers))
+        while self._num_workers < num_workers:
+            number = 1 if self._checks_plans else num_workers - self._num_workers
+            make = self._simulated if self._checks_plans else self._answering
+            worker = make(self._num_workers, number)
             worker.start()
             self._workers.append(worker)
+            self._num_workers += number
         async with asyncio.timeout(START_TIMEOUT_S):
             await self._wait_ready(num_workers)
 
@@ -69,10 +76,22 @@ class CoreAndWorkers:
         return processor_seconds(self._core.pid)
 
     def worker_seconds(self) -> list[float]:
-        """The same of each worker."""
+        """The same of each worker process."""
         return [processor_seconds(worker.pid) for worker in self._workers if worker.pid]
 
-    def _make_worker(self, index: int) -> ServiceProcess:
+    def _answering(self, first: int, number: int) -> ServiceProcess:
+        command = [
+            "benchmarks.answering_workers",
+            *("--core", self.core_address),
+            *("--folder", str(self._folder.path)),
+            *("--first", str(first)),
+            *("--groups", str(number)),
+            *("--step-us", str(self._step_us)),
+        ]
+        return ServiceProcess(f"workers-{first}", command, lambda name, line: None, lambda: None)
+
+    def _simulated(self, index: int, number: int) -> ServiceProcess:
+        assert number == 1
         address = f"unix:{self._folder.path}/worker-{index}.sock"
         return _process(
             f"worker-{index}",

@@ -7,6 +7,9 @@ device would compute. A bare frontend keeps every group's batch full: a quarter 
 open than the batches have places. Prompts share nothing. Linear is what one group does, times the
 number of groups.
 
+With `--workers answering` workers check nothing and answer at once, many groups to a process, so
+that the core process is what saturates: what it carries when workers are elsewhere.
+
 The rounds go from few groups to many, each with its processes' processor time. What limits a round
 is said only where it can be told: a process that uses nearly a whole core, or all of them together
 that use nearly all cores. Below that, "core µs per step" tells how many steps a second the core
@@ -51,6 +54,8 @@ class Shape:
     """Places in each group's batch."""
     prompt_tokens: int
     output_tokens: int
+    checks_plans: bool
+    """Whether workers are simulated ones, or only answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +145,11 @@ async def run(shape: Shape, groups: Sequence[int], seconds: float) -> list[Row]:
     """All rounds, on one deployment."""
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(
-            CoreAndWorkers(step_us=shape.step_us, max_num_seqs=shape.rows)
+            CoreAndWorkers(
+                step_us=shape.step_us,
+                max_num_seqs=shape.rows,
+                checks_plans=shape.checks_plans,
+            )
         )
         frontend = await stack.enter_async_context(
             BareFrontend(
@@ -187,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--step-us", type=int, nargs="+", default=[20_000, 5_000])
+    parser.add_argument("--workers", choices=("simulated", "answering"), default="simulated")
     parser.add_argument("--rows", type=int, default=32, help="places in each group's batch")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -201,16 +211,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows=args.rows,
             prompt_tokens=args.prompt_tokens,
             output_tokens=args.output_tokens,
+            checks_plans=args.workers == "simulated",
         )
         rows += asyncio.run(run(shape, args.groups, args.seconds))
     show(rows)
+    name = "many_groups" if args.workers == "simulated" else "core_saturation"
     figures = {
+        "workers": args.workers,
         "prompt_tokens": args.prompt_tokens,
         "output_tokens": args.output_tokens,
         "seconds": args.seconds,
         "rows": rows,
     }
-    print(f"written to {save('many_groups', figures, load, args.results)}")
+    print(f"written to {save(name, figures, load, args.results)}")
 
 
 if __name__ == "__main__":
