@@ -49,9 +49,16 @@ class ModelTokenizer:
         self._special_tokens = _special_tokens(config)
         _set_post_processor(self._tokenizer, config, self._special_tokens)
         self._detokenizers = DetokenizerFactory(self._tokenizer, json.loads(text).get("decoder"))
-        self.template_source = chat_template or _configured_template(config)
-        """The chat template as the model's author wrote it; None without one."""
-        self._template = _chat_template(self.template_source, self._special_tokens)
+        source = chat_template or _configured_template(config, "default")
+        self._template = _chat_template(source, self._special_tokens)
+        with_tools = None if chat_template else _configured_template(config, "tool_use")
+        self.tool_template_source = with_tools or source
+        """The chat template with tools, as the model's author wrote it; None without one."""
+        self._tool_template = (
+            self._template
+            if self.tool_template_source == source
+            else _chat_template(self.tool_template_source, self._special_tokens)
+        )
         self.token_text = lru_cache(maxsize=65536)(self._detokenizers.token_text)
         """One token's text as it reads inside a text, with U+FFFD for broken characters."""
 
@@ -71,9 +78,10 @@ class ModelTokenizer:
 
         Raises UnsupportedByModel without a template, InvalidArgument if it refuses the messages.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise UnsupportedByModel("the model has no chat template", reason="NO_CHAT_TEMPLATE")
-        return self._template.render(
+        return template.render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
 
@@ -140,13 +148,13 @@ def _set_post_processor(
     )
 
 
-def _configured_template(config: Mapping[str, Any]) -> str | None:
-    """The configuration's template; of several named ones, the one named `default`."""
+def _configured_template(config: Mapping[str, Any], name: str) -> str | None:
+    """The configuration's template; of several named ones, the one with this name."""
     template = config.get("chat_template")
     try:
         if isinstance(template, list):
             named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
+            template = named.get(name)
     except (TypeError, KeyError):
         raise ValueError("chat_template: expected entries with name and template") from None
     if template is not None and not isinstance(template, str):

@@ -30,7 +30,7 @@ def make_router(services: HttpServices) -> APIRouter:
 
     def format_of(name: str | None, tenant: Tenant) -> ToolCallFormat:
         tokenizer = services.models.current(name, tenant).tokenizer
-        return detect_format(tokenizer.template_source if tokenizer is not None else None)
+        return detect_format(tokenizer.tool_template_source if tokenizer is not None else None)
 
     @router.post(
         "/v1/chat/completions",

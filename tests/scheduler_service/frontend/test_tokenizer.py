@@ -81,6 +81,16 @@ def test_the_template_in_its_own_file_goes_first() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "B"
 
 
+@pytest.mark.parametrize(("tools", "text"), [(None, "D"), ([], "D"), ([{"type": "function"}], "T")])
+def test_a_template_of_its_own_shows_tools(
+    tools: list[dict[str, object]] | None, text: str
+) -> None:
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    tokenizer = ModelTokenizer(FILE, {"chat_template": templates})
+    assert tokenizer.tool_template_source == "T"
+    assert tokenizer.render_chat(CHAT, add_generation_prompt=True, tools=tools) == text
+
+
 def test_without_a_template_there_is_no_chat() -> None:
     with pytest.raises(UnsupportedByModel, match="no chat template"):
         ModelTokenizer(FILE).render_chat(CHAT, add_generation_prompt=True)
