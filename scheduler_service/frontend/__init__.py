@@ -5,7 +5,7 @@
 
 Going in, a request is checked (`validation`), waits for its model and its files (`model_assets`),
 has its constraint tried out, if it has one (`structured/`), is tokenized (`tokenizer`,
-`chat_template`) and settled: no default is left open, a seed and an id are drawn once (`settled`,
+`chat_prompt`) and settled: no default is left open, a seed and an id are drawn once (`settled`,
 `generation_defaults`). `core_link` numbers it and puts it on the one stream to the core.
 
 Coming back, `core_link` hands each token to its `choice_stream`, which makes text of it
@@ -13,6 +13,9 @@ Coming back, `core_link` hands each token to its `choice_stream`, which makes te
 `request_stream` merges that into one response whenever its reader is ready for one: `servicer` for
 a single call, `many` for a stream of many requests. Where only the best of all candidates are
 wanted, it holds everything back until all have ended (`best_choices`).
+
+`http/` is the same for HTTP clients, by OpenAI's interface: it makes the messages that gRPC clients
+send, and words the responses as theirs expect.
 
 A frontend owns the open client streams and nothing else that would be missed. Its promises:
 
