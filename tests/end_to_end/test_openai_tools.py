@@ -89,8 +89,17 @@ def test_a_choice_is_one_of_them(
     assert answer.choices[0].text in wanted
 
 
-def test_a_schema_that_is_none_is_refused(openai_client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError):
-        openai_client.completions.create(
-            model="embedded", prompt="a", extra_body={"guided_json": {"type": "nonsense"}}
-        )
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("guided_json", {"type": "nonsense"}, "guided_json"),
+        ("structured_outputs", {"regex": "(("}, "structured_outputs.regex"),
+        ("guided_choice", [""], "guided_choice"),
+    ],
+)
+def test_a_constraint_that_is_none_is_refused_by_its_name(
+    openai_client: openai.OpenAI, field: str, value: Any, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        openai_client.completions.create(model="embedded", prompt="a", extra_body={field: value})
+    assert refused.value.param == param

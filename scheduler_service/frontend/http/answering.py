@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 """A little shorter than ids may be, as those of several prompts are numbered."""
 
+_CONSTRAINT = re.compile(r"sampling_params\.(json_schema|regex|grammar|choice)\b")
+"""Fields of the constraint in complaints about it."""
+
 _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Made once: `json.dumps` makes an encoder per call."""
 
@@ -72,8 +75,11 @@ class Answer(Response):
         tenant: Tenant,
         request_id: str,
         stream: bool,
+        constraint_field: str | None,
     ) -> None:
+        """`constraint_field`: what the client calls the field that constrains the output."""
         super().__init__()
+        self._constraint_field = constraint_field
         self._services = services
         self._requests = requests
         self._form = form
@@ -83,14 +89,29 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with RunningRequests(self._services.requests, receive) as running:
-            running.open(self._requests, self._request_id, self._tenant)
-            if self._stream:
-                await self._send_chunks(running, send)
-                return
-            while (item := await running.next()) is not None:
-                self._form.add(*item)
+            try:
+                if not await self._run(running, send):
+                    return
+            except InvalidArgument as error:
+                raise self._as_the_client_calls_it(error) from None
         headers = {"X-Request-Id": self._request_id}
         await JSONResponse(self._form.whole(), headers=headers)(scope, receive, send)
+
+    async def _run(self, running: RunningRequests, send: Send) -> bool:
+        """Run the requests; whether the whole answer is still to be sent."""
+        running.open(self._requests, self._request_id, self._tenant)
+        if self._stream:
+            await self._send_chunks(running, send)
+            return False
+        while (item := await running.next()) is not None:
+            self._form.add(*item)
+        return True
+
+    def _as_the_client_calls_it(self, error: InvalidArgument) -> InvalidArgument:
+        """A constraint has one field over gRPC, and comes by many names over HTTP."""
+        if self._constraint_field is None or not _CONSTRAINT.match(error.field):
+            return error
+        return InvalidArgument(self._constraint_field, error.expected)
 
     async def _send_chunks(self, running: RunningRequests, send: Send) -> None:
         item = await running.next()

@@ -18,7 +18,7 @@ from scheduler_service.frontend.http.chat_schema import (
 )
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.generate import make_request, streamed_or_whole
-from scheduler_service.frontend.http.sampling import sampling_params
+from scheduler_service.frontend.http.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.tool_calls.detect import ToolCallFormat, detect_format
 from scheduler_service.frontend.http.tool_choice import ToolPlan, plan_tools
@@ -49,6 +49,7 @@ def make_router(services: HttpServices) -> APIRouter:
             tenant=caller,
             request_id=request_id,
             stream=bool(body.stream),
+            constraint_field="tools" if plan.json_schema else constraint_field(body),
         )
 
     return router

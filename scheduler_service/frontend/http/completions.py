@@ -16,7 +16,7 @@ from scheduler_service.frontend.http.completion_form import CompletionForm
 from scheduler_service.frontend.http.completion_schema import Completion, CompletionRequest
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.generate import make_request, streamed_or_whole
-from scheduler_service.frontend.http.sampling import sampling_params
+from scheduler_service.frontend.http.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.services import HttpServices
 
 PromptValue = str | Sequence[int]
@@ -45,6 +45,7 @@ def make_router(services: HttpServices) -> APIRouter:
             tenant=caller,
             request_id=request_id,
             stream=bool(body.stream),
+            constraint_field=constraint_field(body),
         )
 
     return router

@@ -70,6 +70,11 @@ def _set_structured_output(params: sampling_pb2.SamplingParams, fields: Sampling
         write(params)
 
 
+def constraint_field(fields: SamplingFields) -> str | None:
+    """The field by which the output is constrained, as the client calls it."""
+    return next((name for name, _ in _constraints(fields)), None)
+
+
 Writer = Callable[[sampling_pb2.SamplingParams], None]
 
 
