@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,6 +72,7 @@ async def run_core(pipe: Connection, streams: int, tokens: int, pace: float) -> 
     ids = byte_level().encode("the quick brown fox hello world " * tokens).ids
     async with FakeCore() as core:
         pipe.send(core.address)
+        await asyncio.to_thread(pipe.recv)
         requests = [await core.next_request() for _ in range(streams)]
         by_frontend: dict[int, list[FakeRequest]] = {}
         for request in requests:
@@ -120,6 +122,7 @@ async def run_grpc_clients(
     channels = [grpc.aio.insecure_channel(address) for address in addresses]
     stubs = [pb_grpc.InferenceServiceStub(channel) for channel in channels]
     reads = (read(stubs[index % len(stubs)]) for index in range(streams))
+    await _begin_together(pipe)
     pipe.send(sum(await asyncio.gather(*reads)))
     for channel in channels:
         await channel.close()
@@ -141,23 +144,51 @@ async def run_http_clients(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         reads = (read(session, addresses[index % len(addresses)]) for index in range(streams))
+        await _begin_together(pipe)
         pipe.send(sum(await asyncio.gather(*reads)))
 
 
-class Process:
-    """A process that runs a coroutine function with one end of a pipe."""
+async def _begin_together(pipe: Connection) -> None:
+    """Wait until the core waits for requests, too."""
+    pipe.send("ready")
+    await asyncio.to_thread(pipe.recv)
 
-    def __init__(self, role: Role, *arguments: object) -> None:
+
+class Processes:
+    """Those of one run, each with a pipe to it."""
+
+    def __init__(self) -> None:
+        self._all: dict[Connection, BaseProcess] = {}
+
+    def start(self, role: Role, *arguments: object) -> Connection:
+        """Run a coroutine function with one end of a pipe in a process; the other end."""
         context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(role, theirs, *arguments), daemon=True)
-        self.process.start()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(role, theirs, *arguments), daemon=True)
+        process.start()
         theirs.close()
+        self._all[ours] = process
+        return ours
 
-    def end(self) -> None:
-        """Let it end, and wait until it has."""
-        self.process.join()
-        self.pipe.close()
+    def receive(self, pipe: Connection) -> Any:
+        """What comes next; raises RuntimeError if one of the processes fails instead."""
+        while not pipe.poll(0.1):
+            if any(process.exitcode for process in self._all.values()):
+                self.kill()
+                raise RuntimeError("a process of the benchmark has failed")
+        return pipe.recv()
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        for pipe, process in self._all.items():
+            process.join()
+            pipe.close()
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self._all.values():
+            process.kill()
+        self.join()
 
 
 def _run(role: Role, *arguments: object) -> None:
@@ -165,22 +196,27 @@ def _run(role: Role, *arguments: object) -> None:
 
 
 def measure(case: Case) -> Figures:
-    """Run once. Raises EOFError if a process dies."""
-    core = Process(run_core, case.streams, case.tokens, case.pace)
-    core_address = core.pipe.recv()
-    frontends = [Process(run_frontend, core_address, case.way) for _ in range(case.frontends)]
-    addresses = [frontend.pipe.recv() for frontend in frontends]
+    """Run once. Raises RuntimeError if a process fails."""
+    processes = Processes()
+    core = processes.start(run_core, case.streams, case.tokens, case.pace)
+    core_address = processes.receive(core)
+    frontends = [
+        processes.start(run_frontend, core_address, case.way) for _ in range(case.frontends)
+    ]
+    addresses = [processes.receive(frontend) for frontend in frontends]
     role = run_http_clients if case.way == "http" else run_grpc_clients
+    clients = processes.start(role, addresses, case.streams, case.tokens)
+    processes.receive(clients)
     began = time.monotonic()
-    clients = Process(role, addresses, case.streams, case.tokens)
-    responses = clients.pipe.recv()
+    for pipe in (core, clients):
+        pipe.send("begin")
+    responses = processes.receive(clients)
     wall_s = time.monotonic() - began
     for frontend in frontends:
-        frontend.pipe.send("tell")
-    cpu_s = sum(frontend.pipe.recv() for frontend in frontends)
-    core.pipe.send("end")
-    for process in (clients, *frontends, core):
-        process.end()
+        frontend.send("tell")
+    cpu_s = sum(processes.receive(frontend) for frontend in frontends)
+    core.send("end")
+    processes.join()
     num_tokens = case.streams * case.tokens
     return Figures(
         cpu_us_per_token=1e6 * cpu_s / num_tokens,
