@@ -29,7 +29,8 @@ class ConstraintChecker:
     """What is wrong with constraints. One is tried out at a time; the process is started when it is
     first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._process: Process | None = None
         self._one_at_a_time = asyncio.Lock()
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
@@ -65,7 +66,7 @@ class ConstraintChecker:
 
     async def _ask(self, message: bytes) -> str | None:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 return await self._exchange(message)
         except BaseException as error:
             # An answer may still come: it would be taken for that to the next question.
