@@ -100,7 +100,7 @@ def time_worker(batch_size: int, num_tokens: int, repeats: int) -> tuple[list[fl
             "max_model_len": None,
             "max_num_seqs": batch_size,
             "max_num_batched_tokens": 2048,
-            "kv_cache_gib": 0.25,
+            "kv_cache_gib": 1,
         }
     )
     constraint = ConstraintMessage(regex=UNBOUNDED)
