@@ -9,6 +9,7 @@ import typer
 
 from conformance import cases, report, runner
 from conformance.case import Case, Failed
+from conformance.credentials import Credentials
 from conformance.desk import Desk
 from conformance.worker import Worker
 
@@ -36,6 +37,14 @@ def main(
     timeout: Annotated[
         float, typer.Option(help="Seconds for each call and each step stream.", min=1.0)
     ] = 60.0,
+    cluster_token_file: Annotated[
+        Path | None, typer.Option(help="The token of the worker's cluster.")
+    ] = None,
+    cluster_ca: Annotated[
+        Path | None, typer.Option(help="The authority of its certificates (PEM).")
+    ] = None,
+    cluster_cert: Annotated[Path | None, typer.Option(help="A member's certificate (PEM).")] = None,
+    cluster_key: Annotated[Path | None, typer.Option(help="That certificate's key (PEM).")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
 ) -> None:
     """Check whether a worker keeps the contract of `pagewire.v1`."""
@@ -46,7 +55,13 @@ def main(
         return
     if address is None and core_listen is None:
         raise typer.BadParameter("expected ADDRESS or --core-listen")
-    sys.exit(_run(chosen, address, core_listen, timeout, junit))
+    given = [path is not None for path in (cluster_ca, cluster_cert, cluster_key)]
+    if any(given) and not all(given):
+        raise typer.BadParameter("expected all of --cluster-ca, --cluster-cert, --cluster-key")
+    credentials = Credentials(
+        token_file=cluster_token_file, ca=cluster_ca, cert=cluster_cert, key=cluster_key
+    )
+    sys.exit(_run(chosen, address, core_listen, timeout, junit, credentials))
 
 
 def _choose(only: list[str] | None) -> list[Case]:
@@ -66,18 +81,19 @@ def _run(
     core_listen: str | None,
     timeout_s: float,
     junit: Path | None,
+    credentials: Credentials,
 ) -> int:
     desk = None
     try:
         if core_listen is not None:
-            desk = Desk(core_listen)
+            desk = Desk(core_listen, credentials)
         if address is None:
             assert desk is not None, "checked with the options"
             address = desk.wait(timeout_s).address
-        worker = Worker(address, timeout_s=timeout_s, desk=desk)
+        worker = Worker(address, timeout_s=timeout_s, desk=desk, credentials=credentials)
     except grpc.RpcError as error:
         return _give_up(f"no worker answers at {address}: {error.code().name} {error.details()}")
-    except (Failed, RuntimeError) as error:
+    except (Failed, OSError, RuntimeError) as error:
         return _give_up(str(error))
     outcomes = []
     for outcome in runner.run(chosen, worker):

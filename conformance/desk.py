@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from conformance.case import fail
+from conformance.credentials import NO_CREDENTIALS, Credentials
 from pagewire.v1 import scheduler_service_pb2 as pb
 
 SERVICE = "pagewire.v1.SchedulerService"
@@ -36,7 +37,7 @@ class Registration:
 class Desk:
     """Listens where a core would, until closed."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         """Raises RuntimeError if the address cannot be listened on."""
         self._changed = threading.Condition()
         self._registration: Registration | None = None
@@ -51,7 +52,7 @@ class Desk:
         )
         handlers = grpc.method_handlers_generic_handler(SERVICE, {"RegisterWorker": register})
         self._server.add_generic_rpc_handlers((handlers,))
-        self.port = self._server.add_insecure_port(address)
+        self.port = credentials.add_port(self._server, address)
         self._server.start()
 
     def _register_worker(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from conformance.case import Failed
+from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.sequence import GREEDY
 from conformance.session import Refusal, Session
@@ -37,13 +38,18 @@ class Worker:
     """A worker that listens at an address."""
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, desk: "Desk | None" = None
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        desk: "Desk | None" = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         """`timeout_s`: for each call and each step stream. Raises grpc.RpcError if none answers."""
         self.timeout_s = timeout_s
         self.desk = desk
         """The core's side of its registration, if it was made with the kit."""
-        self.channel = grpc.insecure_channel(address)
+        self.channel = credentials.channel(address)
         self.stub = WorkerServiceStub(self.channel)
         self.info = self._wait_until_loaded()
         self.is_fresh = self.info.last_epoch == 0

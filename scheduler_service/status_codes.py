@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from scheduler_service import errors
@@ -104,6 +105,9 @@ async def errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> Asy
         raise
     except errors.PagewireError as error:
         await abort(context, error)
+    except DecodeError:
+        expected = "expected messages of the method's type"
+        await abort(context, errors.InvalidArgument("request", expected))
     except Exception as error:
         logger.exception("unexpected error in a call")
         await abort(context, error)

@@ -11,6 +11,7 @@ from conformance import cases, columns
 from conformance.generation import Generation, Sampled, first_difference
 from conformance.sampler import draw, expected_token, philox4x32
 from conformance.sequence import sampler_params
+from tests.support.certificates import Authority
 from tests.support.cluster import ROOT
 from tests.support.processes import python_worker, run_kit, running
 
@@ -140,3 +141,26 @@ def test_a_run_is_told_line_by_line_and_as_junit(tmp_path: Path) -> None:
     assert suite.get("failures") == "0"
     assert suite.get("skipped") == "8"
     assert len(suite) == int(suite.get("tests", "0")) == len(lines) - 1
+
+
+def test_the_kit_checks_a_worker_that_lets_in_members_only(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    member, token = authority.issue("member"), tmp_path / "token"
+    token.write_text("t" * 32)
+    flags = ["--cluster-token-file", str(token), "--cluster-ca", str(authority.cert)]
+    flags += ["--cluster-cert", str(member.cert), "--cluster-key", str(member.key)]
+    listen, core = f"unix:{tmp_path}/worker.sock", f"unix:{tmp_path}/core.sock"
+    command = [
+        *python_worker("--simulate", "--simulate-vocab-size", "997"),
+        "--listen",
+        listen,
+        "--core",
+        core,
+        *flags,
+    ]
+    with running(command, tmp_path) as process:
+        kit = ["--core-listen", core, "--only", "info", "--only", "robustness", *flags]
+        run = run_kit(*kit)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "PASS" in run.stdout
+        process.terminate()

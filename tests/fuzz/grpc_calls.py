@@ -21,6 +21,9 @@ STREAM_TIMEOUT_S = 0.2
 WROTE_TO_ENDED = "Internal error from Core"
 """What the library makes of a write to a call that the server has just ended; it hides how."""
 
+UNREADABLE = "DecodeError"
+"""In the library's own answer to bytes that are no message."""
+
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 
 
@@ -129,6 +132,8 @@ class GrpcCaller:
             return
         self._outcome.note(code.name)
         is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED and rpc not in ENDLESS
+        if UNREADABLE in (details or ""):
+            return
         if code in BUGS or is_late:
             self._outcome.blame(f"{rpc}: {code.name} {details!r}: {payloads!r}")
 

@@ -13,14 +13,14 @@ from tests.fuzz.outcome import Outcome
 TIMEOUT_S = 30.0
 
 SEEDS: Mapping[str, Any] = {
-    "/v1/completions": {
+    "/v1/completions": {"model": "simulated", "prompt": [5, 6, 7], "max_tokens": 4, "seed": 3},
+    "/v1/completions?streamed": {
         "model": "simulated",
         "prompt": [5, 6, 7],
         "max_tokens": 4,
         "temperature": 0.5,
         "n": 2,
         "stream": True,
-        "stop": ["x"],
         "logit_bias": {"5": 1.0},
         "logprobs": 1,
         "seed": 3,
@@ -59,7 +59,7 @@ class HttpCaller:
         if rng.random() < 0.1:
             method, path, body = rng.choice(("GET", "PUT", "OPTIONS")), rng.choice(GETS), b""
         else:
-            method, path = "POST", rng.choice(list(SEEDS))
+            method, path = "POST", rng.choice([*SEEDS, *["/v1/completions"] * 3])
             body = self._body(path)
         if rng.random() < 0.05:
             path += rng.choice(("?a=%00", "/%2e%2e/etc/passwd", "//", "%ff", "?" + "x" * 2000))

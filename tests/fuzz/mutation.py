@@ -65,6 +65,8 @@ def mutated_message(rng: random.Random, message: Message, num_changes: int) -> M
 
 
 def _mutate(rng: random.Random, message: Any, depth: int) -> None:
+    if not message.DESCRIPTOR.fields or depth > MAX_DEPTH:
+        return
     field = rng.choice(message.DESCRIPTOR.fields)
     if rng.random() < 0.15:
         message.ClearField(field.name)
@@ -73,8 +75,7 @@ def _mutate(rng: random.Random, message: Any, depth: int) -> None:
     elif field.message_type is not None:
         child = getattr(message, field.name)
         child.SetInParent()
-        if depth < MAX_DEPTH and field.message_type.fields:
-            _mutate(rng, child, depth + 1)
+        _mutate(rng, child, depth + 1)
     else:
         setattr(message, field.name, _value(rng, field))
 
@@ -87,9 +88,7 @@ def _mutate_repeated(rng: random.Random, values: Any, field: FieldDescriptor, de
         if field.message_type is None:
             values.append(_value(rng, field))
         elif depth < MAX_DEPTH:
-            child = values.add()
-            if field.message_type.fields:
-                _mutate(rng, child, depth + 1)
+            _mutate(rng, values.add(), depth + 1)
 
 
 def _value(rng: random.Random, field: FieldDescriptor) -> Any:
