@@ -76,7 +76,9 @@ class ServiceRunner:
         await self._start_health_server()
         await self.server.start()
         logger.info("listening address=%s", self.address)
-        self._warn_if_exposed()
+        warn_if_exposed(
+            self.address, has_tls=self._credentials is not None, knows_callers=self._knows_callers
+        )
 
     async def _start_health_server(self) -> None:
         if self.health_address is None:
@@ -86,16 +88,6 @@ class ServiceRunner:
         self.health_address = _bind(self._health_server, self.health_address, None)
         await self._health_server.start()
         logger.info("listening for health checks address=%s", self.health_address)
-
-    def _warn_if_exposed(self) -> None:
-        if is_local(self.address):
-            return
-        if self._credentials is None:
-            logger.warning("listening to other machines without TLS address=%s", self.address)
-        if not self._knows_callers:
-            logger.warning(
-                "listening to other machines without asking who calls address=%s", self.address
-            )
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers for the whole process and for each service."""
@@ -134,6 +126,16 @@ class ServiceRunner:
         if self._health_server is not None:
             await self._health_server.stop(None)
         logger.info("stopped address=%s", self.address)
+
+
+def warn_if_exposed(address: str, *, has_tls: bool, knows_callers: bool) -> None:
+    """Say in the log what an address that other machines can reach does without."""
+    if is_local(address):
+        return
+    if not has_tls:
+        logger.warning("listening to other machines without TLS address=%s", address)
+    if not knows_callers:
+        logger.warning("listening to other machines without asking who calls address=%s", address)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:

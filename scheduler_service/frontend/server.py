@@ -32,7 +32,7 @@ from scheduler_service.grpc_options import public_server_options
 from scheduler_service.metadata import authorization
 from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.request_timeout import RequestTimeout
-from scheduler_service.service_runner import ServiceRunner
+from scheduler_service.service_runner import ServiceRunner, warn_if_exposed
 from scheduler_service.tls import http_context, server_credentials
 from scheduler_service.watched_files import WatchedFiles
 
@@ -50,6 +50,7 @@ class Frontend:
 
     def __init__(self, config: FrontendConfig) -> None:
         self.authentication = authentication_of(config)
+        self._has_tls, self._knows_callers = config.tls is not None, config.knows_callers
         self._core = CoreConnection(Cluster(config.cluster), config.core)
         self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
         self.metrics = FrontendMetrics()
@@ -100,6 +101,9 @@ class Frontend:
         """Listen, and look for the core. Raises CannotListen."""
         if self.http is not None:
             self.http.bind()
+            warn_if_exposed(
+                self.http.address, has_tls=self._has_tls, knows_callers=self._knows_callers
+            )
         await self.runner.start()
         self._tasks = [
             asyncio.create_task(self.link.run()),

@@ -71,6 +71,18 @@ async def test_http_asks_for_the_same_keys(header: str) -> None:
         assert (await served.client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
+async def test_who_listens_to_other_machines_unguarded_says_so(
+    listen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeCore() as core, http_frontend(core.address, http=listen):
+        pass
+    told = [line for line in caplog.messages if "listening to other machines" in line]
+    assert len([line for line in told if f"address={listen[:-1]}" in line]) == (
+        0 if listen.startswith("127") else 2
+    )
+
+
 async def raw(frontend: Frontend, data: bytes) -> bytes:
     """What a client gets that sends this and waits."""
     assert frontend.http is not None
