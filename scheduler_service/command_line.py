@@ -11,6 +11,7 @@ import typer
 from scheduler_service.addresses import CannotListen
 from scheduler_service.log_format import LogFormat, LogLevel, configure_logging
 from scheduler_service.replay.output import CannotRecord
+from scheduler_service.tracing import CannotTrace
 
 Config = TypeVar("Config")
 
@@ -18,6 +19,15 @@ EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 
 
+OtlpEndpoint: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PAGEWIRE_OTLP_ENDPOINT",
+        metavar="URL",
+        help="Where requests' spans are exported to (OTLP over gRPC), as http://127.0.0.1:4317; "
+        "without it as OpenTelemetry's own variables say.",
+    ),
+]
 HealthListen: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -75,7 +85,7 @@ def run_service(
     _allow_many_connections()
     try:
         asyncio.run(serve(config))
-    except CannotRecord as error:
+    except (CannotRecord, CannotTrace) as error:
         exit_with(error, EXIT_BAD_CONFIG)
     except CannotListen as error:
         exit_with(error, EXIT_FAILURE)

@@ -1,4 +1,4 @@
-"""Credentials in a call's metadata."""
+"""Credentials and trace context in a call's metadata."""
 
 from collections.abc import Iterable
 
@@ -17,3 +17,11 @@ def authorization(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         return value
     key = values.get(API_KEY)
     return f"Bearer {key}" if isinstance(key, str) else None
+
+
+def traceparent(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """The client's span, as W3C Trace Context writes it; None if the call brings none."""
+    for name, value in metadata or ():
+        if name == "traceparent" and isinstance(value, str):
+            return value
+    return None

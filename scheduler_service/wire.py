@@ -152,6 +152,7 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         was_accepted=submit.was_accepted,
         waited_us=submit.waited_us,
         num_worker_losses=submit.num_worker_losses,
+        traceparent=submit.traceparent,
     )
 
 

@@ -19,6 +19,7 @@ from pagewire_client.connection import Connections
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
+from pagewire_client.tracing import trace_metadata
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class Caller:
         """Timeout and metadata of the next attempt."""
         return {
             "timeout": deadline.remaining_s(),
-            "metadata": self.connections.options.metadata,
+            "metadata": (*self.connections.options.metadata, *trace_metadata()),
         }
 
     def with_retries(

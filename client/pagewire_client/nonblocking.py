@@ -18,6 +18,7 @@ from pagewire_client.connection import Connections
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
+from pagewire_client.tracing import trace_metadata
 
 T = TypeVar("T")
 _StatusStream: TypeAlias = AsyncGenerator[pb.WatchStatusResponse, None]
@@ -94,7 +95,7 @@ class AsyncCaller:
         """Timeout and metadata of the next attempt."""
         return {
             "timeout": deadline.remaining_s(),
-            "metadata": self.connections.options.metadata,
+            "metadata": (*self.connections.options.metadata, *trace_metadata()),
         }
 
     async def with_retries(

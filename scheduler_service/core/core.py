@@ -31,7 +31,7 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 from scheduler_service.core.snapshot import CoreSnapshot, ModelSnapshot, Totals
 from scheduler_service.core.takeover import check_takes_over, continuation
 from scheduler_service.core.tenants import Tenants
-from scheduler_service.core.timeline import RequestEvent
+from scheduler_service.core.timeline import RequestEvent, TracedRequest
 from scheduler_service.errors import (
     DuplicateRequest,
     GenerationFailed,
@@ -62,6 +62,7 @@ class SchedulerCore:
         self._deadlines: RemovableHeap[SequenceGroup] = RemovableHeap()
         self._inspector = Inspector(self._schedulers)
         self._num_finished = 0
+        self._traced: list[TracedRequest] = []
         self._totals: dict[str, Totals] = {}
         """By model, of all that worker groups have ever served."""
 
@@ -263,6 +264,20 @@ class SchedulerCore:
     def take_outboxes(self) -> dict[str, Outbox]:
         """News by frontend since the last call; frontends without news are absent."""
         return self._registry.take_outboxes()
+
+    def take_traced(self) -> list[TracedRequest]:
+        """Requests that have ended since the last call, of those whose trace is recorded."""
+        traced, self._traced = self._traced, []
+        return traced
+
+    def _keep_trace(self, group: SequenceGroup) -> None:
+        request, timeline = group.request, group.timeline
+        if request.traceparent:
+            self._traced.append(
+                TracedRequest(
+                    request.request_id, request.traceparent, timeline.entries, timeline.placements
+                )
+            )
 
     def snapshot(self) -> CoreSnapshot:
         """Counts of the present state. Linear in the live requests."""
@@ -467,6 +482,7 @@ class SchedulerCore:
         """Say how a group ended, and forget it."""
         delivery.finish_request(group, group.clock.finish(to_us(now)))
         group.note(RequestEvent.ENDED, to_us(now))
+        self._keep_trace(group)
         self._inspector.note_end(group, to_us(now))
         self._registry.remove(group, to_us(now))
         if group in self._deadlines:

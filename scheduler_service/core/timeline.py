@@ -4,6 +4,7 @@ A request notes its transitions, never its steps: a decode adds nothing. So a ti
 when somebody asks for it, and costs nobody anything.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -58,3 +59,14 @@ class Timeline:
             del self.placements[1:]  # the first tells where it began
         self.add(RequestEvent.PLACED, now_us, len(self.placements))
         self.placements.append(group_id)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request that has ended, and whose trace is recorded."""
+
+    request_id: str
+    traceparent: str
+    """The span that its spans go under."""
+    entries: list[Entry]
+    placements: list[str]

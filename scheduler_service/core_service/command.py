@@ -12,6 +12,7 @@ from scheduler_service.command_line import (
     ClusterKey,
     ClusterTokenFile,
     HealthListen,
+    OtlpEndpoint,
     run_service,
 )
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
@@ -191,6 +192,7 @@ def scheduler(
     cluster_ca: ClusterCa = None,
     cluster_cert: ClusterCert = None,
     cluster_key: ClusterKey = None,
+    otlp_endpoint: OtlpEndpoint = None,
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
@@ -210,6 +212,7 @@ def scheduler(
                 token_file=cluster_token_file, ca=cluster_ca, cert=cluster_cert, key=cluster_key
             ),
             metrics=metrics_address(metrics_port),
+            otlp_endpoint=otlp_endpoint,
             lease_ms=lease_ms,
             step_timeout=StepTimeout(
                 floor_s=step_timeout,

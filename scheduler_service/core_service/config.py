@@ -28,6 +28,9 @@ class CoreServiceConfig:
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
     """When a step counts as hung, though its worker's heartbeats go on."""
 
+    otlp_endpoint: str | None = None
+    """Where requests' spans are exported to; None: as OpenTelemetry's variables say, if at all."""
+
     metrics: str | None = None
     """Where Prometheus asks, HOST:PORT; None: nowhere."""
 

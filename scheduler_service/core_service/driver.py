@@ -15,6 +15,7 @@ from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.request import Request
+from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.recorder import RecordingCore
 
 Core: TypeAlias = SchedulerCore | RecordingCore
@@ -34,6 +35,8 @@ class CoreDriver:
     def __init__(self, core: Core, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.clock = clock
+        self.on_traced: Callable[[TracedRequest], None] | None = None
+        """Told of requests that have ended, where their traces are exported."""
         self._loop = asyncio.get_running_loop()
         self._mailboxes: dict[str, Mailbox] = {}
         self._work: dict[str, asyncio.Event] = {}
@@ -155,6 +158,9 @@ class CoreDriver:
             mailbox = self._mailboxes.get(frontend_id)
             if mailbox is not None:
                 mailbox.deliver(outbox)
+        for traced in self.core.take_traced():
+            if self.on_traced is not None:
+                self.on_traced(traced)
         self._set_alarm()
         self._settled.set()
 

@@ -10,6 +10,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.cluster import Cluster
 from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core_service import request_spans
 from scheduler_service.core_service.assets import AssetCache
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.config import CoreServiceConfig
@@ -24,6 +25,7 @@ from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.service_runner import ServiceRunner
+from scheduler_service.tracing import make_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ class CoreService:
         dial = partial(cluster.dial, WorkerServiceStub)
         self._core = _make_core(config)
         self.driver = CoreDriver(self._core)
+        self._tracing = make_tracing("scheduler", config.otlp_endpoint)
+        if self._tracing is not None:
+            self.driver.on_traced = partial(request_spans.export, self._tracing)
         self.meters = Meters()
         self.attachments = Attachments(self.driver, self.meters.counts)
         self.registry = WorkerRegistry(
@@ -123,6 +128,8 @@ class CoreService:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.driver.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._close_core()
 
     async def finish_requests(self, grace_period_s: float) -> None:

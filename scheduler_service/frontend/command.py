@@ -12,6 +12,7 @@ from scheduler_service.command_line import (
     ClusterKey,
     ClusterTokenFile,
     HealthListen,
+    OtlpEndpoint,
     run_service,
 )
 from scheduler_service.frontend.config import FrontendConfig
@@ -136,6 +137,7 @@ def frontend(
     cluster_ca: ClusterCa = None,
     cluster_cert: ClusterCert = None,
     cluster_key: ClusterKey = None,
+    otlp_endpoint: OtlpEndpoint = None,
     log_level: Annotated[
         LogLevel, typer.Option(envvar="PAGEWIRE_LOG_LEVEL", help="Least severity logged.")
     ] = LogLevel.INFO,
@@ -151,6 +153,7 @@ def frontend(
             core=core,
             listen=listen,
             metrics=metrics_address(metrics_port),
+            otlp_endpoint=otlp_endpoint,
             http=None if http == HTTP_OFF else http,
             http_share_port=http_share_port,
             health_listen=health_listen,

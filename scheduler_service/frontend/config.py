@@ -45,6 +45,9 @@ class FrontendConfig:
     http_share_port: bool = False
     """Whether other frontends on this machine may listen for HTTP at the same address."""
 
+    otlp_endpoint: str | None = None
+    """Where requests' spans are exported to; None: as OpenTelemetry's variables say, if at all."""
+
     metrics: str | None = None
     """Where Prometheus asks, HOST:PORT; None: over HTTP only, if there is any."""
 

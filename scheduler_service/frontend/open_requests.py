@@ -28,8 +28,10 @@ from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.request_trace import RequestTrace
 from scheduler_service.frontend.settled import draw_request_id, prompt_tokens, settle
 from scheduler_service.frontend.structured.checker import ConstraintChecker
+from scheduler_service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class OpenRequests:
         max_concurrent_requests: int,
         default_timeout_s: float | None,
         metrics: FrontendMetrics,
+        tracing: Tracing | None = None,
     ) -> None:
         self._link = link
         self._models = models
@@ -72,6 +75,7 @@ class OpenRequests:
         self._max_concurrent_requests = max_concurrent_requests
         self._default_timeout_s = default_timeout_s
         self._metrics = metrics
+        self._tracing = tracing
         self._open: dict[_Key, _Open] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -120,6 +124,8 @@ class OpenRequests:
             deadline = time.monotonic() + self._default_timeout_s
         stream = RequestStream(request_id, deadline, on_news, tenant.name)
         stream.priority = request.priority
+        if self._tracing is not None:
+            stream.trace = RequestTrace(self._tracing, stream)
         if former is not None:
             stream.take_over(former.stream)
             self._fail(former, attempts.taken_over(request_id, request.attempt))
@@ -138,6 +144,8 @@ class OpenRequests:
             stream.is_closed = True
             outcome = self._metrics.count_end(stream)
             _log_end(stream, outcome)
+            if stream.trace is not None:
+                stream.trace.end(stream, outcome)
         opened = self._open.get(_key(stream))
         if opened is None or opened.stream is not stream:
             return

@@ -16,6 +16,7 @@ from scheduler_service.frontend.best_choices import best_choices
 from scheduler_service.frontend.choice_stream import ChoiceStream
 from scheduler_service.frontend.logprobs import PromptLogprobs
 from scheduler_service.frontend.metrics import ModelCounts
+from scheduler_service.frontend.request_trace import RequestTrace
 from scheduler_service.frontend.settled import SettledRequest
 from scheduler_service.frontend.timings import Stopwatch
 
@@ -47,8 +48,11 @@ class RequestStream:
         self.stopwatch = Stopwatch()
         self.counts: ModelCounts | None = None
         """Those of its model, once it is known."""
+        self.trace: RequestTrace | None = None
+        """Where spans are exported."""
         self.usage: inference_pb.Usage | None = None
-        """Once the last response was taken."""
+        """Once the last response was taken, as `timings`."""
+        self.timings: inference_pb.Timings | None = None
         self.error: PagewireError | None = None
         """Why the stream ended early; what came before may still be taken."""
         self.is_done = False
@@ -124,6 +128,8 @@ class RequestStream:
         submit.was_accepted = self.is_accepted or self._was_accepted_before
         submit.waited_us = round((now - self._arrived) * 1e6)
         submit.num_worker_losses = self.num_worker_losses
+        if self.trace is not None:
+            submit.traceparent = self.trace.traceparent
         self.stopwatch.submitted()
         return submit
 
@@ -255,7 +261,7 @@ class RequestStream:
         response.usage.completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         response.timings.CopyFrom(self.stopwatch.total(self._finished.timings))
         self.is_done = True
-        self.usage = response.usage
+        self.usage, self.timings = response.usage, response.timings
         if self.counts is not None:
             finishes = [choice.finish.reason for choice in self._returned if choice.finish]
             self.counts.count_finished(self.stopwatch, response.timings, response.usage, finishes)

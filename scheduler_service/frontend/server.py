@@ -34,6 +34,7 @@ from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.request_timeout import RequestTimeout
 from scheduler_service.service_runner import ServiceRunner, warn_if_exposed
 from scheduler_service.tls import http_context, server_credentials
+from scheduler_service.tracing import make_tracing
 from scheduler_service.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Frontend:
         self._core = CoreConnection(Cluster(config.cluster), config.core)
         self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
         self.metrics = FrontendMetrics()
+        self._tracing = make_tracing("frontend", config.otlp_endpoint)
         self.link = CoreLink(self._core, _frontend_id(), self.models.update)
         self._checker = ConstraintChecker()
         self.requests = OpenRequests(
@@ -63,6 +65,7 @@ class Frontend:
             max_concurrent_requests=config.max_concurrent_requests,
             default_timeout_s=config.default_timeout_s,
             metrics=self.metrics,
+            tracing=self._tracing,
         )
         self.registry = make_registry(self._collect)
         """What Prometheus is told."""
@@ -120,6 +123,8 @@ class Frontend:
         await self.models.close()
         await self._checker.close()
         await self._core.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def _check(self, metadata: Metadata) -> None:
         """Strangers' messages are not even read."""

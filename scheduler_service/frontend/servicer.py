@@ -21,8 +21,9 @@ from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
-from scheduler_service.metadata import authorization
+from scheduler_service.metadata import authorization, traceparent
 from scheduler_service.status_codes import abort
+from scheduler_service.tracing import TRACEPARENT
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def _rpc(method: Method[R]) -> Rpc[R]:
     @functools.wraps(method)
     async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
         try:
+            TRACEPARENT.set(traceparent(context.invocation_metadata()))
             return await method(self, request, context, self.tenant_of(context))
         except grpc.aio.AbortError:
             raise

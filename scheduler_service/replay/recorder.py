@@ -21,6 +21,7 @@ from scheduler_service.core import (
     StepResult,
 )
 from scheduler_service.core.rates import StepWork
+from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.outcomes import Outcomes, to_text
 from scheduler_service.replay.recording import CODEC, PARAMETERS, Header, encode_header
@@ -118,6 +119,9 @@ class RecordingCore:
         return news
 
     # Questions, and what changes nothing that a plan depends on.
+
+    def take_traced(self) -> list[TracedRequest]:
+        return self._core.take_traced()
 
     def take_stirred(self) -> set[str]:
         return self._core.take_stirred()

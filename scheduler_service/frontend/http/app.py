@@ -10,6 +10,7 @@ from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.dashboard import router as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.trace_context import TraceContext
 from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.version import VERSION
 
@@ -41,6 +42,7 @@ def make_app(services: HttpServices) -> FastAPI:
         app.include_router(make_router(services))
     handle_errors(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
+    app.add_middleware(TraceContext)
     app.add_middleware(
         Authenticate,
         authentication=services.authentication,

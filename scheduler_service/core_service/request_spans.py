@@ -1,0 +1,58 @@
+"""A request's timeline at the core, as spans under its frontend's."""
+
+from collections.abc import Iterator
+
+from scheduler_service.core.timeline import Entry, RequestEvent, TracedRequest
+from scheduler_service.tracing import Attributes, Tracing
+
+BEGINS = {
+    RequestEvent.QUEUED: "queue",
+    RequestEvent.RESUMED: "recovery",
+    RequestEvent.STARTED: "prefill",
+    RequestEvent.FIRST_TOKEN: "decode",
+    RequestEvent.SWAPPED_IN: "decode",
+    RequestEvent.PREEMPTED: "preempted",
+    RequestEvent.SWAPPED_OUT: "preempted",
+    RequestEvent.WORKER_LOST: "recovery",
+    RequestEvent.MOVED: "recovery",
+}
+"""What a request does from an event on."""
+
+Phase = tuple[str, int, int]
+"""Name, and microseconds of its begin and end."""
+
+
+def phases(entries: list[Entry]) -> Iterator[Phase]:
+    """What the request did, without gaps, from its first event to its last."""
+    name, since = "", 0
+    has_token = False
+    for event, now_us, _ in entries:
+        then = BEGINS.get(event, name)
+        has_token |= event is RequestEvent.FIRST_TOKEN
+        if event is RequestEvent.PREFILLED and name == "prefill" and has_token:
+            then = "decode"  # what was lost is computed again
+        if then != name or event is RequestEvent.ENDED:
+            if name:
+                yield name, since, now_us
+            name, since = then, now_us
+
+
+def export(tracing: Tracing, request: TracedRequest) -> None:
+    """Spans of a request that has ended."""
+    entries = request.entries
+    attributes: Attributes = {
+        "pagewire.request_id": request.request_id,
+        "pagewire.groups": ",".join(request.placements),
+        "pagewire.num_preemptions": sum(
+            event in (RequestEvent.PREEMPTED, RequestEvent.SWAPPED_OUT) for event, *_ in entries
+        ),
+    }
+    whole = tracing.add(
+        "pagewire.schedule",
+        request.traceparent,
+        entries[0][1] / 1e6,
+        entries[-1][1] / 1e6,
+        attributes,
+    )
+    for name, start_us, end_us in phases(entries):
+        tracing.add(name, whole, start_us / 1e6, end_us / 1e6)
