@@ -37,16 +37,20 @@ client/node/node_modules/.ready: client/node/package.json client/node/package-lo
 	cd client/node && npm ci --silent --no-audit --no-fund
 	touch $@
 
+tests/browser/node_modules/.ready: tests/browser/package.json tests/browser/package-lock.json
+	cd tests/browser && npm ci --silent --no-audit --no-fund
+	touch $@
+
 ## demo: start the three services with the embedded model and stream an answer
 demo: $(VENV)/.ready
 	$(BIN)/pagewire demo
 
 ## test: all tests that need no GPU
-test: $(VENV)/.ready client/node/node_modules/.ready
+test: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not long"
 
 ## test-long: the randomised tests at full length
-test-long: $(VENV)/.ready client/node/node_modules/.ready
+test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
 	$(BIN)/python -m pytest -m "not gpu"
 
 ## chaos: kill, stop and cut off processes at random; all streams must be as if nothing had been
@@ -112,5 +116,5 @@ protos: $(VENV)/.ready
 
 ## clean: remove all that the targets above made
 clean:
-	rm -rf $(VENV) client/node/node_modules dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) client/node/node_modules tests/browser/node_modules dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
