@@ -15,7 +15,7 @@ from tests.browser import chromium
 from tests.browser.deployment import Deployment, Job
 
 FOLDER = Path(__file__).parents[2] / "docs/images"
-LOAD_S = 75
+LOAD_S = 60
 """How long the load runs before the pictures are taken, so that charts have something to show."""
 
 NUM_REQUESTS = 56
@@ -27,10 +27,15 @@ WORKER_FLAGS = (
     *("--simulate-cpu-blocks", "192"),
 )
 VIEWS = (
-    ("dashboard-light.png", 1360, 1290, "light"),
-    ("dashboard-dark.png", 1360, 1290, "dark"),
+    ("dashboard-light.png", 1360, 1760, "light"),
+    ("dashboard-dark.png", 1360, 1760, "dark"),
     ("dashboard-phone.png", 390, 1560, "dark"),
 )
+EVENTFUL = """async () => {
+  const { view } = await import("/dashboard/main.js");
+  const all = Object.entries(view.facts.requests).filter(([, request]) => request.group);
+  return all.sort(([, a], [, b]) => b.events.length - a.events.length)[0][0];
+}"""
 
 
 def jobs() -> Sequence[Job]:
@@ -60,11 +65,25 @@ def take(browser: Browser, url: str) -> None:
         page.goto(url)
         pages.append(page)
     pages[0].wait_for_timeout(LOAD_S * 1_000)
-    pages[0].locator(".pick").nth(4).click()
     for page, (name, *_) in zip(pages, VIEWS, strict=True):
-        page.wait_for_timeout(1_500)
         page.screenshot(path=FOLDER / name)
-        print(name, (FOLDER / name).stat().st_size // 1024, "KB")
+    take_request(pages[0])
+    for path in sorted(FOLDER.glob("dashboard-*.png")):
+        print(path.name, path.stat().st_size // 1024, "KB")
+
+
+def take_request(page: Page) -> None:
+    """The request with the longest history, its blocks and its timeline."""
+    number = page.evaluate(EVENTFUL)
+    page.locator(f'tr[data-key="{number}"] button').click()
+    page.wait_for_timeout(1_500)
+    top = page.locator("#memory").bounding_box()
+    bottom = page.locator("#detail").bounding_box()
+    assert top is not None
+    assert bottom is not None
+    height = bottom["y"] + bottom["height"] - top["y"] + 20
+    clip = {"x": 0.0, "y": top["y"] - 20, "width": float(VIEWS[0][1]), "height": height + 20}
+    page.screenshot(path=FOLDER / "dashboard-request.png", clip=clip)  # type: ignore[arg-type]
 
 
 def main() -> None:

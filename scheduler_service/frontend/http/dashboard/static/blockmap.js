@@ -49,6 +49,7 @@ export class BlockMap {
   draw(everything = false) {
     const touched = ["owners", "references"].map((name) => this.view.touched.get(`${this.key}/${name}`));
     const layout = this.#layOut();
+    this.own = this.chosen === null ? null : this.#blocksOf(this.chosen);
     if (everything || layout || this.view.touched.has("*") || touched.includes("all")) this.#paintAll();
     else for (const runs of touched) for (let i = 0; runs && i < runs.length; i += 2) this.#paintRun(runs[i], runs[i + 1]);
     this.#tell();
@@ -81,10 +82,15 @@ export class BlockMap {
 
   #paintAll() {
     this.colours = { empty: colourOf("--cell-empty"), cached: colourOf("--cell-cached"), surface: colourOf("--surface") };
-    this.own = this.chosen === null ? null : new Set((this.view.tables.get(`${this.chosen}/${this.#memory}`) ?? []).flat());
     this.context.setTransform(this.scale, 0, 0, this.scale, 0, 0);
     this.context.clearRect(0, 0, this.width, this.canvas.height);
     this.#paintRun(0, this.total);
+  }
+
+  // A request's blocks in this memory; another worker group's have the same numbers.
+  #blocksOf(number) {
+    const isHere = this.view.request(number)?.group === this.key.slice(0, this.key.lastIndexOf("/"));
+    return new Set(isHere ? (this.view.tables.get(`${number}/${this.#memory}`) ?? []).flat() : []);
   }
 
   get #memory() {
@@ -94,7 +100,6 @@ export class BlockMap {
   #paintRun(start, length) {
     const { context, cell, perRow, owners, references } = this;
     if (!this.colours) return;
-    if (this.own) this.own = new Set((this.view.tables.get(`${this.chosen}/${this.#memory}`) ?? []).flat());
     const gap = cell >= 8 ? 2 : cell >= 4 ? 1 : 0;
     for (let block = start; block < start + length; block++) {
       const x = (block % perRow) * cell;
