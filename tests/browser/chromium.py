@@ -1,5 +1,6 @@
 """A Chromium to drive: the registry's (`npm ci` in this folder), or else the system's."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -31,18 +32,24 @@ def find() -> Program | None:
     if (MODULES / "@sparticuz/chromium").exists() and shutil.which("node"):
         unpacked = MODULES / ".chromium"
         unpacked.mkdir(exist_ok=True)
-        told = subprocess.run(
-            ["node", str(FOLDER / "chromium.mjs")],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"TMPDIR": str(unpacked)},
-        )
-        found = json.loads(told.stdout)
-        return Program(found["path"], str(unpacked / "al2023/lib"))
+        with (unpacked / "lock").open("w") as lock:  # test processes come at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return _unpack(unpacked)
     path = next(filter(None, map(shutil.which, _SYSTEM)), None)
     return Program(path) if path else None
+
+
+def _unpack(folder: Path) -> Program:
+    """The registry's Chromium; at once if it is there already."""
+    told = subprocess.run(
+        ["node", str(FOLDER / "chromium.mjs")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
+    return Program(json.loads(told.stdout)["path"], str(folder / "al2023/lib"))
 
 
 @contextmanager

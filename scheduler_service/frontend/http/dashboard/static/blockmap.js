@@ -49,7 +49,9 @@ export class BlockMap {
   draw(everything = false) {
     const touched = ["owners", "references"].map((name) => this.view.touched.get(`${this.key}/${name}`));
     const layout = this.#layOut();
-    this.own = this.chosen === null ? null : this.#blocksOf(this.chosen);
+    const isLive = this.chosen !== null && this.view.facts.requests?.[this.chosen];
+    if (!isLive !== !this.own) everything = true; // it has ended: nothing is dimmed any more
+    this.own = isLive ? this.#blocksOf(this.chosen) : null;
     if (everything || layout || this.view.touched.has("*") || touched.includes("all")) this.#paintAll();
     else for (const runs of touched) for (let i = 0; runs && i < runs.length; i += 2) this.#paintRun(runs[i], runs[i + 1]);
     this.#tell();
