@@ -31,12 +31,6 @@ VIEWS = (
     ("dashboard-dark.png", 1360, 1760, "dark"),
     ("dashboard-phone.png", 390, 1560, "dark"),
 )
-EVENTFUL = """async () => {
-  const { view } = await import("/dashboard/main.js");
-  const all = Object.entries(view.facts.requests)
-    .filter(([, request]) => request.group && 2 * request.output < request.maxTokens);
-  return all.sort(([, a], [, b]) => b.events.length - a.events.length)[0][0];
-}"""
 
 
 def jobs() -> Sequence[Job]:
@@ -67,24 +61,8 @@ def take(browser: Browser, url: str) -> None:
         pages.append(page)
     pages[0].wait_for_timeout(LOAD_S * 1_000)
     for page, (name, *_) in zip(pages, VIEWS, strict=True):
-        page.screenshot(path=FOLDER / name)
-    take_request(pages[0])
-    for path in sorted(FOLDER.glob("dashboard-*.png")):
-        print(path.name, path.stat().st_size // 1024, "KB")
-
-
-def take_request(page: Page) -> None:
-    """The request with the longest history, its blocks and its timeline."""
-    number = page.evaluate(EVENTFUL)
-    page.locator(f'tr[data-key="{number}"] button').click()
-    page.wait_for_timeout(1_500)
-    top = page.locator("#memory").bounding_box()
-    bottom = page.locator("#detail").bounding_box()
-    assert top is not None
-    assert bottom is not None
-    height = bottom["y"] + bottom["height"] - top["y"] + 20
-    clip = {"x": 0.0, "y": top["y"] - 20, "width": float(VIEWS[0][1]), "height": height + 20}
-    page.screenshot(path=FOLDER / "dashboard-request.png", clip=clip)  # type: ignore[arg-type]
+        page.screenshot(path=FOLDER / name, timeout=120_000)
+        print(name, (FOLDER / name).stat().st_size // 1024, "KB")
 
 
 def main() -> None:
