@@ -68,7 +68,8 @@ class Composed:
         self._services: Mapping[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
         self._environment = environment
         self._logs = logs
-        self._ports = {"7600": str(free_port()), "7610": str(free_port()), "7620": "0"}
+        self._ports = {port: str(free_port()) for port in ("7600", "7610", "8000")}
+        self._ports |= dict.fromkeys(("7601", "7611", "7620", "7621"), "0")
         self._started: list[Process] = []
 
     @property

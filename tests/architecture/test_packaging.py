@@ -6,12 +6,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_images_are_built_from_every_folder_that_holds_a_package() -> None:
+def test_the_images_are_built_from_every_package_and_from_nothing_that_is_not_sent() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert all((ROOT / package).is_dir() for package in packages)
     dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
-    folders = {package.split("/")[0] for package in packages}
-    assert [
-        folder for folder in sorted(folders) if f"COPY {folder} {folder}" not in dockerfile
-    ] == []
+    assert [each for each in packages if f"COPY {each} {each}" not in dockerfile] == []
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = [
+        source
+        for line in dockerfile
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    ]
+    assert [source for source in copied if f"!{source}" not in sent] == []

@@ -1,19 +1,15 @@
-"""What a newcomer runs first: the demo, an install, other languages, the compose file."""
+"""What a newcomer runs first: the demo, an install, other languages."""
 
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.support.cluster import ROOT, Cluster, Service, environment
-from tests.support.requests import generate, inference_stub, request_for
+from tests.support.cluster import ROOT, Cluster, environment
 
 
 def run(
@@ -93,61 +89,3 @@ def test_the_command_line_explains_itself(bare_environment: Path) -> None:
     text = run(bare_environment / "pagewire", "--help", env={"PATH": "", "COLUMNS": "100"}).stdout
     for command in ("serve", "generate", "chat", "worker", "scheduler", "frontend", "demo"):
         assert command in text
-
-
-class Composed:
-    """The services of docker-compose.yml as processes, host names become loopback ports."""
-
-    def __init__(self, folder: Path) -> None:
-        self.compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-        self.folder = folder
-        self.ports = {name: free_port() for name in ("7600", "7610", "7620")}
-        self.services: list[Service] = []
-
-    def start(self, name: str) -> None:
-        service = self.compose["services"][name]
-        command = [self.on_loopback(word) for word in service["command"]]
-        for variable, value in service.get("environment", {}).items():
-            default = re.fullmatch(r"\$\{\w+:-(.*)\}", value)
-            flag = "--" + variable.removeprefix("PAGEWIRE_").lower().replace("_", "-")
-            command += [flag, default[1] if default else value]
-        log = self.folder / f"{name}.log"
-        self.services.append(Service(name, ["pagewire_client.cli", *command], log))
-
-    def on_loopback(self, word: str) -> str:
-        word = re.sub(r"^(scheduler|0\.0\.0\.0):", "127.0.0.1:", word)
-        return re.sub(r":(\d+)$", lambda port: f":{self.ports[port[1]]}", word)
-
-    def health(self, name: str) -> subprocess.CompletedProcess[str]:
-        test = self.compose["services"][name]["healthcheck"]["test"]
-        assert test[:2] == ["CMD", "pagewire"]
-        words = [self.on_loopback(word) for word in test[2:]]
-        return run(sys.executable, "-m", "pagewire_client.cli", *words)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def composed(tmp_path: Path) -> Iterator[Composed]:
-    composed = Composed(tmp_path)
-    yield composed
-    for service in composed.services:
-        service.kill()
-
-
-def test_the_commands_of_the_compose_file_serve_a_model(composed: Composed) -> None:
-    for name in ("scheduler", "frontend", "worker-cpu"):
-        composed.start(name)
-    for name in ("worker-cpu", "frontend"):
-        for _ in range(60):
-            probe = composed.health(name)
-            if probe.returncode == 0:
-                break
-            assert all(s.process.poll() is None for s in composed.services)
-        assert probe.returncode == 0, [s.log for s in composed.services]
-    with inference_stub(f"127.0.0.1:{composed.ports['7600']}") as stub:
-        assert "72" in generate(stub, request_for("27 + 45 =", temperature=0)).text

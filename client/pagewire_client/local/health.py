@@ -4,19 +4,28 @@ import socket
 
 import grpc
 
-# HealthCheckResponse{status: SERVING}: field 1, varint 1. The empty request asks for the whole
-# server. Two bytes are no reason for the client to depend on the protocol's package.
+# HealthCheckResponse{status: SERVING}: field 1, varint 1. Two bytes are no reason for the client to
+# depend on the protocol's package.
 _SERVING = b"\x08\x01"
 
 
-def is_serving(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether a service answers at `address` and can do its work."""
+def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
+    """Whether what answers at `address` can do its work.
+
+    `service`: one of its services, or `liveness` for the process itself; by default all of it.
+    """
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
-            return bool(check(b"", timeout=timeout_s) == _SERVING)
+            return bool(check(_request(service), timeout=timeout_s) == _SERVING)
         except grpc.RpcError:
             return False
+
+
+def _request(service: str) -> bytes:
+    """HealthCheckRequest{service}: field 1, its length (one byte will do for a name), its bytes."""
+    name = service.encode()[:127]
+    return b"\x0a" + bytes([len(name)]) + name
 
 
 def is_taken(address: str, timeout_s: float = 1.0) -> bool:

