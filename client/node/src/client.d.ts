@@ -1,0 +1,133 @@
+// Types of client.js. What each field means is in protos/pagewire/v1, under the same name in
+// snake_case; a test holds the names to those.
+
+import type { ChannelCredentials } from "@grpc/grpc-js";
+
+/** A 64-bit integer: as text where it may be larger than a number can hold. */
+export type Int64 = number | string;
+
+export interface SamplingParams {
+  n?: number;
+  bestOf?: number;
+  beamSearch?: { width?: number; lengthPenalty?: number; earlyStopping?: "EARLY_STOPPING_WHEN_FULL" | "EARLY_STOPPING_WHEN_HOPELESS" | "EARLY_STOPPING_NEVER"; };
+  temperature?: number;
+  topP?: number;
+  topK?: number;
+  minP?: number;
+  repetitionPenalty?: number;
+  presencePenalty?: number;
+  frequencyPenalty?: number;
+  logitBias?: { tokenId?: number; bias?: number; }[];
+  seed?: Int64;
+  stop?: string[];
+  stopTokenIds?: number[];
+  badWords?: string[];
+  minTokens?: number;
+  maxTokens?: number;
+  ignoreEos?: boolean;
+  logprobs?: number;
+  promptLogprobs?: number;
+  skipSpecialTokens?: boolean;
+  includeStopInOutput?: boolean;
+  jsonSchema?: string;
+  regex?: string;
+  grammar?: string;
+  choice?: { choices?: string[]; };
+}
+
+export interface ChatMessage {
+  role: string;
+  content: string;
+}
+
+/** A text, token ids, or a chat. */
+export type Prompt = string | number[] | ChatMessage[];
+
+export interface RequestOptions {
+  /** Needed only where several models are served. */
+  model?: string;
+  /** Drawn at random unless given. */
+  requestId?: string;
+  /** Milliseconds until the request is given up; default: never. */
+  timeoutMs?: number;
+}
+
+export interface ClientOptions {
+  /** Sent as a bearer token. */
+  token?: string;
+  /** Default: no encryption. */
+  credentials?: ChannelCredentials;
+  /** How long a stream that broke is tried again; default 60,000, 0 not at all. */
+  recoveryTimeoutMs?: number;
+}
+
+export type FinishReason = "stop" | "length";
+
+/** What is new of one choice. */
+export interface OutputDelta {
+  /** Which choice, from 0. */
+  index: number;
+  /** To be appended. */
+  text: string;
+  tokenIds: number[];
+  /** null while the choice goes on. */
+  finishReason: FinishReason | null;
+}
+
+export interface Usage {
+  promptTokens: number;
+  cachedTokens: number;
+  completionTokens: number;
+}
+
+/** Where the time went, in microseconds, as text. */
+export interface Timings {
+  totalUs: string;
+  queueUs: string;
+  planUs: string;
+  wireUs: string;
+  forwardUs: string;
+  sampleUs: string;
+  detokenizeUs: string;
+  preemptedUs: string;
+  recoveryUs: string;
+  unaccountedUs: string;
+}
+
+export interface Answer {
+  requestId: string;
+  model: string;
+  /** The seed in effect, as text: it has 64 bits. */
+  seed: string;
+  promptTokenIds: number[];
+  /** One for each choice. */
+  outputs: OutputDelta[];
+  usage: Usage;
+  timings: Timings;
+}
+
+/**
+ * Talks to one deployment through any of its frontends. A stream whose connection breaks goes on
+ * where it was. Errors are those of @grpc/grpc-js, with `code` and `details`.
+ */
+export class Client {
+  /** @param address `HOST:PORT` or `unix:PATH`, or several, also with commas between them */
+  constructor(address?: string | string[], options?: ClientOptions);
+
+  /** The answer piece by piece; leaving the loop ends the request. */
+  stream(
+    prompt: Prompt,
+    samplingParams?: SamplingParams,
+    options?: RequestOptions,
+  ): AsyncGenerator<OutputDelta, void, undefined>;
+
+  /** The whole answer. */
+  generate(
+    prompt: Prompt,
+    samplingParams?: SamplingParams,
+    options?: RequestOptions,
+  ): Promise<Answer>;
+
+  /** Close the connections. */
+  close(): void;
+}

@@ -1,0 +1,53 @@
+"""The Node client's types: TypeScript takes what is right, by the names of the protos."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+from pagewire.v1 import inference_service_pb2, sampling_pb2
+
+NODE_CLIENT = Path(__file__).parents[2] / "client/node"
+
+
+def check(folder: Path) -> "subprocess.CompletedProcess[str]":
+    compiler = NODE_CLIENT / "node_modules/.bin/tsc"
+    assert compiler.exists(), "run `npm ci` in client/node first"
+    command = [str(compiler), "--project", str(folder), "--pretty", "false"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_program_with_types_compiles_and_mistakes_do_not() -> None:
+    run = check(NODE_CLIENT)
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+def test_a_wrong_type_is_found(tmp_path: Path) -> None:
+    """So the test above is not content with anything."""
+    for name in ("src", "node_modules", "package.json"):
+        (tmp_path / name).symlink_to(NODE_CLIENT / name)
+    (tmp_path / "tsconfig.json").write_text((NODE_CLIENT / "tsconfig.json").read_text())
+    (tmp_path / "test").mkdir()
+    program = (NODE_CLIENT / "test/types.ts").read_text()
+    (tmp_path / "test/types.ts").write_text(program.replace("maxTokens: 64", 'maxTokens: "64"'))
+    run = check(tmp_path)
+    assert run.returncode != 0
+    assert "Type 'string' is not assignable to type 'number'" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ("SamplingParams", sampling_pb2.SamplingParams.DESCRIPTOR),
+        ("Usage", inference_service_pb2.Usage.DESCRIPTOR),
+        ("Timings", inference_service_pb2.Timings.DESCRIPTOR),
+    ],
+)
+def test_a_type_has_the_fields_of_its_message(interface: str, message: Descriptor) -> None:
+    declared = (NODE_CLIENT / "src/client.d.ts").read_text()
+    found = re.search(rf"^export interface {interface} {{\n(.*?)^}}", declared, re.M | re.S)
+    assert found is not None
+    names = re.findall(r"^  (\w+)\??:", found[1], re.MULTILINE)
+    assert names == [field.json_name for field in message.fields]
