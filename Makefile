@@ -22,7 +22,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long chaos fuzz lint format bench bench-gpu protos clean
+.PHONY: demo test test-gpu test-long chaos fuzz lint format bench bench-gpu protos docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -113,6 +113,18 @@ protos: $(VENV)/.ready
 	cd protos && $(TOOLS) buf breaking --against $(CONTRACT)
 	cd protos && $(TOOLS) buf build --exclude-source-info -o $(CONTRACT)
 	PYTHONPATH=.:protos $(BIN)/python -m tests.protos.test_stored_bytes
+
+## docs: build the documentation as a site into build/docs; any broken link fails
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+## docs-serve: show it at http://127.0.0.1:8001, renewed as pages change
+docs-serve: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
+## image-pins: have the container images install the versions that are installed here
+image-pins: $(VENV)/.ready
+	$(BIN)/python -m tools.image_pins
 
 ## clean: remove all that the targets above made
 clean:

@@ -1,0 +1,134 @@
+"""The documentation: no broken link, nothing loaded from elsewhere, no flag that is not there."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.cluster import ROOT, environment
+from tools.docs.command_line import commands
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make docs` does it: any warning, such as of a broken link, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=environment() | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert build.returncode == 0, build.stderr
+    return folder
+
+
+class Loaded(HTMLParser):
+    """What a page makes a browser load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        if tag in ("script", "img", "iframe", "source"):
+            self.addresses.append(named.get("src") or "")
+        elif tag == "link" and named.get("rel") != "canonical":
+            self.addresses.append(named.get("href") or "")
+
+
+def test_a_reader_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        assert [each for each in loaded.addresses if re.match(r"(https?:)?//", each)] == [], page
+
+
+def test_the_references_are_made_of_the_code(site: Path) -> None:
+    def text(path: str) -> str:
+        return (site / path / "index.html").read_text()
+
+    assert 'id="generaterequest"' in text("reference/grpc")
+    assert "cancelling the call frees" in text("reference/grpc")
+    assert "PAGEWIRE_MAX_NUM_SEQS" in text("reference/command-line")
+    assert 'id="pagewire_client.client.Client.generate_many"' in text("reference/python")
+    assert 'id="pagewire_client.sampling_params.SamplingParams' in text("reference/python")
+
+
+def _pages(entry: object) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for each in entry.values():
+            yield from _pages(each)
+    elif isinstance(entry, list):
+        for each in entry:
+            yield from _pages(each)
+
+
+def test_every_page_has_a_place_in_the_navigation() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    placed = set(_pages(navigation))
+    assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} <= placed
+
+
+def flags() -> set[str]:
+    """All flags of all commands."""
+    return {
+        name
+        for _, command in commands()
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("--")
+    }
+
+
+def rows(page: str) -> Iterator[list[str]]:
+    """The cells of each row of a page's tables."""
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("| ") and not line.startswith("| ---"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_each_flag_of_ours_that_a_vllm_flag_becomes_is_there() -> None:
+    found = [re.findall(r"`(--[\w-]+)", row[1]) for row in rows("migrating-from-vllm.md")]
+    named = {flag for cell in found for flag in cell}
+    assert len(named) > 30
+    assert named - flags() == set()
+
+
+def test_no_flag_of_vllm_is_told_twice() -> None:
+    named = [
+        flag
+        for row in rows("migrating-from-vllm.md")
+        for flag in re.findall(r"`(--?[\w-]+)", row[0])
+    ]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize(
+    "page", ["quick-start.md", "deployment.md", "tuning.md", "docker-compose.md", "faq.md"]
+)
+def test_the_flags_that_a_page_names_are_there(page: str) -> None:
+    text = re.sub(r"docker compose [^`\n]*|`--profile[^`]*`|`--scale[^`]*`", "", _ours(page))
+    named = set(re.findall(r"(?<![\w-])(--[a-z][\w-]+)", text))
+    assert named - flags() - {"--help", "--version", "--index-url"} == set()
+
+
+def _ours(page: str) -> str:
+    """A page without the command lines of other programs."""
+    lines = (DOCS / page).read_text().splitlines()
+    others = re.compile(r"^\$ (?!pagewire)|Ctrl-C")
+    return "\n".join(line for line in lines if not others.search(line))
