@@ -185,6 +185,28 @@ def test_its_image_is_built_here(name: str) -> None:
     assert re.search(rf"^FROM base AS {target}$", dockerfile, re.MULTILINE)
 
 
+SECURE = yaml.safe_load((ROOT / "deploy/compose/secure.yml").read_text())
+
+
+def test_the_secure_variant_is_as_its_schema_says_and_changes_every_service_of_ours() -> None:
+    jsonschema.validate(SECURE, SCHEMA)
+    assert sorted(SECURE["services"]) == OURS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_secret_is_read_where_it_is_mounted_by_a_flag_that_is_there(name: str) -> None:
+    added = SECURE["services"][name]
+    assert set(added["secrets"]) <= set(SECURE["secrets"])
+    read = {value.removeprefix("/run/secrets/") for value in added["environment"].values()}
+    assert read == set(added["secrets"])
+    role = service_of(name).command[0]
+    command = typer.main.get_command(worker_app if role == "worker" else make_app([role]))
+    if role != "worker":
+        command = command.commands[role]  # type: ignore[attr-defined]
+    known = {variable for each in command.params for variable in _variables_of(each)}
+    assert set(added["environment"]) <= known
+
+
 def test_images_of_others_are_of_one_version() -> None:
     images = {service.spec["image"] for service in services().values() if not service.is_ours}
     assert [each for each in images if not re.search(r":v?\d+\.\d+\.\d+$", each)] == []
