@@ -63,6 +63,8 @@ def test_the_references_are_made_of_the_code(site: Path) -> None:
     assert 'id="generaterequest"' in text("reference/grpc")
     assert "cancelling the call frees" in text("reference/grpc")
     assert "PAGEWIRE_MAX_NUM_SEQS" in text("reference/command-line")
+    assert "POST /v1/chat/completions" in text("reference/http")
+    assert 'id="chatrequest"' in text("reference/http")
     assert 'id="pagewire_client.client.Client.generate_many"' in text("reference/python")
     assert 'id="pagewire_client.sampling_params.SamplingParams' in text("reference/python")
 

@@ -11,11 +11,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / each) for each in (".", "kernels", "client", "protos")]
 
-from tools.docs import command_line, grpc_reference  # noqa: E402  (after its path is known)
+from tools.docs import command_line, grpc_reference, http_reference  # noqa: E402  (after its path is known)
 
 GENERATED = {
     "reference/command-line.md": command_line.render,
     "reference/grpc.md": grpc_reference.render,
+    "reference/http.md": http_reference.render,
 }
 """Pages by where they are, and what makes them."""
 

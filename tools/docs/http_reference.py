@@ -1,0 +1,99 @@
+"""The page of HTTP endpoints and bodies, made of the frontend's own OpenAPI document."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from scheduler_service.frontend.authentication import NoAuthentication
+from scheduler_service.frontend.http.app import make_app
+from scheduler_service.frontend.http.services import HttpServices
+
+HEAD = """\
+# HTTP reference
+
+What a frontend answers at its `--http` address, from its own OpenAPI document (`/openapi.json`).
+[OpenAI's interface](../openai-api.md) says how to use it, and where it differs from OpenAI's own.
+"""
+
+_SCHEMA = "#/components/schemas/"
+_HAS_LITTLE_TO_SAY = ("HTTPValidationError", "ValidationError")  # FastAPI's own, never sent
+
+Json = Mapping[str, Any]
+
+
+def render() -> str:
+    """The page as Markdown."""
+    return HEAD + "".join("\n" + part for part in _parts(document()))
+
+
+def document() -> Json:
+    """The OpenAPI document; it depends on no service that runs."""
+    nobody: dict[str, Any] = {field.name: None for field in dataclasses.fields(HttpServices)}
+    nobody["authentication"] = NoAuthentication()
+    return make_app(HttpServices(**nobody)).openapi()
+
+
+def _parts(openapi: Json) -> Iterator[str]:
+    yield "## Endpoints\n"
+    for path, operations in openapi["paths"].items():
+        for method, operation in operations.items():
+            yield from _endpoint(f"{method.upper()} {path}", operation)
+    yield "## Bodies\n"
+    for name, schema in openapi["components"]["schemas"].items():
+        if name not in _HAS_LITTLE_TO_SAY:
+            yield from _body(name, schema)
+
+
+def _endpoint(title: str, operation: Json) -> Iterator[str]:
+    yield f"### `{title}`\n\n{operation.get('summary', '')}. {operation.get('description', '')}\n"
+    contents = operation.get("requestBody", {}).get("content", {}).values()
+    answers = operation["responses"].get("200", {}).get("content", {}).values()
+    taken, given = (
+        [_type(each["schema"]) for each in of if each.get("schema")] for of in (contents, answers)
+    )
+    if taken:
+        yield f"Takes {', '.join(taken)}.\n"
+    if given:
+        yield f"Gives {', '.join(given)}.\n"
+
+
+def _body(name: str, schema: Json) -> Iterator[str]:
+    yield f"### {name}\n\n{schema.get('description', '')}\n"
+    required = schema.get("required", ())
+    rows = [
+        f"| `{field}`{' (required)' if field in required else ''} | {_type(each)} "
+        f"| {_cell(each.get('description', ''))} |\n"
+        for field, each in schema.get("properties", {}).items()
+    ]
+    if rows:
+        yield "| field | type | meaning |\n| --- | --- | --- |\n" + "".join(rows)
+
+
+def _type(schema: Json) -> str:
+    """What a value may be, with its bounds."""
+    if "$ref" in schema:
+        name = schema["$ref"].removeprefix(_SCHEMA)
+        return f"[{name}](#{name.lower()})"
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            kinds = [_type(each) for each in schema[key] if each.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " or ".join(f"`{value}`" for value in values)
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return f"{schema.get('type', 'anything')}{_bounds(schema)}"
+
+
+def _bounds(schema: Json) -> str:
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    most = schema.get("maximum", schema.get("exclusiveMaximum"))
+    above = "above " if "exclusiveMinimum" in schema else ""
+    if least is None or most is None:
+        return ""
+    return f", {above}{least:g} to {most:g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("\n", " ").replace("|", "\\|").replace("<", "&lt;")
