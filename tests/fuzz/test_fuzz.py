@@ -2,14 +2,20 @@
 
 import pytest
 
-from tests.fuzz.run import TARGETS, run
-
-NUM_CALLS = {"grpc": 1500, "http": 1000, "core": 500, "worker": 500}
+from tests.fuzz.run import run
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_request_crashes_hangs_or_stays_open(target: str) -> None:
-    outcome, _ = run(target, num_calls=NUM_CALLS[target], seed=7)
+@pytest.mark.parametrize(
+    ("target", "num_calls"),
+    [
+        ("grpc", 480),
+        ("http", 240),
+        pytest.param("core", 1600, marks=pytest.mark.long),
+        pytest.param("worker", 1600, marks=pytest.mark.long),
+    ],
+)
+def test_no_request_crashes_hangs_or_stays_open(target: str, num_calls: int) -> None:
+    outcome, _ = run(target, num_calls=num_calls, seed=1)
     assert outcome.harm == []
-    assert outcome.num_requests >= NUM_CALLS[target] * 0.9
+    assert outcome.num_requests >= num_calls * 0.8
     assert len(outcome.answers) >= 3  # it was more than one way of being refused
