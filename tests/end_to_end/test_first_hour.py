@@ -40,10 +40,16 @@ def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
 
 def test_the_readme_example_runs_as_it_is_written(cluster: Cluster, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
+    served_at = {
+        "127.0.0.1:7600": cluster.frontend_address(),
+        "http://127.0.0.1:8000": cluster.http_url(),
+    }
     for number, code in enumerate(blocks):
         script = tmp_path / f"example{number}.py"
-        script.write_text(code.replace("127.0.0.1:7600", cluster.frontend_address()))
+        for address, here in served_at.items():
+            code = code.replace(address, here)
+        script.write_text(code)
         example = run(sys.executable, script)
         assert example.returncode == 0, example.stderr
         assert example.stdout.strip()
