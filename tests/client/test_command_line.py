@@ -281,6 +281,7 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     commands["worker"] = worker
     placed_by_us = {"model", "core", "listen", "advertise", "group_id", "profile_dir"}
     placed_by_us |= {"http", "http_share_port", "metrics_port", "health_listen"}
+    placed_by_us |= {"api_key"}  # from the environment only, never in a list of processes
     placed_by_us |= {"rank", "local_rank", "distributed_init", "launcher_pid"}
     placed_by_us |= {"launcher", "num_nodes", "node_rank"}
     placed_by_us |= {"ray_address", "ray_cpus_per_rank", "ray_timeout"}

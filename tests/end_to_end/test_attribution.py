@@ -18,7 +18,7 @@ STEP_S = 0.005
 STEP_US = str(STEP_S * 1e6)
 TOLERANCE = 0.01
 CALL_S = 0.02
-"""For a call's way to the frontend and back, and for what its client does: no part of the account."""
+"""For a call's way there and back, and for what its client does: no part of the account."""
 MAX_TRIES = 8
 PROMPT = list(range(3, 67))
 
