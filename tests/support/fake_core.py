@@ -149,7 +149,9 @@ class FakeAttachment:
         while (request := await self._context.read()) is not grpc.aio.EOF:
             message = request.message
             self.messages.append(message)
-            self.requests += [FakeRequest(self, submit) for submit in message.submits]
+            submitted = [FakeRequest(self, submit) for submit in message.submits]
+            self.requests += submitted
+            self.core.requests += submitted
             self.cancels += from_column(message.cancels, "cancels")
             self.stops += message.stops
             await self.core.changed()
@@ -166,6 +168,8 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
         self.models = [model_info()] if models is None else list(models)
         self.files = files or {}
         self.attachments: list[FakeAttachment] = []
+        self.requests: list[FakeRequest] = []
+        """Over all streams, as they came."""
         self.elsewhere: set[str] = set()
         self.num_fetches = 0
         self.address = ""
@@ -214,13 +218,9 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
 
     async def next_request(self) -> FakeRequest:
         """The next submission, over all streams."""
-
-        def all_requests() -> list[FakeRequest]:
-            return [request for stream in self.attachments for request in stream.requests]
-
-        await self.until(lambda: len(all_requests()) > self._num_taken)
+        await self.until(lambda: len(self.requests) > self._num_taken)
         self._num_taken += 1
-        return all_requests()[self._num_taken - 1]
+        return self.requests[self._num_taken - 1]
 
     # The service.
 
