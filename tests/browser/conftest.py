@@ -1,4 +1,7 @@
-"""One browser, and one deployment under a load that stays the same, for all tests of a run."""
+"""One browser, and one deployment under a load that stays the same, for all tests of a file.
+
+Not longer: a browser keeps an event loop running in its thread, where other tests want their own.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +28,7 @@ def jobs() -> list[Job]:
     return [*((prompt, long) for prompt in prompts), (list(range(500, 540)), both), *own]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     program = chromium.find()
     if program is None:
@@ -34,7 +37,7 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     flags = ["--simulate-step-us", "250000", "--simulate-gpu-blocks", "512"]
     folder = tmp_path_factory.mktemp("deployment")

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -28,8 +29,12 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 def services_of(pid: int) -> list[psutil.Process]:
     """The services among a process's children."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if "_service" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # what other tests started may be about to go
+            if "_service" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
             bitmask.stride(0),
             TILE=tile,
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=False,
         )
 
 
