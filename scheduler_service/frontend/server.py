@@ -33,6 +33,7 @@ from scheduler_service.metadata import authorization
 from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.request_timeout import RequestTimeout
 from scheduler_service.service_runner import ServiceRunner, warn_if_exposed
+from scheduler_service.tasks import run_until_first
 from scheduler_service.tls import http_context, server_credentials
 from scheduler_service.tracing import make_tracing
 from scheduler_service.watched_files import WatchedFiles
@@ -126,6 +127,13 @@ class Frontend:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
+    async def failed(self) -> None:
+        """Wait for one of the tasks that are to run as long as the frontend, and raise what ended
+        it: without it the frontend would stay there and be of no use."""
+        ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+
     def _check(self, metadata: Metadata) -> None:
         """Strangers' messages are not even read."""
         self.authentication.tenant_of(authorization(metadata))
@@ -152,12 +160,14 @@ class Frontend:
 
 
 async def serve(config: FrontendConfig) -> None:
-    """Run a frontend until SIGTERM or SIGINT. Raises CannotListen."""
+    """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or what makes it of no use."""
     frontend = Frontend(config)
     async with published(frontend.registry, config.metrics):
         await frontend.start()
-        await frontend.runner.wait_for_signal()
-        await frontend.stop()
+        try:
+            await run_until_first(frontend.runner.wait_for_signal(), frontend.failed())
+        finally:
+            await frontend.stop()
 
 
 def authentication_of(config: FrontendConfig) -> Authentication:

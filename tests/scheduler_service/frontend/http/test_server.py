@@ -8,6 +8,8 @@ import pytest
 
 from scheduler_service.addresses import CannotListen
 from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.http.server import HttpServer
+from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.sockets import bind
 from scheduler_service.frontend.server import Frontend
 from tests.support.fake_core import FakeCore, model_info
@@ -108,3 +110,18 @@ async def test_an_idle_connection_does_not_hold_up_the_end() -> None:
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="http"):
         FrontendConfig(http=address)
+
+
+class HttpThatCannotStart(HttpServer):
+    async def start(self, services: HttpServices) -> None:
+        raise RuntimeError("a library is missing")
+
+
+async def test_a_frontend_whose_http_cannot_start_says_why_instead_of_staying_unready() -> None:
+    async with FakeCore() as core:
+        frontend = Frontend(FrontendConfig(core=core.address, listen="127.0.0.1:0"))
+        frontend.http = HttpThatCannotStart("127.0.0.1:0")
+        await frontend.start()
+        with pytest.raises(RuntimeError, match="a library is missing"):
+            await frontend.failed()
+        await frontend.stop()
