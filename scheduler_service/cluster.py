@@ -22,7 +22,7 @@ from scheduler_service.gate import HEALTH, Gate
 from scheduler_service.grpc_options import Options, channel_options
 from scheduler_service.metadata import AUTHORIZATION, authorization
 from scheduler_service.tls import TlsFiles, channel_credentials, server_credentials
-from scheduler_service.watched_files import WatchedFiles, read_file
+from service_common.watched_files import WatchedFiles, read_file
 
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""

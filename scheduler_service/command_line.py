@@ -9,9 +9,9 @@ from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 import typer
 
 from scheduler_service.addresses import CannotListen
-from scheduler_service.log_format import LogFormat, LogLevel, configure_logging
 from scheduler_service.replay.output import CannotRecord
 from scheduler_service.tracing import CannotTrace
+from service_common.log_format import LogFormat, LogLevel, configure_logging
 
 Config = TypeVar("Config")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from scheduler_service.watched_files import WatchedFiles, read_file
+from service_common.watched_files import WatchedFiles, read_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from service_common.log_format import configure_logging
 from worker_service.command_line.cache_flags import CacheFlags
 from worker_service.command_line.cluster_flags import ClusterFlags
 from worker_service.command_line.model_flags import ModelFlags
@@ -24,7 +25,6 @@ from worker_service.errors import InvalidOption, WorkerError
 from worker_service.launchers.launcher import RankHost, launch
 from worker_service.launchers.local import LocalConfig, LocalHost
 from worker_service.launchers.rank_process import end_with
-from worker_service.log_format import configure_logging
 from worker_service.parallel.place import Place, StartRanks, find_place
 from worker_service.processor import limit_spinning
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc_health.v1 import health
 
+from service_common.watched_files import WatchedFiles, read_file
 from worker_service.errors import InvalidOption, NotAMember
 from worker_service.grpc_options import Options
 from worker_service.status_codes import abort
-from worker_service.watched_files import WatchedFiles, read_file
 
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
@@ -49,7 +49,7 @@ class Certificates:
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """Their contents, in that order. Raises InvalidOption unless they belong together."""
-        contents = [read_file("cluster certificates", path) for path in self.paths]
+        contents = [_contents("cluster certificates", path) for path in self.paths]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Without a password given, an encrypted key would be asked about on the terminal.
@@ -102,10 +102,10 @@ class Cluster:
         self._tokens: WatchedFiles[list[str]] | None = None
         files, path = config.certificates, config.token_file
         if files is not None:
-            self._server = WatchedFiles(files.paths, lambda: _server_side(files))
-            self._channel = WatchedFiles(files.paths, lambda: _channel_side(files))
+            self._server = WatchedFiles(files.paths, lambda: _server_side(files), InvalidOption)
+            self._channel = WatchedFiles(files.paths, lambda: _channel_side(files), InvalidOption)
         if path is not None:
-            self._tokens = WatchedFiles([path], lambda: _read_tokens(path))
+            self._tokens = WatchedFiles([path], lambda: _read_tokens(path), InvalidOption)
 
     @property
     def has_certificates(self) -> bool:
@@ -185,10 +185,18 @@ def _channel_side(files: Certificates) -> grpc.ChannelCredentials:
     )
 
 
+def _contents(what: str, path: Path) -> bytes:
+    """A file's contents. Raises InvalidOption if it cannot be read."""
+    try:
+        return read_file(what, path)
+    except ValueError as error:
+        raise InvalidOption(str(error)) from error
+
+
 def _read_tokens(path: Path) -> list[str]:
     """The file's tokens; raises InvalidOption, which tells none of them."""
     try:
-        tokens = read_file("cluster_token_file", path).decode("ascii").split()
+        tokens = _contents("cluster_token_file", path).decode("ascii").split()
     except UnicodeDecodeError as error:
         raise InvalidOption(f"cluster_token_file: {path}: expected ASCII characters") from error
     if not tokens:

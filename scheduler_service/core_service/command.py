@@ -20,8 +20,8 @@ from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
-from scheduler_service.log_format import LogFormat, LogLevel
 from scheduler_service.metrics.server import metrics_address
+from service_common.log_format import LogFormat, LogLevel
 
 SERVICE = CoreServiceConfig()
 CORE = SchedulerConfig()

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.watched_files import read_file
+from service_common.watched_files import read_file
 
 _FIELDS = ("sha256", "tenant", "models", "expires", "operator")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

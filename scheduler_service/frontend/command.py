@@ -17,9 +17,9 @@ from scheduler_service.command_line import (
 )
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
-from scheduler_service.log_format import LogFormat, LogLevel
 from scheduler_service.metrics.server import metrics_address
 from scheduler_service.tls import tls_files
+from service_common.log_format import LogFormat, LogLevel
 
 DEFAULTS = FrontendConfig()
 HTTP_OFF = "off"

@@ -36,7 +36,7 @@ from scheduler_service.service_runner import ServiceRunner, warn_if_exposed
 from scheduler_service.tasks import run_until_first
 from scheduler_service.tls import http_context, server_credentials
 from scheduler_service.tracing import make_tracing
-from scheduler_service.watched_files import WatchedFiles
+from service_common.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ PACKAGES = {
     "worker_service": ROOT / "worker_service",
     "scheduler_service": ROOT / "scheduler_service",
     "pagewire_client": ROOT / "client/pagewire_client",
+    "service_common": ROOT / "service_common",
     "conformance": ROOT / "conformance",
 }
 OURS = set(PACKAGES)
@@ -29,6 +30,7 @@ FORBIDDEN = {
     "scheduler_service": {"worker_service", "pagewire_client", "pagewire_kernels"}
     | TENSOR_LIBRARIES,
     "pagewire_client": OURS - {"pagewire_client", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
+    "service_common": OURS - {"service_common"} | TENSOR_LIBRARIES | WIRE_LIBRARIES,
     "conformance": OURS - {"conformance", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
 }
 

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from typer import Option
 
+from service_common.log_format import LogFormat, LogLevel
 from worker_service.address import TcpAddress, parse
 from worker_service.cluster import ClusterConfig
 from worker_service.command_line.options import env
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig
 from worker_service.errors import InvalidOption
 from worker_service.launchers.local import address_of
-from worker_service.log_format import LogFormat, LogLevel
 from worker_service.parallel.place import Place
 
 
@@ -73,11 +73,11 @@ class ServiceFlags:
         str, Option(envvar=env("PROFILE_DIR"), help="Directory for profiler traces.")
     ] = "."
     log_level: Annotated[LogLevel, Option(envvar=env("LOG_LEVEL"), help="How much to log.")] = (
-        LogLevel.info
+        LogLevel.INFO
     )
     log_format: Annotated[
         LogFormat, Option(envvar=env("LOG_FORMAT"), help="Lines for people, or of JSON.")
-    ] = LogFormat.text
+    ] = LogFormat.TEXT
     launcher_pid: Annotated[
         int | None, Option(envvar=env("LAUNCHER_PID"), hidden=True, help="End with this process.")
     ] = None

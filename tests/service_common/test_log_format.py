@@ -1,4 +1,3 @@
-import importlib
 import json
 import logging
 import sys
@@ -6,14 +5,12 @@ from typing import Any
 
 import pytest
 
-MODULES = ("scheduler_service.log_format", "worker_service.log_format")
+from service_common.log_format import JsonFormatter
 
 
-@pytest.fixture(params=MODULES)
-def formatter(request: pytest.FixtureRequest) -> logging.Formatter:
-    """Of the scheduling side and of workers: what is said of one holds for the other."""
-    made: logging.Formatter = importlib.import_module(request.param).JsonFormatter()
-    return made
+@pytest.fixture
+def formatter() -> logging.Formatter:
+    return JsonFormatter()
 
 
 def line(formatter: logging.Formatter, message: str, *values: object, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files that may change while they are in use: tokens and certificates.
+"""Files that may change while they are in use: keys, tokens, certificates.
 
 They are looked at whenever they are asked for, which takes a call of the system for each file, so
 that what was revoked is revoked at once and no process has to be told.
@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
-
-from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +21,16 @@ class WatchedFiles(Generic[T]):
     Files that cannot be read, or say nothing sensible, leave what they said before in force.
     """
 
-    def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
-        """`load` reads the files; it raises InvalidOption for those that are no good, here too."""
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        load: Callable[[], T],
+        error: type[Exception] = ValueError,
+    ) -> None:
+        """`load` reads the files; it raises `error` for those that are no good, here too."""
         self._paths = paths
         self._load = load
+        self._error = error
         self._seen = self._look()
         self._value = load()
 
@@ -42,7 +46,7 @@ class WatchedFiles(Generic[T]):
         names = ",".join(map(str, self._paths))
         try:
             self._value = self._load()
-        except InvalidOption as error:
+        except self._error as error:
             logger.error("changed files are no good, the former stay in force: %s", error)
         else:
             logger.info("read changed files again files=%s", names)
@@ -61,8 +65,8 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_file(what: str, path: Path) -> bytes:
-    """A file's contents; raises InvalidOption that says what it is and why it cannot be read."""
+    """A file's contents; raises ValueError that says what it is and why it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidOption(f"{what}: cannot read {path}: {error.strerror}") from error
+        raise ValueError(f"{what}: cannot read {path}: {error.strerror}") from error
