@@ -132,7 +132,8 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> No
 
 
 def test_a_wrong_option_of_a_service_is_a_wrong_option_of_serve() -> None:
-    done = subprocess.run(**command("serve", "--watermark", "7"), timeout=90)  # type: ignore[call-overload]
+    elsewhere = ["--listen", "127.0.0.1:0", "--http", "off"]  # other tests use the usual ports
+    done = subprocess.run(**command("serve", "--watermark", "7", *elsewhere), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 2
     assert "watermark" in done.stderr
     assert "Traceback" not in done.stderr
