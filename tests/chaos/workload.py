@@ -53,8 +53,7 @@ def _draw_ask(draw: Random, number: int) -> Ask:
     params["max_tokens"] = min(draw.randint(most // 2, most), MODEL_LEN - num_prompt_tokens)
     kinds = [name, prompt_kind]
     for extra, (share, add) in EXTRAS.items():
-        # The service refuses stop strings for beams, which nobody sees before they are complete.
-        if draw.random() < share and (name, extra) != ("beam search", "stop strings"):
+        if draw.random() < share and not any({each, extra} in IMPOSSIBLE for each in kinds):
             params |= add(draw)
             kinds.append(extra)
     params = {"ignore_eos": True, "seed": draw.getrandbits(53)} | params
@@ -172,3 +171,10 @@ EXTRAS: dict[str, tuple[float, Callable[[Random], dict[str, Any]]]] = {
     "special tokens": (0.1, lambda draw: {"skip_special_tokens": False}),
 }
 """What may go with any of them: how often, and the parameters."""
+
+IMPOSSIBLE = (
+    {"beam search", "stop strings"},  # which nobody sees before the beams are complete: refused
+    {"bad words", "structured output"},  # all that may follow may be bad: fails undisturbed too
+    {"stop tokens", "structured output"},  # the same: such a token must not stand in the middle
+)
+"""What does not go together."""
