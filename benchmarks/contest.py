@@ -26,7 +26,7 @@ class Run:
     """Processor time per second that neither the engine nor this process took; idle rivals' time
     is in it."""
     ceilings: Ceilings | None = None
-    """What the machine could do just before and just after, if that was measured."""
+    """What the machine did just before and just after, if that was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class Gauge:
             return turn()
         before = self.measure()
         run = turn()
-        return replace(run, ceilings=before.best(self.measure()))
+        return replace(run, ceilings=before.mean(self.measure()))
 
 
 class WrongOutput(Exception):

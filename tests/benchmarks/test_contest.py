@@ -77,20 +77,20 @@ def test_all_get_the_same_jobs_and_none_twice() -> None:
 
 
 def test_ceilings_are_those_around_a_turn_of_ours() -> None:
-    measured = iter(range(1, 9))
+    measured = iter([(20.0, 1.0), (60.0, 1.0), (40.0, 6.0), (40.0, 2.0)])
 
     def measure() -> Ceilings:
         assert not any(engine.running for engine in engines)
-        number = next(measured)
-        return Ceilings(read_bytes_per_s=number, flops_per_s=-number)
+        read, flops = next(measured)
+        return Ceilings(read_bytes_per_s=read, flops_per_s=flops)
 
     engines = [Made("pagewire", 1.0), Made("vllm", 1.0)]
     gauge = Gauge("pagewire", measure)
     patience = Patience(repeats=2)
     results = compete(engines, [WORKLOADS["single"]], SHAPE, 1 / 16, patience, gauge)
     assert [run.ceilings for run in results.of("single", "pagewire")] == [
-        Ceilings(read_bytes_per_s=2, flops_per_s=-1),
-        Ceilings(read_bytes_per_s=4, flops_per_s=-3),
+        Ceilings(read_bytes_per_s=30.0, flops_per_s=1.0),
+        Ceilings(read_bytes_per_s=40.0, flops_per_s=3.0),
     ]
     assert [run.ceilings for run in results.of("single", "vllm")] == [None, None]
 
