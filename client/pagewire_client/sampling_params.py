@@ -19,6 +19,8 @@ _COUNTS = (
     "logprobs",
     "prompt_logprobs",
 )
+_COUNTS_OR_ALL = ("top_k", "truncate_prompt_tokens")
+"""-1 and 0 set no limit, or none of their own."""
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -82,6 +84,9 @@ class SamplingParams:
     """Report log probabilities of each output token and of this many alternatives."""
     prompt_logprobs: int | None = None
     """The same for the prompt."""
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt, take its last so many tokens; -1: as many as leave room for `max_tokens`.
+    None: a prompt that is too long is refused."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool | None = None
@@ -121,9 +126,10 @@ class SamplingParams:
         return proto
 
     def _fill_choice(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Top-k, biases, seed and bad words."""
-        if self.top_k is not None:
-            proto.top_k = 0 if self.top_k == -1 else _integer("top_k", self.top_k, _MAX_UINT32)
+        """Top-k, biases, seed, bad words, and how much of the prompt."""
+        for name in _COUNTS_OR_ALL:
+            if (value := getattr(self, name)) is not None:
+                setattr(proto, name, 0 if value == -1 else _integer(name, value, _MAX_UINT32))
         if self.seed is not None:
             proto.seed = _integer("seed", self.seed, _MAX_UINT64)
         for token_id, bias in (self.logit_bias or {}).items():

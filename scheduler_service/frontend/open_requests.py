@@ -27,9 +27,10 @@ from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
+from scheduler_service.frontend.prompt import prompt_tokens
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.frontend.request_trace import RequestTrace
-from scheduler_service.frontend.settled import draw_request_id, prompt_tokens, settle
+from scheduler_service.frontend.settled import draw_request_id, settle
 from scheduler_service.frontend.structured.checker import ConstraintChecker
 from scheduler_service.tracing import Tracing
 

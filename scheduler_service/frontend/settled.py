@@ -13,7 +13,6 @@ from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong
-from scheduler_service.frontend.chat_prompt import chat_tokens
 from scheduler_service.frontend.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.fingerprint import fingerprint
 from scheduler_service.frontend.model_assets import ServedModel
@@ -83,21 +82,6 @@ class SettledRequest:
         """One token's text; empty without a tokenizer."""
         tokenizer = self.model.tokenizer
         return "" if tokenizer is None else tokenizer.token_text(token_id)
-
-
-def prompt_tokens(request: inference_pb.GenerateRequest, model: ServedModel) -> list[int]:
-    """The prompt as token ids. Tokenizing takes a while for long texts; call it off the loop."""
-    kind = request.WhichOneof("prompt")
-    if kind == "token_ids":
-        return list(request.token_ids.ids)
-    if kind == "text":
-        tokens = model.require_tokenizer("text prompt").encode(request.text)
-    else:
-        tokens = chat_tokens(request.chat, model)
-    if not tokens:
-        field = "text" if kind == "text" else "chat.messages"
-        raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
-    return tokens
 
 
 def settle(

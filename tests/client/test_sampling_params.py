@@ -35,6 +35,7 @@ def test_every_field_arrives_in_the_message() -> None:
         prompt_logprobs=0,
         skip_special_tokens=False,
         include_stop_str_in_output=True,
+        truncate_prompt_tokens=100,
         beam_width=8,
         length_penalty=2.0,
         early_stopping="never",
@@ -68,10 +69,11 @@ def test_what_is_not_given_is_absent_so_that_the_model_may_decide() -> None:
     assert SamplingParams(max_tokens=None).to_proto() == sampling_pb2.SamplingParams()
 
 
-def test_minus_one_means_all_for_top_k_as_users_of_vllm_expect() -> None:
-    proto = SamplingParams(top_k=-1).to_proto()
-    assert proto.HasField("top_k")
-    assert proto.top_k == 0
+@pytest.mark.parametrize("field", ["top_k", "truncate_prompt_tokens"])
+def test_minus_one_means_all_as_users_of_vllm_expect(field: Any) -> None:
+    proto = SamplingParams(**{field: -1}).to_proto()
+    assert proto.HasField(field)
+    assert getattr(proto, field) == 0
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ export interface SamplingParams {
   regex?: string;
   grammar?: string;
   choice?: { choices?: string[]; };
+  truncatePromptTokens?: number;
 }
 
 export interface ChatMessage {

@@ -2,15 +2,15 @@ from typing import Any
 
 import pytest
 
-from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.model_assets import ServedModel, build_model
-from scheduler_service.frontend.settled import SEED_BITS, SettledRequest, prompt_tokens, settle
+from scheduler_service.frontend.prompt import prompt_tokens
+from scheduler_service.frontend.settled import SEED_BITS, SettledRequest, settle
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
-from tests.support.tokenizers import BOS, EOS, byte_level, model_files
+from tests.support.tokenizers import EOS, byte_level, model_files
 
 EOS_ID = byte_level().token_to_id(EOS)
 MODEL = build_model(model_info(), model_files(byte_level()))
@@ -152,26 +152,6 @@ def test_a_single_beam_is_greedy() -> None:
 
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
     assert settled(top_k=2**32 - 1).submit.sampling.top_k == model_info().vocab_size
-
-
-def test_prompts_of_every_kind_become_tokens() -> None:
-    bos, hello = byte_level().token_to_id(BOS), byte_level().encode("hello").ids
-    assert prompt_tokens(generate_request("hello"), MODEL) == hello
-    assert hello[0] == bos
-    assert prompt_tokens(generate_request([5, 6]), MODEL) == [5, 6]
-    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
-    expected = f"{BOS}[user]hi[assistant]"
-    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
-    chat.chat.add_generation_prompt = False
-    expected = f"{BOS}[user]hi"
-    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
-
-
-def test_a_text_that_makes_no_token_is_refused() -> None:
-    template = model_files(byte_level()) | {"chat_template.jinja": b"{% if false %}{% endif %}"}
-    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
-    with pytest.raises(InvalidArgument, match=r"chat\.messages"):
-        prompt_tokens(chat, build_model(model_info(), template))
 
 
 @pytest.mark.parametrize(

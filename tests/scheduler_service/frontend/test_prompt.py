@@ -1,0 +1,71 @@
+import pytest
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.model_assets import build_model
+from scheduler_service.frontend.prompt import prompt_tokens
+from tests.support.fake_core import model_info
+from tests.support.frontends import generate_request
+from tests.support.tokenizers import BOS, byte_level, model_files
+
+MODEL = build_model(model_info(), model_files(byte_level()))
+LONG = [3 + k % 90 for k in range(300)]
+
+
+def test_prompts_of_every_kind_become_tokens() -> None:
+    bos, hello = byte_level().token_to_id(BOS), byte_level().encode("hello").ids
+    assert prompt_tokens(generate_request("hello"), MODEL) == hello
+    assert hello[0] == bos
+    assert prompt_tokens(generate_request([5, 6]), MODEL) == [5, 6]
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    expected = f"{BOS}[user]hi[assistant]"
+    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+    chat.chat.add_generation_prompt = False
+    expected = f"{BOS}[user]hi"
+    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+
+
+def test_a_text_that_makes_no_token_is_refused() -> None:
+    template = model_files(byte_level()) | {"chat_template.jinja": b"{% if false %}{% endif %}"}
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    with pytest.raises(InvalidArgument, match=r"chat\.messages"):
+        prompt_tokens(chat, build_model(model_info(), template))
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "taken"),
+    [
+        (10, None, 10),
+        (299, None, 299),
+        (300, None, 300),
+        (301, None, 300),
+        (0, None, 255),
+        (0, 1, 255),
+        (0, 56, 200),
+        (0, 255, 1),
+    ],
+)
+def test_of_a_longer_prompt_the_end_is_taken(
+    asked: int, max_tokens: int | None, taken: int
+) -> None:
+    """0 takes what leaves room for the output within the model's 256 tokens."""
+    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+    request = generate_request(LONG, truncate_prompt_tokens=asked, **fields)
+    assert prompt_tokens(request, MODEL) == LONG[300 - taken :]
+
+
+def test_a_shorter_prompt_is_taken_whole() -> None:
+    assert prompt_tokens(generate_request([5, 6], truncate_prompt_tokens=0), MODEL) == [5, 6]
+    assert prompt_tokens(generate_request([5, 6], truncate_prompt_tokens=3), MODEL) == [5, 6]
+
+
+def test_texts_are_cut_as_tokens_too() -> None:
+    whole = byte_level().encode("hello world").ids
+    request = generate_request("hello world", truncate_prompt_tokens=2)
+    assert prompt_tokens(request, MODEL) == whole[-2:]
+
+
+def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
+    request = generate_request(LONG, truncate_prompt_tokens=0, max_tokens=256)
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        prompt_tokens(request, MODEL)
