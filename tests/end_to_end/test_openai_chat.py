@@ -86,6 +86,18 @@ def test_log_probabilities_are_those_over_grpc(
         assert bytes(entry.bytes or []).decode() == entry.token
 
 
+def test_a_stream_tells_the_prompts_log_probabilities_once(openai_client: openai.OpenAI) -> None:
+    wish = {"model": "embedded", "messages": ASK, "max_tokens": 4, "seed": 1}
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
+    whole = openai_client.chat.completions.create(**wish, extra_body=extra).model_dump()
+    chunks = openai_client.chat.completions.create(**wish, extra_body=extra, stream=True)
+    told = [chunk.model_dump() for chunk in chunks]
+    for field in ("prompt_logprobs", "prompt_token_ids"):
+        (found,) = [chunk[field] for chunk in told if field in chunk]
+        assert found == whole[field]
+        assert len(found) == whole["usage"]["prompt_tokens"]
+
+
 def test_an_unfinished_answer_is_continued(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(
         model="embedded",

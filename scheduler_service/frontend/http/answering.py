@@ -16,13 +16,13 @@ from scheduler_service.errors import InvalidArgument, PagewireError, RequestAbor
 from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.http.errors import error_body
 from scheduler_service.frontend.http.running import RunningRequests
+from scheduler_service.frontend.http.sampling_fields import REQUEST_ID, SamplingFields
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.settled import draw_request_id
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
-"""A little shorter than ids may be, as those of several prompts are numbered."""
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 _CONSTRAINT = re.compile(r"sampling_params\.(json_schema|regex|grammar|choice)\b")
 """Fields of the constraint in complaints about it."""
@@ -49,11 +49,12 @@ class AnswerForm(Protocol):
         """The answer, after the last response."""
 
 
-def request_id_of(http_request: Request) -> str:
-    """The caller's `X-Request-Id`, or one drawn here. Raises InvalidArgument if it is malformed."""
+def request_id_of(http_request: Request, body: SamplingFields) -> str:
+    """The caller's `X-Request-Id`, or the body's, or one drawn here. Raises InvalidArgument if the
+    header is malformed."""
     given = http_request.headers.get("x-request-id")
     if given is None:
-        return draw_request_id()
+        return body.request_id or draw_request_id()
     if _REQUEST_ID.fullmatch(given) is None:
         raise InvalidArgument("X-Request-Id", "expected 1 to 100 characters of [A-Za-z0-9._:-]")
     return given

@@ -40,7 +40,7 @@ def make_router(services: HttpServices) -> APIRouter:
     )
     async def create(body: ChatRequest, http_request: Request, caller: Caller) -> Response:
         """A conversation, by the model's chat template."""
-        request_id = request_id_of(http_request)
+        request_id = request_id_of(http_request, body)
         plan = plan_tools(body, lambda: format_of(body.model, caller))
         return Answer(
             services,
@@ -70,7 +70,7 @@ def chat_params(body: ChatRequest, plan: ToolPlan) -> sampling_pb2.SamplingParam
         params.max_tokens = max_tokens
     if body.logprobs:
         params.logprobs = body.top_logprobs or 0
-    elif body.top_logprobs is not None:
+    elif body.top_logprobs:
         raise InvalidArgument("top_logprobs", "expected logprobs beside it")
     if plan.json_schema is not None:
         kind = params.WhichOneof("structured_output")

@@ -1,15 +1,24 @@
 """Words answers as `/v1/chat/completions` does."""
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.frontend.http.chat_schema import ChatRequest
-from scheduler_service.frontend.http.completion_form import FINISH_REASONS, UsageSum, stop_reason
+from scheduler_service.frontend.http.ending import FINISH_REASONS, stop_reason
+from scheduler_service.frontend.http.envelope import Envelope
 from scheduler_service.frontend.http.logprobs import chat_logprobs, prompt_logprobs
 from scheduler_service.frontend.http.message import Message, Piece
 from scheduler_service.frontend.http.tool_choice import ToolPlan
+
+
+@dataclass(slots=True)
+class _Choice:
+    message: Message
+    logprobs: list[inference_pb.TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatForm:
@@ -18,85 +27,67 @@ class ChatForm:
     def __init__(self, request: ChatRequest, request_id: str, plan: ToolPlan) -> None:
         self._request = request
         self._plan = plan
-        self._as_ids = bool(request.return_tokens_as_token_ids)
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self._envelope = Envelope(request, f"chatcmpl-{request_id}", kind)
         one_call = request.parallel_tool_calls is False
-        self._messages = [Message(plan, one_call=one_call) for _ in range(request.n or 1)]
-        self._logprobs: list[list[inference_pb.TokenLogprobs]] = [[] for _ in self._messages]
-        self._ends: list[dict[str, Any]] = [{} for _ in self._messages]
-        self._prompt_logprobs: Sequence[inference_pb.TokenLogprobs] = ()
-        self._usage = UsageSum()
-        self._head = {
-            "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion.chunk" if request.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": request.model or "",
-        }
+        self._choices = [_Choice(Message(plan, one_call=one_call)) for _ in range(request.n or 1)]
+        self._of_prompt: dict[str, Any] = {}
+        """What is to be told of the prompt: in a stream, with the next chunk."""
 
     # AnswerForm.
 
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
         """The roles first; then what is new of each choice."""
+        self._take(index, response)
         if response.HasField("started"):
-            self._take(response)
-            for number in range(len(self._messages)):
+            for number in range(len(self._choices)):
                 yield self._chunk(number, {"role": "assistant", "content": ""})
-        else:
-            self._take(response)
         for delta in response.choices:
             yield from self._delta_chunks(delta)
 
     def last_chunks(self) -> Iterable[Any]:
         """The usage, where it was asked for."""
-        if self._request.wants_usage_chunk:
-            yield self._head | {"choices": [], "usage": self._usage.body()}
+        return self._envelope.last_chunks()
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Join what is new to what was there."""
-        self._take(response)
+        self._take(index, response)
         for delta in response.choices:
-            self._messages[delta.index].push(delta.text)
-            self._logprobs[delta.index].extend(delta.logprobs)
+            choice = self._choices[delta.index]
+            choice.message.push(delta.text)
+            choice.logprobs.extend(delta.logprobs)
+            choice.token_ids.extend(delta.token_ids)
             if delta.finish_reason:
-                self._messages[delta.index].finish()
-                self._ends[delta.index] = self._end(delta)
+                choice.message.finish()
+                choice.end = self._end(delta)
 
     def whole(self) -> Any:
         """All choices, and the usage."""
-        answer: dict[str, Any] = self._head | {
-            "choices": [self._choice(index) for index in range(len(self._messages))],
-            "usage": self._usage.body(),
-        }
-        if self._request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs)
-        return answer
+        choices = [
+            {"index": index, "message": choice.message.body(), "logprobs": None}
+            | self._of_tokens(choice.logprobs, choice.token_ids)
+            | choice.end
+            for index, choice in enumerate(self._choices)
+        ]
+        return self._envelope.whole(choices) | self._of_prompt
 
     # Parts.
 
-    def _take(self, response: inference_pb.GenerateResponse) -> None:
+    def _take(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """What is the same for all choices."""
-        if response.HasField("started"):
-            self._head["model"] = response.started.model
+        self._envelope.take(index, response)
+        if response.HasField("started") and self._request.return_token_ids:
+            self._of_prompt["prompt_token_ids"] = list(response.started.prompt_token_ids)
         if response.prompt_logprobs:
-            self._prompt_logprobs = response.prompt_logprobs
-        if response.HasField("usage"):
-            self._usage.add(response.usage)
-
-    def _choice(self, index: int) -> dict[str, Any]:
-        logprobs = None
-        if self._request.logprobs:
-            logprobs = chat_logprobs(self._logprobs[index], as_ids=self._as_ids)
-        message = self._messages[index].body()
-        return {"index": index, "message": message, "logprobs": logprobs} | self._ends[index]
+            self._of_prompt["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
 
     def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[Any]:
-        """A chunk per piece of the message; log probabilities and the end go with the last."""
-        message = self._messages[delta.index]
+        """A chunk per piece of the message; what its tokens are and its end go with the last."""
+        message = self._choices[delta.index].message
         pieces: list[Piece] = message.push(delta.text) if delta.text else []
         if delta.finish_reason:
             pieces += message.finish()
-        rest: dict[str, Any] = {}
-        if self._request.logprobs and delta.logprobs:
-            rest["logprobs"] = chat_logprobs(delta.logprobs, as_ids=self._as_ids)
+        rest = self._of_tokens(delta.logprobs, delta.token_ids) if delta.token_ids else {}
         if delta.finish_reason:
             rest |= self._end(delta)
         if rest and not pieces:
@@ -105,21 +96,26 @@ class ChatForm:
             is_last = place == len(pieces) - 1
             yield self._chunk(delta.index, piece, **(rest if is_last else {}))
 
+    def _of_tokens(
+        self, logprobs: Iterable[inference_pb.TokenLogprobs], token_ids: Iterable[int]
+    ) -> dict[str, Any]:
+        """What was asked for of output tokens besides their text."""
+        told: dict[str, Any] = {}
+        if self._request.logprobs:
+            as_ids = bool(self._request.return_tokens_as_token_ids)
+            told["logprobs"] = chat_logprobs(logprobs, as_ids=as_ids)
+        if self._request.return_token_ids:
+            told["token_ids"] = list(token_ids)
+        return told
+
     def _end(self, delta: inference_pb.ChoiceDelta) -> dict[str, Any]:
         reason = FINISH_REASONS[delta.finish_reason]
-        has_calls = self._messages[delta.index].has_calls and not self._plan.is_named
+        has_calls = self._choices[delta.index].message.has_calls and not self._plan.is_named
         if reason == "stop" and has_calls:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": stop_reason(delta)}
 
     def _chunk(self, index: int, delta: Piece, **rest: Any) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        chunk: dict[str, Any] = self._head | {"choices": [choice | rest]}
-        if self._request.wants_usage_chunk:
-            chunk["usage"] = None
-        return chunk
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        of_prompt, self._of_prompt = self._of_prompt, {}
+        return self._envelope.chunk(choice | rest) | of_prompt

@@ -32,10 +32,13 @@ def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
 def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
     role = "system" if body.role == "developer" else body.role
     message = inference_pb.ChatMessage(role=role, content=_text(body))
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         value = getattr(body, name)
         if value is not None:
             setattr(message, name, value)
+    thoughts = body.reasoning if body.reasoning_content is None else body.reasoning_content
+    if thoughts is not None:
+        message.reasoning_content = thoughts
     for call in body.tool_calls or ():
         function = call.function
         message.tool_calls.add(id=call.id, name=function.name, arguments_json=function.arguments)

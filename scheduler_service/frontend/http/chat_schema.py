@@ -28,6 +28,7 @@ class ToolCallBody(Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = Field(None, description="Ignored: calls are in their order.")
 
 
 class ChatMessageBody(Strict):
@@ -39,6 +40,7 @@ class ChatMessageBody(Strict):
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same by another name.")
     refusal: str | None = Field(None, description="Ignored.")
     annotations: list[JsonValue] | None = Field(None, description="Ignored.")
     audio: None = None
@@ -88,6 +90,9 @@ class ChatPrompt(Strict):
         None, description="The template's variable of this name."
     )
     reasoning_effort: str | None = Field(None, description="The template's variable of this name.")
+    add_special_tokens: Literal[False] | None = Field(
+        None, description="Special tokens are those that the template writes."
+    )
 
 
 class ChatRequest(ChatPrompt, SamplingFields):
@@ -103,8 +108,18 @@ class ChatRequest(ChatPrompt, SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
+    echo: Literal[False] | None = Field(None, description="An answer is what is new.")
     modalities: list[Literal["text"]] | None = None
     verbosity: str | None = Field(None, description="Ignored.")
+    include_reasoning: bool | None = Field(
+        None, description="Ignored: what a model writes of its thoughts is text."
+    )
+    functions: None = Field(None, description="Say `tools`.")
+    function_call: None = Field(None, description="Say `tool_choice`.")
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    moderation: None = None
 
 
 class TopLogprob(BaseModel):
@@ -156,6 +171,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobsBody | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -168,6 +184,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -202,6 +219,7 @@ class ChunkChoice(BaseModel):
     logprobs: ChatLogprobsBody | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -213,3 +231,5 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: UsageBody | None = None
+    prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None

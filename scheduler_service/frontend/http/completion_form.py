@@ -1,44 +1,17 @@
 """Words answers as `/v1/completions` does."""
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.frontend.http.completion_schema import CompletionRequest, usage_body
+from scheduler_service.frontend.http.completion_schema import CompletionRequest
+from scheduler_service.frontend.http.ending import FINISH_REASONS, stop_reason
+from scheduler_service.frontend.http.envelope import Envelope
 from scheduler_service.frontend.http.logprobs import LegacyLogprobs, prompt_logprobs
 
-FINISH_REASONS = {
-    inference_pb.FINISH_REASON_UNSPECIFIED: None,
-    inference_pb.FINISH_REASON_STOP: "stop",
-    inference_pb.FINISH_REASON_LENGTH: "length",
-}
-
-
-@dataclass(slots=True)
-class UsageSum:
-    """What all requests of one call have used."""
-
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-
-    def add(self, usage: inference_pb.Usage) -> None:
-        """Count one request in."""
-        self.prompt += usage.prompt_tokens
-        self.cached += usage.cached_tokens
-        self.completion += usage.completion_tokens
-
-    def body(self) -> dict[str, Any]:
-        """As answers tell it."""
-        return usage_body(self.prompt, self.cached, self.completion)
-
-
-def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:
-    """vLLM's field: what ended the choice, if it was no end-of-sequence token."""
-    kind = delta.WhichOneof("stop_reason")
-    return getattr(delta, kind) if kind is not None else None
+Piece = dict[str, Any]
+"""What is new of a choice, in its shape; None stands for nothing new."""
 
 
 @dataclass(slots=True)
@@ -47,17 +20,7 @@ class _Prompt:
 
     started: inference_pb.Started | None = None
     logprobs: Sequence[inference_pb.TokenLogprobs] = ()
-    is_echoed: bool = False
-
-
-@dataclass(slots=True)
-class _Choice:
-    text: str = ""
-    logprobs: dict[str, list[Any]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: Any = None
-    offsets: LegacyLogprobs = field(default_factory=lambda: LegacyLogprobs(as_ids=False))
+    is_told: bool = False
 
 
 class CompletionForm:
@@ -75,131 +38,103 @@ class CompletionForm:
         self._n = request.n or 1
         self._prompt_text = prompt_text
         self._has_output = request.max_tokens != 0
-        self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._envelope = Envelope(
+            request, f"cmpl-{request_id}", "text_completion", has_output=self._has_output
+        )
         self._prompts = [_Prompt() for _ in range(num_prompts)]
-        self._choices = [
-            _Choice(offsets=LegacyLogprobs(as_ids=self._as_ids))
-            for _ in range(num_prompts * self._n)
-        ]
-        self._usage = UsageSum()
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": request.model or "",
-        }
+        as_ids = bool(request.return_tokens_as_token_ids)
+        indexes = range(num_prompts * self._n)
+        self._logprobs = [LegacyLogprobs(as_ids=as_ids) for _ in indexes]
+        self._whole = [self._piece(index) for index in indexes]
 
     # AnswerForm.
 
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
         """One per choice that has something new."""
-        return [self._chunk([choice]) for choice in self._news(index, response)]
+        return [self._envelope.chunk(piece) for piece in self._pieces(index, response)]
 
     def last_chunks(self) -> Iterable[Any]:
         """The usage, where it was asked for."""
-        if self._request.wants_usage_chunk:
-            yield self._head | {"choices": [], "usage": self._usage.body()}
+        return self._envelope.last_chunks()
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Join what is new to what was there."""
-        for news in self._news(index, response):
-            choice = self._choices[news["index"]]
-            choice.text += news["text"]
-            if news["logprobs"] is not None:
-                choice.logprobs = _joined(choice.logprobs, news["logprobs"])
-            choice.prompt_logprobs = news.get("prompt_logprobs", choice.prompt_logprobs)
-            if news["finish_reason"] is not None:
-                choice.finish_reason = news["finish_reason"]
-                choice.stop_reason = news["stop_reason"]
+        for piece in self._pieces(index, response):
+            whole = self._whole[piece["index"]]
+            for name, value in piece.items():
+                if name != "index" and value is not None:
+                    whole[name] = _joined(whole[name], value)
 
     def whole(self) -> Any:
         """All choices, and the usage."""
-        choices = [
-            self._choice_body(index, choice.text, choice.logprobs)
-            | {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            | self._told_prompt_logprobs(choice.prompt_logprobs)
-            for index, choice in enumerate(self._choices)
-        ]
-        return self._head | {"choices": choices, "usage": self._usage.body()}
+        return self._envelope.whole(self._whole)
 
     # What is new.
 
-    def _news(
-        self, index: int, response: inference_pb.GenerateResponse
-    ) -> Iterable[dict[str, Any]]:
-        """What one response tells of each choice, in the shape of a chunk's choice."""
+    def _pieces(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Piece]:
+        """What one response tells of each choice."""
         prompt = self._prompts[index]
+        self._envelope.take(index, response)
         if response.HasField("started"):
             prompt.started = response.started
-            self._head["model"] = response.started.model
         if response.prompt_logprobs:
             prompt.logprobs = response.prompt_logprobs
-        if response.HasField("usage"):
-            if not self._has_output:
-                response.usage.completion_tokens = 0
-            self._usage.add(response.usage)
-        yield from self._prompt_news(index, prompt)
+        yield from self._prompt_pieces(index, prompt)
         for delta in response.choices:
-            yield self._delta_news(index * self._n + delta.index, delta)
+            yield self._output_piece(index * self._n + delta.index, delta)
 
-    def _prompt_news(self, index: int, prompt: _Prompt) -> Iterable[dict[str, Any]]:
+    def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[Piece]:
         """The prompt itself, once all that is to be told of it is known."""
-        is_told = bool(self._request.echo) or self._request.prompt_logprobs is not None
-        needs_logprobs = self._asks_prompt_logprobs() and not prompt.logprobs
-        if not is_told or prompt.is_echoed or needs_logprobs or prompt.started is None:
-            return
-        prompt.is_echoed = True
-        text = self._prompt_text(index, prompt.started) if self._request.echo else ""
-        for choice_index in range(index * self._n, (index + 1) * self._n):
-            logprobs = None
-            if self._request.echo and self._request.logprobs is not None:
-                logprobs = self._choices[choice_index].offsets.write(prompt.logprobs)
-            told = None
-            if self._request.prompt_logprobs is not None:
-                told = prompt_logprobs(prompt.logprobs)
-            yield self._choice_body(choice_index, text, logprobs) | self._told_prompt_logprobs(told)
-
-    def _asks_prompt_logprobs(self) -> bool:
         request = self._request
-        is_echoed = bool(request.echo) and request.logprobs is not None
-        return is_echoed or request.prompt_logprobs is not None
+        tells_logprobs = request.prompt_logprobs is not None
+        echoes_logprobs = bool(request.echo) and request.logprobs is not None
+        is_asked = bool(request.echo) or tells_logprobs or bool(request.return_token_ids)
+        is_missing = (tells_logprobs or echoes_logprobs) and not prompt.logprobs
+        if not is_asked or prompt.is_told or is_missing or prompt.started is None:
+            return
+        prompt.is_told = True
+        told: Piece = {"text": self._prompt_text(index, prompt.started) if request.echo else ""}
+        if tells_logprobs:
+            told["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+        if request.return_token_ids:
+            told["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
+        for choice in range(index * self._n, (index + 1) * self._n):
+            if echoes_logprobs:
+                told["logprobs"] = self._logprobs[choice].write(prompt.logprobs)
+            yield self._piece(choice, **told)
 
-    def _delta_news(self, index: int, delta: inference_pb.ChoiceDelta) -> dict[str, Any]:
+    def _output_piece(self, index: int, delta: inference_pb.ChoiceDelta) -> Piece:
         if not self._has_output:  # the token that had to be generated is nobody's wish
-            finish = "length" if delta.finish_reason else None
-            return self._choice_body(index, "", None) | {"finish_reason": finish}
-        logprobs = None
-        if self._request.logprobs is not None:
-            logprobs = self._choices[index].offsets.write(delta.logprobs)
-        return self._choice_body(index, delta.text, logprobs) | {
+            return self._piece(index, finish_reason="length" if delta.finish_reason else None)
+        told: Piece = {
+            "text": delta.text,
             "finish_reason": FINISH_REASONS[delta.finish_reason],
             "stop_reason": stop_reason(delta),
         }
+        if self._request.logprobs is not None:
+            told["logprobs"] = self._logprobs[index].write(delta.logprobs)
+        if self._request.return_token_ids:
+            told["token_ids"] = list(delta.token_ids)
+        return self._piece(index, **told)
 
-    def _choice_body(
-        self, index: int, text: str, logprobs: dict[str, list[Any]] | None
-    ) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-
-    def _told_prompt_logprobs(self, told: Any) -> dict[str, Any]:
-        return {} if self._request.prompt_logprobs is None else {"prompt_logprobs": told}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._head | {"choices": choices}
-        if self._request.wants_usage_chunk:
-            chunk["usage"] = None
-        return chunk
+    def _piece(self, index: int, **told: Any) -> Piece:
+        """Every key that the request has answers have."""
+        piece: Piece = {"index": index, "text": "", "logprobs": None}
+        piece |= {"finish_reason": None, "stop_reason": None}
+        if self._request.prompt_logprobs is not None:
+            piece["prompt_logprobs"] = None
+        if self._request.return_token_ids:
+            piece |= {"prompt_token_ids": None, "token_ids": None}
+        return piece | told
 
 
-def _joined(former: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _joined(former: Any, new: Any) -> Any:
+    """Texts, lists, and the lists of a dictionary, with what is new behind; the rest comes once."""
     if former is None:
         return new
-    for name, values in new.items():
-        former[name].extend(values)
+    if isinstance(former, dict):
+        for name, values in new.items():
+            former[name].extend(values)
+        return former
+    former += new
     return former

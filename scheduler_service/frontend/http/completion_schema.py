@@ -1,6 +1,6 @@
 """Requests and answers of `/v1/completions`, as the OpenAPI document tells them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -32,6 +32,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Log probabilities of so many most probable tokens."
     )
+    suffix: None = Field(None, description="Text is not inserted, only continued.")
     add_special_tokens: Literal[True] | None = Field(
         None, description="Texts get the model's special tokens; for others send token ids."
     )
@@ -81,6 +82,8 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None = Field(description="The stop token or string that ended it.")
     prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -92,13 +95,3 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBody | None = None
-
-
-def usage_body(prompt: int, cached: int, completion: int) -> dict[str, Any]:
-    """`usage` of an answer."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }

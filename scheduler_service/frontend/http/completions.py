@@ -35,7 +35,7 @@ def make_router(services: HttpServices) -> APIRouter:
     async def create(body: CompletionRequest, http_request: Request, caller: Caller) -> Response:
         """Texts or token ids as they are, one or several. With `echo` and `logprobs` it tells how
         likely the prompts are, as evaluation harnesses ask."""
-        request_id = request_id_of(http_request)
+        request_id = request_id_of(http_request, body)
         prompts = _prompts(body)
         form = CompletionForm(body, request_id, len(prompts), _prompt_text(services, body, caller))
         return Answer(
@@ -75,7 +75,9 @@ def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
         raise InvalidArgument("max_tokens", "expected at least 1 without echo")
     if body.max_tokens is not None:
         params.max_tokens = max(body.max_tokens, 1)
-    if body.best_of is not None:
+    if body.best_of is not None and body.use_beam_search:
+        params.beam_search.width = body.best_of
+    elif body.best_of is not None:
         params.best_of = body.best_of
     if body.logprobs is not None:
         params.logprobs = body.logprobs
@@ -96,13 +98,14 @@ def _prompt_text(services: HttpServices, body: CompletionRequest, tenant: Tenant
     prompts = _prompts(body)
 
     def text_of(index: int, started: inference_pb.Started) -> str:
-        """The prompt as the client wrote it, or as its tokens read."""
+        """The prompt as the client wrote it, or as the tokens taken of it read."""
         prompt = prompts[index]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             return prompt
         tokenizer = services.models.current(started.model, tenant).tokenizer
         if tokenizer is None:
             return ""
-        return tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens is not False)
+        skips = body.skip_special_tokens is not False
+        return tokenizer.decode(started.prompt_token_ids, skip_special_tokens=skips)
 
     return text_of

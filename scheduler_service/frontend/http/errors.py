@@ -69,6 +69,8 @@ PROTO_NAMES = {
     "text": "prompt",
     "include_stop_in_output": "include_stop_str_in_output",
     "choice.choices": "guided_choice",
+    "beam_search.width": "n",
+    "beam_search.length_penalty": "length_penalty",
     "template_arguments_json": "chat_template_kwargs",
 }
 """Fields that HTTP calls otherwise than the proto."""

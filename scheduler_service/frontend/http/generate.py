@@ -6,6 +6,7 @@ from pydantic import BaseModel
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
+from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.sampling_fields import SamplingFields
 
 HOLD_MS = 1000
@@ -15,7 +16,9 @@ HOLD_MS = 1000
 def make_request(
     body: SamplingFields, params: sampling_pb2.SamplingParams
 ) -> inference_pb.GenerateRequest:
-    """The request without its prompt."""
+    """The request without its prompt. Raises InvalidArgument."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidArgument("stream_options", "expected stream beside it")
     request = inference_pb.GenerateRequest(sampling_params=params)
     if body.model is not None:
         request.model = body.model

@@ -11,10 +11,10 @@ from scheduler_service.frontend.http.sampling_fields import (
     JsonSchemaFormat,
     SamplingFields,
 )
+from scheduler_service.frontend.validation import MIN_TEMPERATURE
 
 _SAME = (
     "n",
-    "temperature",
     "top_p",
     "presence_penalty",
     "frequency_penalty",
@@ -41,8 +41,12 @@ def sampling_params(fields: SamplingFields) -> sampling_pb2.SamplingParams:
     params = sampling_pb2.SamplingParams(
         **{name: value for name, value in same.items() if value is not None}
     )
+    if fields.temperature is not None:
+        params.temperature = _temperature(fields.temperature)
     if fields.top_k is not None:
         params.top_k = max(fields.top_k, 0)
+    if fields.truncate_prompt_tokens is not None:
+        params.truncate_prompt_tokens = _prompt_length(fields.truncate_prompt_tokens)
     if fields.seed is not None:
         params.seed = fields.seed % 2**64
     if fields.include_stop_str_in_output is not None:
@@ -51,8 +55,31 @@ def sampling_params(fields: SamplingFields) -> sampling_pb2.SamplingParams:
         params.stop.extend([fields.stop] if isinstance(fields.stop, str) else fields.stop)
     for token_id, bias in (fields.logit_bias or {}).items():
         params.logit_bias.append(_logit_bias(token_id, bias))
+    _set_beam_search(params, fields)
     _set_structured_output(params, fields)
     return params
+
+
+def _temperature(asked: float) -> float:
+    """Clients say 1e-6 for greedy; as with vLLM, what is less than the least is the least."""
+    return max(asked, MIN_TEMPERATURE) if asked > 0 else asked
+
+
+def _prompt_length(asked: int) -> int:
+    """-1, as much as fits, is 0 in ours; nothing at all would be no prompt."""
+    if asked == 0:
+        raise InvalidArgument("truncate_prompt_tokens", "expected -1 or at least 1")
+    return max(asked, 0)
+
+
+def _set_beam_search(params: sampling_pb2.SamplingParams, fields: SamplingFields) -> None:
+    """As many beams as answers, unless the endpoint has a field for candidates."""
+    if fields.use_beam_search:
+        params.beam_search.width = fields.n or 1
+        if fields.length_penalty is not None:
+            params.beam_search.length_penalty = fields.length_penalty
+    elif fields.length_penalty not in (None, 1):
+        raise InvalidArgument("length_penalty", "expected use_beam_search beside it")
 
 
 def _logit_bias(token_id: str, bias: float) -> sampling_pb2.LogitBias:

@@ -13,6 +13,8 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = StopText | Annotated[list[StopText], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_UINT32 = 2**32 - 1
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
+"""A little shorter than ids may be, as those of several prompts are numbered."""
 
 
 class Strict(BaseModel):
@@ -26,6 +28,9 @@ class StreamOptions(Strict):
 
     include_usage: bool = Field(
         False, description="Whether a last chunk, without choices, tells the usage."
+    )
+    continuous_usage_stats: bool = Field(
+        False, description="With `include_usage`: every chunk tells the usage so far."
     )
     include_obfuscation: bool | None = Field(
         None, description="Ignored: chunks are not padded.", exclude=True
@@ -108,6 +113,19 @@ class SamplingFields(Strict):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_UINT32,
+        description="Most prompt tokens, of a longer prompt the last; -1: as many as leave room.",
+    )
+    truncation_side: Literal["left"] | None = Field(None, description="The prompt's end is kept.")
+    use_beam_search: bool | None = Field(
+        None, description="Beam search with `best_of`, or `n`, beams instead of sampling."
+    )
+    length_penalty: float | None = Field(
+        None, ge=-5, le=5, description="Of beam search: scores are divided by length to this power."
+    )
     priority: int | None = Field(
         None, ge=-(2**31), le=2**31 - 1, description="Lower is served earlier, by that policy."
     )
@@ -116,6 +134,12 @@ class SamplingFields(Strict):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    request_id: str | None = Field(
+        None, pattern=REQUEST_ID, description="As the header `X-Request-Id`, which goes before it."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Tell the prompt's and the output's token ids."
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in log probabilities as `token_id:N`."
     )
@@ -125,9 +149,6 @@ class SamplingFields(Strict):
     service_tier: str | None = Field(None, description="Ignored.")
     safety_identifier: str | None = Field(None, description="Ignored.")
     prompt_cache_key: str | None = Field(None, description="Ignored: every prompt is cached.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    spaces_between_special_tokens: Literal[True] | None = None
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
-
-    @property
-    def wants_usage_chunk(self) -> bool:
-        """Whether a stream ends with a chunk that tells the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage

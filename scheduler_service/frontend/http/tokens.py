@@ -47,7 +47,7 @@ class DetokenizeBody(Strict):
 
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: bool | None = Field(None, description="True if absent.")
+    skip_special_tokens: bool = Field(False, description="Leave special tokens out, as answers do.")
 
 
 class Detokenized(BaseModel):
@@ -97,9 +97,9 @@ def make_router(services: HttpServices) -> APIRouter:
     )
     async def detokenize(body: DetokenizeBody, caller: Caller) -> dict[str, str]:
         """Bytes that are no whole character show as U+FFFD."""
-        request = inference_pb.DetokenizeRequest(token_ids=body.tokens)
-        if body.skip_special_tokens is not None:
-            request.skip_special_tokens = body.skip_special_tokens
+        request = inference_pb.DetokenizeRequest(
+            token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
         model = services.models.current(body.model, caller)
         try:
             answer = await text_calls.detokenize(request, model)

@@ -203,7 +203,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"temperature": 0.001}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"404": 1, "405": 1}}, "logit_bias[1].token_id"),

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_service.version import VERSION
 from tests.support.http_frontends import http_served
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import BOS, byte_level
 
 TEXT = "hello naïve 世界"
 
@@ -20,6 +20,15 @@ async def test_a_text_comes_back() -> None:
         assert told["max_model_len"] == 256
         back = await served.client.post("/detokenize", json={"tokens": told["tokens"]})
         assert back.json() == {"prompt": TEXT}
+
+
+async def test_special_tokens_come_back_unless_told_otherwise() -> None:
+    async with http_served() as served:
+        told = (await served.client.post("/tokenize", json={"prompt": TEXT})).json()
+        back = await served.client.post("/detokenize", json={"tokens": told["tokens"]})
+        assert back.json() == {"prompt": f"{BOS}{TEXT}"}
+        wish = {"tokens": told["tokens"], "skip_special_tokens": True}
+        assert (await served.client.post("/detokenize", json=wish)).json() == {"prompt": TEXT}
 
 
 async def test_a_chat_is_tokenized_as_it_would_be_answered() -> None:
