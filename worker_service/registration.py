@@ -15,6 +15,7 @@ import grpc
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
+from service_common.repetition import Repetition
 from worker_service.cluster import Cluster
 from worker_service.grpc_options import CHANNEL_OPTIONS
 
@@ -72,6 +73,7 @@ class Registrar:
         self._on_stop = on_stop
         self._is_welcome = False
         self._is_stopped = False
+        self._failures = Repetition()
         self._is_absent = asyncio.Event()
         self._is_absent.set()
 
@@ -96,9 +98,8 @@ class Registrar:
             if self._is_stopped:
                 return
             retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
-            logger.warning(
-                "not registered core=%s retry_s=%.1f reason=%s", self._core, retry_s, reason
-            )
+            if self._failures.is_news(reason):
+                logger.warning("not registered core=%s reason=%s", self._core, reason)
             # Workers that lost the same core at the same instant come back spread out.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
 
@@ -133,6 +134,7 @@ class Registrar:
             self._obey(response.directive)
             if response.directive.HasField("serve"):
                 self._is_welcome = True
+                self._failures.end()
                 self._is_absent.clear()
                 lease_s: float = response.directive.serve.lease_ms / 1000
                 logger.info("registered core=%s lease_s=%.1f", self._core, lease_s)

@@ -27,6 +27,7 @@ from scheduler_service.frontend.outgoing import Outgoing
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
+from service_common.repetition import Repetition
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class CoreLink:
         self.num_core_losses = 0
         """Streams that broke after it had."""
         self._outgoing = Outgoing()
+        self._failures = Repetition()
+        self._is_waited_for = True
+        """Whether it has not been missed yet: services may start in any order."""
 
     # What requests ask of the link.
 
@@ -136,12 +140,14 @@ class CoreLink:
         await asyncio.get_running_loop().create_future()
 
     def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
-        logger.warning(
-            "no core code=%s num_requests=%d error=%s",
-            error.code().name,
-            len(self._requests),
-            error.details(),
-        )
+        failure = f"{error.code().name}: {error.details()}"
+        if not self._failures.is_news(failure):
+            return
+        if self._is_waited_for:
+            self._is_waited_for = False
+            logger.info("waiting for the core reason=%s", failure)
+        else:
+            logger.warning("no core num_requests=%d reason=%s", len(self._requests), failure)
 
     def _detach(self) -> None:
         self.is_attached = False
@@ -156,6 +162,8 @@ class CoreLink:
         """Deliver in the message's order; then each request that got something goes on."""
         if not self.is_attached:
             self.is_attached = True
+            self._is_waited_for = False
+            self._failures.end()
             logger.info("attached to core num_requests=%d", len(self._requests))
         if message.HasField("models"):
             self._take_models(message.models.models)

@@ -101,6 +101,7 @@ def _make_server(
     config = uvicorn.Config(
         make_app(services),
         log_config=None,
+        log_level="warning",  # that it has started is our own line
         access_log=False,
         lifespan="off",
         ws="none",
