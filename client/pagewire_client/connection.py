@@ -79,7 +79,7 @@ class ConnectionOptions:
         if not self.addresses:
             raise ValueError("at least one address is needed")
         for address in self.addresses:
-            _check_address(address)
+            check_address(address)
             if self.api_key and not self.tls and not _is_local(address):
                 logger.warning("API key travels unencrypted address=%s", address)
 
@@ -170,7 +170,8 @@ def async_channel(options: ConnectionOptions, address: Address) -> grpc.aio.Chan
     return grpc.aio.secure_channel(address, credentials, options.channel_options)
 
 
-def _check_address(address: Address) -> None:
+def check_address(address: Address) -> None:
+    """Raise ValueError unless it is HOST:PORT or unix:PATH."""
     if address.startswith("unix:") and len(address) > len("unix:"):
         return
     host, _, port = address.rpartition(":")

@@ -16,6 +16,7 @@
 Each carries the server's constant `reason`, such as PROMPT_TOO_LONG, and its `details`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -124,18 +125,37 @@ _TRANSPORT_BREAKS = {
 }
 
 
+# What gRPC says of a connection that could not be made, and what of it concerns people.
+_NO_CONNECTION = (
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
+    re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
+    re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
+)
+_IN_WORDS = {"Deadline Exceeded": "the timeout passed before the answer was complete"}
+"""By what gRPC says itself, where the server has not spoken."""
+
+
 def from_call(error: grpc.RpcError) -> PagewireError:
     """The typed exception for a failed call, sync or asyncio."""
     metadata = dict(error.trailing_metadata() or ())
     status = status_pb2.Status()
     code = error.code().value[0]
-    message = error.details() or "no message"
+    message = in_words(error.details() or "no message")
     return _build(code, message, _parse(metadata.get(_DETAILS_KEY, b""), status))
 
 
 def from_status(code: int, message: str, status: bytes) -> PagewireError:
     """The typed exception for a failed request on a stream of many."""
     return _build(code, message, _parse(status, status_pb2.Status()))
+
+
+def in_words(details: str) -> str:
+    """gRPC's own message for people; a service's as it is."""
+    for pattern in _NO_CONNECTION:
+        if found := pattern.search(details):
+            why = found["why"]
+            return f"cannot connect to {found['at']}: {why[0].lower()}{why[1:]}"
+    return _IN_WORDS.get(details, details)
 
 
 def _parse(data: str | bytes, status: status_pb2.Status) -> status_pb2.Status:

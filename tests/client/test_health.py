@@ -27,14 +27,31 @@ def address() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code"),
-    [([], 1), (["--service", "liveness"], 0), (["--service", "unheard-of"], 1)],
+    ("arguments", "exit_code", "words"),
+    [
+        ([], 1, "not serving: it answers, but has nothing to serve (yet)\n"),
+        (["--service", "liveness"], 0, "serving\n"),
+        (["--service", "unheard-of"], 1, "not serving: it has no service 'unheard-of'\n"),
+    ],
 )
-def test_the_exit_code_is_the_health(address: str, arguments: list[str], exit_code: int) -> None:
+def test_the_exit_code_is_the_health(
+    address: str, arguments: list[str], exit_code: int, words: str
+) -> None:
     run = CliRunner().invoke(app, ["health", *arguments, address])
-    assert (run.exit_code, run.output) == (exit_code, "not serving\n" if exit_code else "serving\n")
+    assert (run.exit_code, run.output) == (exit_code, words)
 
 
-def test_nobody_there_is_not_healthy() -> None:
-    run = CliRunner().invoke(app, ["health", "--timeout", "0.5", "unix:/nowhere/at/all.sock"])
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [("unix:/nowhere/at/all.sock", "unix:/nowhere/at/all.sock"), ("127.0.0.1:1", "127.0.0.1:1")],
+)
+def test_nobody_there_is_not_healthy(address: str, where: str) -> None:
+    run = CliRunner().invoke(app, ["health", "--timeout", "0.5", address])
     assert run.exit_code == 1
+    assert run.output.startswith(f"not serving: cannot connect to {where}: ")
+
+
+def test_what_is_no_address_is_told_so() -> None:
+    run = CliRunner().invoke(app, ["health", "nonsense"])
+    assert run.exit_code == 1
+    assert "address must be HOST:PORT or unix:PATH" in str(run.exception)

@@ -100,7 +100,7 @@ def test_a_service_that_fails_at_its_start_is_given_up_with_its_words(
     service = run("fail")
     assert wait_until(lambda: service.failure is not None)
     assert "exit code 3" in str(service.failure)
-    assert "error: there is no such model" in str(service.failure)
+    assert str(service.failure) == "stub ended with exit code 3: there is no such model"
     assert service.num_starts == 1
 
 

@@ -59,6 +59,13 @@ for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, r
     )(role)
 
 
+def _hint(error: Unavailable) -> str:
+    """What may help whoever has just begun."""
+    if not error.message.startswith("cannot connect to"):
+        return ""
+    return "\n`pagewire serve` starts one on this machine; --help tells how to name another"
+
+
 def run() -> None:
     """Run the command that the arguments name, and exit."""
     logging.basicConfig(
@@ -67,7 +74,7 @@ def run() -> None:
     try:
         app()
     except Unavailable as error:
-        terminal.error(f"no server answers: {error.message}")
+        terminal.error(f"no server answers: {error.message}{_hint(error)}")
     except LocalServiceError as error:
         terminal.error(error.message)
         if error.details.get("exit_code") == str(EXIT_WRONG_OPTION):

@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from pagewire_client.cli import terminal
-from pagewire_client.local.health import is_serving
+from pagewire_client.connection import check_address
+from pagewire_client.local.health import why_not_serving
 
 
 def health(
@@ -16,6 +17,7 @@ def health(
     ] = "",
 ) -> None:
     """Tell whether a service can do its work: exit code 0 if so, 1 if not."""
-    serving = is_serving(address, timeout, service)
-    terminal.write("serving\n" if serving else "not serving\n")
-    raise typer.Exit(code=0 if serving else 1)
+    check_address(address)
+    reason = why_not_serving(address, timeout, service)
+    terminal.write("serving\n" if reason is None else f"not serving: {reason}\n")
+    raise typer.Exit(code=0 if reason is None else 1)

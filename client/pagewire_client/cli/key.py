@@ -40,7 +40,9 @@ def new(
         bool, typer.Option("--operator", help="It may see the state of the whole deployment.")
     ] = False,
 ) -> None:
-    """Draw a key. It is shown once, on standard error; its entry goes to standard output:
+    """Draw a key, and print its entry for the file of keys.
+
+    The key itself is shown this once, on standard error; only its hash is in the entry:
 
     pagewire key new --tenant production >> keys.toml
     """

@@ -1,5 +1,6 @@
 """`pagewire serve`: a deployment on this machine, kept alive until it is told to end."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +79,9 @@ def serve(
             services.start()
             terminal.note(f"serving {model} on {', '.join(services.addresses)}", style="bold")
             if services.http_address is not None:
-                terminal.note(f"HTTP for OpenAI clients: http://{services.http_address}/v1")
+                url = _url(services.http_address, engine)
+                terminal.note(f"HTTP for OpenAI clients: {url}/v1")
+                terminal.note(f"dashboard: {url}/")
             if services.metrics_addresses:
                 terminal.note(f"metrics for Prometheus: {', '.join(services.metrics_addresses)}")
             while not services.wait_failed(_LOOK_S):
@@ -89,6 +92,11 @@ def serve(
             services.kill()
             if services.failure:
                 raise services.failure
+
+
+def _url(address: str, engine: dict[str, Any]) -> str:
+    secure = engine["tls_cert"] or os.environ.get("PAGEWIRE_TLS_CERT")
+    return f"{'https' if secure else 'http'}://{address}"
 
 
 class _Signalled(Exception):

@@ -4,6 +4,8 @@ import socket
 
 import grpc
 
+from pagewire_client.errors import in_words
+
 # HealthCheckResponse{status: SERVING}: field 1, varint 1. Two bytes are no reason for the client to
 # depend on the protocol's package.
 _SERVING = b"\x08\x01"
@@ -14,12 +16,28 @@ def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
 
     `service`: one of its services, or `liveness` for the process itself; by default all of it.
     """
+    return why_not_serving(address, timeout_s, service) is None
+
+
+def why_not_serving(address: str, timeout_s: float = 1.0, service: str = "") -> str | None:
+    """Why what answers at `address` cannot do its work, for people; None if it can."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
-            return bool(check(_request(service), timeout=timeout_s) == _SERVING)
-        except grpc.RpcError:
-            return False
+            answer = check(_request(service), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return _in_words(error, timeout_s, service)
+    return None if answer == _SERVING else "it answers, but has nothing to serve (yet)"
+
+
+def _in_words(error: grpc.RpcError, timeout_s: float, service: str) -> str:
+    match error.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"no answer within {timeout_s:g} s"
+        case grpc.StatusCode.NOT_FOUND:
+            return f"it has no service {service!r}"
+        case _:
+            return in_words(error.details() or error.code().name)
 
 
 def _request(service: str) -> bytes:

@@ -26,6 +26,8 @@ _LONG_LIFE_S = 30.0
 """A process that lived this long had no failed start."""
 _MAX_FAILED_STARTS = 5
 _NUM_LAST_LINES = 30
+_REASON = "error: "
+"""How a service begins the line that says why it ends."""
 
 
 class ServiceProcess:
@@ -39,12 +41,13 @@ class ServiceProcess:
         self,
         name: str,
         command: Sequence[str],
-        on_line: OnLine,
+        on_line: OnLine | None,
         on_failure: Callable[[], None],
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`command`: what follows `python -m`. `on_failure`: called when it is given up. `env`:
-        its whole environment; None: this process's."""
+        """`command`: what follows `python -m`. `on_line`: shows its output; None: nobody sees it,
+        and a failure tells its end. `on_failure`: called when it is given up. `env`: its whole
+        environment; None: this process's."""
         self.name = name
         self.restartable = False
         """Whether a death is followed by another start; to be set when it has served once."""
@@ -97,7 +100,7 @@ class ServiceProcess:
         try:
             self._run_again_and_again()
         except OSError as error:
-            self.failure = LocalServiceError(f"cannot start the {self.name}: {error}")
+            self.failure = LocalServiceError(f"cannot start {self.name}: {error}")
         if self.failure:
             self._on_failure()
 
@@ -153,7 +156,8 @@ class ServiceProcess:
         with process.stdout as lines:
             for line in lines:
                 self._last_lines.append(line.rstrip("\n"))
-                self._on_line(self.name, line.rstrip("\n"))
+                if self._on_line is not None:
+                    self._on_line(self.name, line.rstrip("\n"))
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
@@ -166,7 +170,14 @@ class ServiceProcess:
 
     def _describe(self, code: int) -> LocalServiceError:
         end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return LocalServiceError(
-            f"the {self.name} ended with {end}:\n" + "\n".join(self._last_lines),
-            details={"service": self.name, "exit_code": str(code)},
-        )
+        message = f"{self.name} ended with {end}"
+        if reason := self._last_reason():
+            message += f": {reason}"
+        elif self._on_line is None:
+            message += ":\n" + "\n".join(self._last_lines)
+        return LocalServiceError(message, details={"service": self.name, "exit_code": str(code)})
+
+    def _last_reason(self) -> str | None:
+        """What the service itself says went wrong: a line that begins with `error: `."""
+        lines = [line for line in self._last_lines if line.startswith(_REASON)]
+        return lines[-1].removeprefix(_REASON) if lines else None

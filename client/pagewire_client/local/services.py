@@ -56,7 +56,7 @@ class LocalServices:
         indexes = range(num_frontends)
         public = [] if listen is None else [_following(listen, index) for index in indexes]
         self._model = model
-        self._on_line = on_line or _ignore_line
+        self._on_line = on_line
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
         self._folder = PrivateFolder()
@@ -239,7 +239,3 @@ def _following(listen: str, index: int) -> str:
     if not port.isdecimal() or not 0 < int(port) <= 65535 - index:
         raise ValueError(f"listen must be HOST:PORT with room for more ports, not {listen!r}")
     return f"{host}:{int(port) + index}"
-
-
-def _ignore_line(name: str, line: str) -> None:
-    """What a service says is shown only if it fails."""
