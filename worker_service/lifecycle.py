@@ -148,6 +148,8 @@ class Worker:
             if self._core is not None:
                 registrar = self._registrar = self._make_registrar(self._core)
                 registering = tasks.create_task(registrar.run())
+            else:
+                logger.info("waiting to be called, since no core was named (--core)")
             await self._end.wait()
             await self._drain(registrar)
             if registering is not None:

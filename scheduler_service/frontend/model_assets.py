@@ -157,7 +157,7 @@ class ModelDirectory:
         if served and name not in self._ready:
             names = ", ".join(sorted(served))
             raise UnknownModel(
-                f"no model named {name!r} is served, but {names}",
+                f"no model named {name!r} is served; there is: {names}",
                 details={"model": name or "", "served": names},
             )
         return None

@@ -115,7 +115,7 @@ def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
     _check_range(params, "n", 1, MAX_CHOICES)
     _check_range(params, "best_of", 1, MAX_CHOICES)
     if params.temperature != 0:
-        _check_range(params, "temperature", MIN_TEMPERATURE, 100, note=" or 0")
+        _check_range(params, "temperature", MIN_TEMPERATURE, 100, note=", or 0")
     _check_range(params, "top_p", 0, 1, low_open=True)
     _check_range(params, "min_p", 0, 1)
     _check_range(params, "repetition_penalty", 0, 100, low_open=True)

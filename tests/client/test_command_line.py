@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagewire.v1.sampling_pb2 import ChoiceList
+from pagewire_client.cli import terminal
 from pagewire_client.cli.app import app
 from pagewire_client.local import flags, programs
 from tests.support.fake_frontend import (
@@ -116,8 +117,9 @@ def test_no_server_is_one_line_and_an_exit_code() -> None:
     done = run("generate", "Hello", "--address", "127.0.0.1:1")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("error: no server answers: ")
-    assert "127.0.0.1:1" in done.stderr
+    told, hint = done.stderr.splitlines()
+    assert told == ("error: no server answers: cannot connect to 127.0.0.1:1: connection refused")
+    assert "pagewire serve" in hint
     assert "Traceback" not in done.stderr
 
 
@@ -195,6 +197,16 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFron
         assert chat.returncode == 0, errors
     assert [message.content for message in frontend.requests[1].chat.messages][-1] == "Again"
     assert "Traceback" not in errors
+
+
+def test_who_waits_is_told_that_it_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal.note_if_slow("still waiting", after_s=0) as timer:
+        timer.join(20)
+    with terminal.note_if_slow("never said", after_s=1000) as timer:
+        pass
+    timer.join(20)
+    assert not timer.is_alive()
+    assert capsys.readouterr().err == "still waiting\n"
 
 
 def test_ctrl_c_ends_generate_quietly(frontend: FakeFrontend) -> None:

@@ -127,7 +127,9 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> No
     done = subprocess.run(**command("serve", "--model", "/no/such/model"), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: worker-0 ended with exit code 1: /no/such/model: no such directory")
+    assert last.startswith(
+        "error: worker-0 ended with exit code 1: /no/such/model: no such directory"
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -28,7 +28,8 @@ def chat(
 ) -> None:
     """Talk with a model."""
     with connection.client() as client:
-        name = client.get_model(model).name
+        with terminal.note_if_slow("waiting for a model to be served"):
+            name = client.get_model(model).name
         terminal.note(f"talking with {name}; {_HELP}")
         Conversation(client, name, sampling.params(), system).run()
 

@@ -12,6 +12,8 @@ from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, Sampli
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.prompts import Prompt
 
+_WAITING = "waiting for the first token; `pagewire status` shows what is being served, and queues"
+
 
 @with_options(connection=CONNECTION, sampling=SAMPLING)
 def generate(
@@ -34,9 +36,11 @@ def generate(
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
     with connection.client() as client:
         stream = client.stream(asked, sampling.params(), model=model, timeout=timeout)
-        for delta in stream:
-            if not as_json:
-                terminal.write(delta.text)
+        with terminal.note_if_slow(_WAITING) as waiting:
+            for delta in stream:
+                waiting.cancel()
+                if not as_json:
+                    terminal.write(delta.text)
         terminal.write(json.dumps(_as_dict(stream.output)) + "\n" if as_json else "\n")
 
 

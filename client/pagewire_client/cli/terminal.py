@@ -5,6 +5,8 @@ Colours appear only on a terminal, and text of models is never taken for markup.
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +25,18 @@ def note(text: str, style: str = "dim") -> None:
     """A line for people."""
     # Made anew each time, since standard error may be another one by now, as under pytest.
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(text, style=style))
+
+
+@contextmanager
+def note_if_slow(text: str, after_s: float = 3.0) -> Iterator[threading.Timer]:
+    """A line for people unless the block has ended, or the timer was cancelled, in time."""
+    timer = threading.Timer(after_s, note, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer
+    finally:
+        timer.cancel()
 
 
 def error(text: str) -> None:

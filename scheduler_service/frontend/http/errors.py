@@ -166,9 +166,12 @@ def handle_errors(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _invalid(error)
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        body = _body(error.status_code, str(error.detail), None, None)
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"nothing is at {request.url.path}; /openapi.json tells what is where"
+        body = _body(error.status_code, message, None, None)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     app.add_exception_handler(PagewireError, on_pagewire_error)
@@ -181,6 +184,9 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     """The first of what pydantic complains about, by its path in the body."""
     first = error.errors()[0]
     path = [part for part in first["loc"] if part not in _NO_FIELDS]
+    if not path and first["type"] in ("model_attributes_type", "dict_type"):
+        message = "expected a JSON object as body, with the header content-type: application/json"
+        return JSONResponse(_body(400, message, None, "invalid_body"), 400)
     if first["type"] == "json_invalid":
         return JSONResponse(_body(400, f"the body is no JSON: {first['msg']}", None, None), 400)
     names = [part for part in path if isinstance(part, int) or part.isidentifier()]

@@ -96,6 +96,20 @@ async def test_unknown_paths_and_methods_are_answered_in_the_same_shape() -> Non
             assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
 
 
+async def test_what_is_not_there_is_told_with_where_to_look() -> None:
+    async with http_served() as served:
+        message = (await served.client.get("/docs")).json()["error"]["message"]
+    assert message == "nothing is at /docs; /openapi.json tells what is where"
+
+
+async def test_a_body_that_was_not_sent_as_json_is_told_so() -> None:
+    async with http_served() as served:
+        answer = await served.client.post("/v1/completions", content=b'{"prompt": "a"}')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_body"
+    assert "content-type: application/json" in answer.json()["error"]["message"]
+
+
 async def test_an_idle_connection_does_not_hold_up_the_end() -> None:
     async with FakeCore() as core:
         async with http_frontend(core.address) as frontend, http_client(frontend) as client:
