@@ -206,8 +206,9 @@ class NewSequence(_message.Message):
     being known. 0 reports all.
     """
     traceparent: _builtins.str
-    """The span that the sequence's spans go under, as in Submit; of each request's
-    first sequence at most.
+    """The span that the worker's spans go under, as in Submit: the same for all
+    sequences of a request. Empty in a fork, which belongs to its parent's request,
+    and where no trace is recorded.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplerParams:
