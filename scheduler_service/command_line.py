@@ -10,8 +10,8 @@ import typer
 
 from scheduler_service.addresses import CannotListen
 from scheduler_service.replay.output import CannotRecord
-from scheduler_service.tracing import CannotTrace
 from service_common.log_format import LogFormat, LogLevel, configure_logging
+from service_common.tracing import CannotTrace
 
 Config = TypeVar("Config")
 

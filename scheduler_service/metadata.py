@@ -1,6 +1,10 @@
 """Credentials and trace context in a call's metadata."""
 
 from collections.abc import Iterable
+from contextvars import ContextVar
+
+TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
+"""The `traceparent` that the call brings, as W3C Trace Context writes it."""
 
 AUTHORIZATION = "authorization"
 API_KEY = "x-api-key"

@@ -67,6 +67,7 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
         sampling=sequence.sampling,
         parent_seq_id=sequence.parent_seq_id,
         prompt_logprobs_start=sequence.prompt_logprobs_start,
+        traceparent=sequence.traceparent,
     )
 
 

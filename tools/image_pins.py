@@ -2,8 +2,9 @@
 
     python -m tools.image_pins        # or: make image-pins
 
-The packages are what the extras `scheduler` and `worker` need, and what those need, as installed
-here. torch, and what its own builds pin, are left to the Dockerfile, since they differ by device.
+The packages are what the extras `scheduler`, `worker` and `tracing` need, and what those need, as
+installed here. torch, and what its own builds pin, are left to the Dockerfile, since they differ by
+device.
 """
 
 import tomllib
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "deploy/docker/constraints.txt"
-EXTRAS = ("scheduler", "worker")
+EXTRAS = ("scheduler", "worker", "tracing")
 BY_DEVICE = ("torch", "triton")
 
 HEADER = """\

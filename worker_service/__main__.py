@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from service_common.log_format import configure_logging
+from service_common.tracing import CannotTrace
 from worker_service.command_line.cache_flags import CacheFlags
 from worker_service.command_line.cluster_flags import ClusterFlags
 from worker_service.command_line.model_flags import ModelFlags
@@ -73,7 +74,7 @@ def serve(
             profile_dir=service.profile_dir,
         )
         asyncio.run(_run(config))
-    except InvalidOption as error:
+    except (InvalidOption, CannotTrace) as error:
         _exit(error, 2)
     except WorkerError as error:
         _exit(error, 1)

@@ -107,6 +107,9 @@ class NetworkConfig:
     metrics: TcpAddress | None = None
     """Where Prometheus asks. None: nowhere."""
 
+    otlp_endpoint: str | None = None
+    """Where spans are exported to. None: where OpenTelemetry's own variables say, if anywhere."""
+
     group_id: str = field(default_factory=_random_id)
     """The worker group this worker belongs to."""
 

@@ -13,6 +13,7 @@ from worker_service.executor import BlockCounts, Executor, ModelFacts, Runner
 from worker_service.metrics.meter import StepMeter
 from worker_service.model_thread import ModelThread
 from worker_service.step_stream import StepStream
+from worker_service.worker_traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ STOP_WAIT_S = 2.0
 class Engine:
     """An executor of plans and at most one stream of them."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, traces: WorkerTraces | None = None) -> None:
         self.last_epoch = 0
         """The greatest epoch seen."""
         self.num_weight_loads = 0
@@ -31,6 +32,7 @@ class Engine:
         """Of all streams."""
         self._executor = executor
         """Touched on the model thread only, but for its assets and `interrupt`."""
+        self._traces = traces
         self._thread = ModelThread()
         self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
@@ -141,7 +143,8 @@ class Engine:
             raise OutOfOrder(f"epoch {epoch} has had its stream; a new one needs a greater epoch")
         self._fence(epoch)
         self._stream_epoch = epoch
-        self._stream = StepStream(epoch, self._runner, self._thread, self.meter)
+        traces = self._traces.of_stream(epoch, self.meter) if self._traces else None
+        self._stream = StepStream(epoch, self._runner, self._thread, self.meter, traces)
         self._idle.clear()
         self._busy.set()
         logger.info("step stream opened epoch=%d", epoch)
@@ -154,6 +157,11 @@ class Engine:
             self._executor.interrupt()
             self._forget_stream()
             logger.info("step stream closed epoch=%d", stream.epoch)
+
+    def end_idle_spans(self) -> None:
+        """End the spans of requests without a step for a while; to be called now and then."""
+        if self._stream is not None and self._thread.busy_s == 0:
+            self._stream.end_idle_spans()
 
     def close_any_stream(self) -> None:
         """End the stream there is, if any, as not ready to serve."""

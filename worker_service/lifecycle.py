@@ -20,8 +20,12 @@ from worker_service.registration import Membership, Registrar
 from worker_service.server import Server
 from worker_service.servicer import WorkerServicer
 from worker_service.version import version
+from worker_service.worker_traces import make_traces
 
 logger = logging.getLogger(__name__)
+
+IDLE_SPANS_EVERY_S = 1.0
+"""How often it is looked whether requests have gone without a plan that says so."""
 
 STOP_GRACE_S = 1.0
 """Seconds that short calls have to finish once no step stream is open."""
@@ -42,7 +46,8 @@ class Worker:
             if network.health_listen is None
             else address.parse(network.health_listen, "health_listen")
         )
-        self._engine = Engine(executor)
+        self._traces = make_traces(config)
+        self._engine = Engine(executor, self._traces)
         self._servicer = WorkerServicer(config, self._engine)
         self._cluster = Cluster(network.cluster)
         self._server = Server(self._servicer, self._cluster)
@@ -80,6 +85,8 @@ class Worker:
                 await asyncio.to_thread(metrics.close)
             await self._server.stop(STOP_GRACE_S)
             self.is_stuck = not self._engine.stop()
+            if self._traces is not None:
+                await self._traces.close()
         if self._sent_away is not None:
             raise SentAway(f"the core ended this worker: {self._sent_away}")
 
@@ -114,6 +121,11 @@ class Worker:
             ),
         )
 
+    async def _end_idle_spans(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_SPANS_EVERY_S)
+            self._engine.end_idle_spans()
+
     async def wait_idle(self) -> None:
         """Wait until no step stream is open."""
         await self._engine.wait_idle()
@@ -145,6 +157,9 @@ class Worker:
         self.ready.set()
         async with asyncio.TaskGroup() as tasks:
             registrar = registering = None
+            ending_idle = (
+                tasks.create_task(self._end_idle_spans()) if self._traces is not None else None
+            )
             if self._core is not None:
                 registrar = self._registrar = self._make_registrar(self._core)
                 registering = tasks.create_task(registrar.run())
@@ -152,8 +167,9 @@ class Worker:
                 logger.info("waiting to be called, since no core was named (--core)")
             await self._end.wait()
             await self._drain(registrar)
-            if registering is not None:
-                registering.cancel()
+            for task in (registering, ending_idle):
+                if task is not None:
+                    task.cancel()
 
     async def _drain(self, registrar: Registrar | None) -> None:
         """Let the core take away, or finish, what it has here; then say to all that we are gone."""

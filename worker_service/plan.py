@@ -30,6 +30,7 @@ class NewSequence:
     sampling: SamplerParams
     parent_seq_id: int | None
     prompt_logprobs_start: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from worker_service.metrics.meter import StepMeter
 from worker_service.model_thread import ModelThread
 from worker_service.plan import StepPlan, StepResult
 from worker_service.step_summary import StepSummary
+from worker_service.stream_traces import StreamTraces
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,14 @@ class StepStream:
     the model thread may read it at any time: it then skips what is left of the stream's plans.
     """
 
-    def __init__(self, epoch: int, runner: Runner, thread: ModelThread, meter: StepMeter) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        runner: Runner,
+        thread: ModelThread,
+        meter: StepMeter,
+        traces: StreamTraces | None = None,
+    ) -> None:
         self.epoch = epoch
         self.is_closed = False
         self.num_steps = 0
@@ -50,6 +58,7 @@ class StepStream:
         self._next_step_id = 1
         self._summary = StepSummary(epoch)
         self._meter = meter
+        self._traces = traces
         self._places = asyncio.Semaphore(MAX_PENDING_PLANS)
         self._outbox: asyncio.Queue[StepResult | _End] = asyncio.Queue()
 
@@ -72,7 +81,14 @@ class StepStream:
         if not self.is_closed:
             self.is_closed = True
             self._thread.post(self._runner.reset)
+        if self._traces is not None:
+            self._traces.close()
         self._outbox.put_nowait(_End(error))
+
+    def end_idle_spans(self) -> None:
+        """End the spans of requests that no plan comes for any more, though none has said so."""
+        if self._traces is not None:
+            self._traces.end_idle()
 
     async def results(self) -> AsyncIterator[StepResult]:
         """The results in order. Raises the error that ended the stream."""
@@ -108,6 +124,8 @@ class StepStream:
             self.num_steps += 1
             self._put(result)
             self._summary.add(plan, result)
+            if self._traces is not None:
+                self._traces.note(plan, result)
             self._meter.count(plan, result)
 
     def _end(self, error: WorkerError | None) -> None:

@@ -16,4 +16,5 @@ def introduce(seq: Sequence, block_ids: list[int]) -> NewSequence:
         block_ids=block_ids,
         sampling=group.request.sampling,
         prompt_logprobs_start=group.prompt_logprobs_start,
+        traceparent=group.request.traceparent,
     )

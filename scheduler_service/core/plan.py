@@ -22,6 +22,8 @@ class NewSequence:
     """The request's `SamplerParams`, passed through without a look."""
     parent_seq_id: int | None = None
     prompt_logprobs_start: int = 0
+    traceparent: str = ""
+    """The span that the worker's go under; empty if the request's trace is not recorded."""
 
 
 @dataclass(slots=True, kw_only=True)

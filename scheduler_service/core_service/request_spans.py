@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from scheduler_service.core.timeline import Entry, RequestEvent, TracedRequest
-from scheduler_service.tracing import Attributes, Tracing
+from service_common.tracing import Attributes, Event, Tracing
 
 BEGINS = {
     RequestEvent.QUEUED: "queue",
@@ -17,6 +17,19 @@ BEGINS = {
     RequestEvent.MOVED: "recovery",
 }
 """What a request does from an event on."""
+
+EVENTS = {
+    RequestEvent.RESUMED: "resumed",
+    RequestEvent.PLACED: "placed",
+    RequestEvent.PREFILLED: "prefilled",
+    RequestEvent.FIRST_TOKEN: "first token",
+    RequestEvent.PREEMPTED: "preempted",
+    RequestEvent.SWAPPED_OUT: "swapped out",
+    RequestEvent.SWAPPED_IN: "swapped in",
+    RequestEvent.WORKER_LOST: "worker lost",
+    RequestEvent.MOVED: "moved",
+}
+"""What the span of the whole tells of by name; the others are its begin and its end."""
 
 Phase = tuple[str, int, int]
 """Name, and microseconds of its begin and end."""
@@ -37,6 +50,18 @@ def phases(entries: list[Entry]) -> Iterator[Phase]:
             name, since = then, now_us
 
 
+def events(request: TracedRequest) -> Iterator[Event]:
+    """What happened to the request, with the worker group that took it, or its tokens by then."""
+    for event, now_us, value in request.entries:
+        name = EVENTS.get(event)
+        if event is RequestEvent.PLACED:
+            # Where there were very many, the first are no longer told apart.
+            group_id = request.placements[min(value, len(request.placements) - 1)]
+            yield "placed", now_us / 1e6, {"pagewire.group": group_id}
+        elif name is not None:
+            yield name, now_us / 1e6, {"pagewire.num_tokens": value}
+
+
 def export(tracing: Tracing, request: TracedRequest) -> None:
     """Spans of a request that has ended."""
     entries = request.entries
@@ -46,6 +71,9 @@ def export(tracing: Tracing, request: TracedRequest) -> None:
         "pagewire.num_preemptions": sum(
             event in (RequestEvent.PREEMPTED, RequestEvent.SWAPPED_OUT) for event, *_ in entries
         ),
+        "pagewire.num_worker_losses": sum(
+            event is RequestEvent.WORKER_LOST for event, *_ in entries
+        ),
     }
     whole = tracing.add(
         "pagewire.schedule",
@@ -53,6 +81,7 @@ def export(tracing: Tracing, request: TracedRequest) -> None:
         entries[0][1] / 1e6,
         entries[-1][1] / 1e6,
         attributes,
+        events(request),
     )
     for name, start_us, end_us in phases(entries):
         tracing.add(name, whole, start_us / 1e6, end_us / 1e6)

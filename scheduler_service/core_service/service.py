@@ -25,7 +25,8 @@ from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.service_runner import ServiceRunner
-from scheduler_service.tracing import make_tracing
+from scheduler_service.version import VERSION
+from service_common.tracing import make_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class CoreService:
         dial = partial(cluster.dial, WorkerServiceStub)
         self._core = _make_core(config)
         self.driver = CoreDriver(self._core)
-        self._tracing = make_tracing("scheduler", config.otlp_endpoint)
+        self._tracing = make_tracing("scheduler", VERSION, config.otlp_endpoint)
         if self._tracing is not None:
             self.driver.on_traced = partial(request_spans.export, self._tracing)
         self.meters = Meters()

@@ -32,7 +32,7 @@ from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.frontend.request_trace import RequestTrace
 from scheduler_service.frontend.settled import draw_request_id, settle
 from scheduler_service.frontend.structured.checker import ConstraintChecker
-from scheduler_service.tracing import Tracing
+from service_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

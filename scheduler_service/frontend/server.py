@@ -35,7 +35,8 @@ from scheduler_service.request_timeout import RequestTimeout
 from scheduler_service.service_runner import ServiceRunner, warn_if_exposed
 from scheduler_service.tasks import run_until_first
 from scheduler_service.tls import http_context, server_credentials
-from scheduler_service.tracing import make_tracing
+from scheduler_service.version import VERSION
+from service_common.tracing import make_tracing
 from service_common.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,9 @@ class Frontend:
         self._core = CoreConnection(Cluster(config.cluster), config.core)
         self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
         self.metrics = FrontendMetrics()
-        self._tracing = make_tracing("frontend", config.otlp_endpoint)
-        self.link = CoreLink(self._core, _frontend_id(), self.models.update)
+        frontend_id = _frontend_id()
+        self._tracing = make_tracing("frontend", VERSION, config.otlp_endpoint, frontend_id)
+        self.link = CoreLink(self._core, frontend_id, self.models.update)
         self._checker = ConstraintChecker()
         self.requests = OpenRequests(
             self.link,

@@ -37,6 +37,8 @@ class Stopwatch:
     """Spent without a core that knows the request, after it was lost."""
     unaccounted_s: float = 0.0
     """Spent under a core that was lost, and its account of the time with it."""
+    core_losses: list[float] = field(default_factory=list)
+    """When a core was lost, or said that it does not take the request yet."""
     _submitted_at: float | None = None
     """When the present core was sent the request."""
     _accepted: bool = False
@@ -60,6 +62,7 @@ class Stopwatch:
         if self._submitted_at is None:
             return
         self._lost_at = time.monotonic()
+        self.core_losses.append(self._lost_at)
         under_core_s = self._lost_at - self._submitted_at
         if self._accepted:
             self.unaccounted_s += under_core_s

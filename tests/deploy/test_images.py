@@ -65,7 +65,7 @@ def test_only_workers_have_torch() -> None:
 
     assert [has_torch(image) for image in IMAGES] == [False, True, True]
     scheduler = " ".join(value for _, value in stages()["scheduler"])
-    assert scheduler.count("[scheduler]") == 1
+    assert scheduler.count("[scheduler,tracing]") == 1
     assert "torch" not in (ROOT / "deploy/docker/constraints.txt").read_text()
 
 

@@ -1,29 +1,49 @@
 """A client's span goes on through the services that its request goes through."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 from opentelemetry.sdk.trace import TracerProvider
 
 from pagewire_client import Client, SamplingParams
 from scheduler_service.core.timeline import RequestEvent
 from scheduler_service.core_service.request_spans import phases
 from tests.support.cluster import Cluster
-from tests.support.otlp_collector import collecting
+from tests.support.otlp_collector import CollectedSpan, Collector, collecting
 
-FRONTEND, CORE = "pagewire-frontend", "pagewire-scheduler"
+FRONTEND, CORE, WORKER = "pagewire-frontend", "pagewire-scheduler", "pagewire-worker"
 PROMPT = list(range(3, 60))
 
 
-def test_a_clients_span_has_those_of_frontend_and_core_below_it(tmp_path: Path) -> None:
+@contextmanager
+def deployment(
+    folder: Path, collector: Collector, *worker_flags: str, core_flags: tuple[str, ...] = ()
+) -> Iterator[Cluster]:
+    """Services that have exported all they had when it is left."""
+    flags = ["--otlp-endpoint", collector.endpoint]
+    with Cluster(
+        folder,
+        worker_flags=["--simulate", "--simulate-step-us", "2000", *flags, *worker_flags],
+        core_flags=[*flags, *core_flags],
+        frontend_flags=[*flags, "--http", "127.0.0.1:0"],
+    ) as cluster:
+        yield cluster.start()
+
+
+def requests_of(collector: Collector, service: str, name: str) -> dict[str, list[CollectedSpan]]:
+    """A service's spans in order, by the span of the request that they are of."""
+    found: dict[str, list[CollectedSpan]] = {}
+    for span in sorted(collector.of(service, name), key=lambda span: span.start_ns):
+        found.setdefault(span.parent_id, []).append(span)
+    return found
+
+
+def test_a_clients_span_has_those_of_frontend_core_and_worker_below_it(tmp_path: Path) -> None:
     with collecting() as collector:
-        flags = ["--otlp-endpoint", collector.endpoint]
-        with Cluster(
-            tmp_path,
-            worker_flags=["--simulate", "--simulate-step-us", "2000"],
-            core_flags=flags,
-            frontend_flags=flags,
-        ) as cluster:
-            cluster.start()
+        with deployment(tmp_path, collector) as cluster:
             tracer = TracerProvider().get_tracer("test")
             with (
                 Client(cluster.frontend_address()) as client,
@@ -40,6 +60,8 @@ def test_a_clients_span_has_those_of_frontend_and_core_below_it(tmp_path: Path) 
         assert scheduled.parent_id == request.span_id
         assert request.attributes["pagewire.request_id"] == "traced"
         assert request.attributes["pagewire.outcome"] == "ok"
+        assert request.attributes["gen_ai.request.model"] == "simulated"
+        assert not request.is_error
         assert request.attributes["gen_ai.usage.output_tokens"] == 20
         assert output.timings is not None
         assert request.attributes["pagewire.forward_us"] == output.timings.forward_us
@@ -51,6 +73,89 @@ def test_a_clients_span_has_those_of_frontend_and_core_below_it(tmp_path: Path) 
             assert part.start_ns < part.end_ns
         assert request.start_ns < scheduled.start_ns
         assert scheduled.end_ns < request.end_ns
+        assert scheduled.event_names == ["placed", "prefilled", "first token"]
+        [executed] = collector.of(WORKER, "pagewire.execute")
+        assert (executed.trace_id, executed.parent_id) == (request.trace_id, request.span_id)
+        assert executed.attributes["pagewire.group"] == scheduled.attributes["pagewire.groups"]
+        assert executed.attributes["pagewire.num_prefill_tokens"] == len(PROMPT)
+        assert executed.attributes["pagewire.num_steps"] >= 20
+        assert executed.attributes["pagewire.forward_us"] >= 20 * 2000 * 0.8
+        assert executed.event_names == ["started", "first token"]
+        assert scheduled.start_ns < executed.start_ns
+        assert executed.events[1].time_ns < scheduled.events[2].time_ns, (
+            "it took its way to the core"
+        )
+
+
+def test_a_traceparent_over_http_reaches_the_worker_if_it_is_recorded(tmp_path: Path) -> None:
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 3, "stream": True}
+    with collecting() as collector:
+        with deployment(tmp_path, collector) as cluster:
+            for recorded in ("00", "01"):
+                headers = {"traceparent": f"00-{trace_id}-{span_id}-{recorded}"}
+                url = f"{cluster.http_url()}/v1/completions"
+                assert "[DONE]" in httpx.post(url, json=body, headers=headers, timeout=60).text
+        [request] = collector.of(FRONTEND, "pagewire.generate")
+        [executed] = collector.of(WORKER, "pagewire.execute")
+        assert (request.trace_id, request.parent_id) == (trace_id, span_id)
+        assert (executed.trace_id, executed.parent_id) == (trace_id, request.span_id)
+        assert {span.trace_id for span in collector.spans} == {trace_id}
+
+
+def test_one_that_is_swapped_out_is_on_the_worker_twice(tmp_path: Path) -> None:
+    """Blocks for one of the two to grow to its end, not for both."""
+    core_flags = ("--preemption-mode", "swap", "--no-enable-prefix-caching")
+    memory = ("--block-size", "16", "--simulate-gpu-blocks", "12")
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
+    with collecting() as collector:
+        with (
+            deployment(tmp_path, collector, *memory, core_flags=core_flags) as cluster,
+            Client(cluster.frontend_address()) as client,
+        ):
+            calls = [
+                threading.Thread(target=client.generate, args=([first, *PROMPT], params))
+                for first in (70, 71)
+            ]
+            for call in calls:
+                call.start()
+            for call in calls:
+                call.join()
+        scheduled = requests_of(collector, CORE, "pagewire.schedule")
+        executed = requests_of(collector, WORKER, "pagewire.execute")
+        [swapped] = [
+            request for request, [span] in scheduled.items() if "swapped out" in span.event_names
+        ]
+        names = scheduled[swapped][0].event_names
+        assert names.index("swapped out") < names.index("swapped in")
+        first, second = executed[swapped]
+        assert first.attributes["pagewire.end"] == "forgotten"
+        assert second.attributes["pagewire.num_cached_tokens"] > len(PROMPT)
+        [alone] = [request for request in executed if request != swapped]
+        assert len(executed[alone]) == 1
+
+
+def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> None:
+    with collecting() as collector:
+        with (
+            deployment(tmp_path, collector) as cluster,
+            Client(cluster.frontend_address()) as client,
+        ):
+            deltas = iter(client.stream(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True)))
+            for _ in range(10):
+                next(deltas)
+            cluster.workers[0].kill()
+            cluster.start_worker()
+            num_left = len(list(deltas))
+            assert num_left > 0
+        [scheduled] = collector.of(CORE, "pagewire.schedule")
+        assert scheduled.attributes["pagewire.num_worker_losses"] == 1
+        placed = [event for event in scheduled.events if event.name == "placed"]
+        names = [name for name in scheduled.event_names if name in ("placed", "worker lost")]
+        assert names == ["placed", "worker lost", "placed"]
+        [executed] = collector.of(WORKER, "pagewire.execute")  # the other's died with it
+        assert executed.attributes["pagewire.group"] == placed[1].attributes["pagewire.group"]
+        assert executed.attributes["pagewire.num_prefill_tokens"] >= len(PROMPT) + 10
 
 
 def test_a_request_without_a_clients_span_begins_a_trace(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ new_sequences = st.builds(
     ),
     parent_seq_id=st.none() | count,
     prompt_logprobs_start=count,
+    traceparent=st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
 )
 
 plans = st.builds(
@@ -94,6 +95,7 @@ def assert_same_sequence(sent: plan_pb2.NewSequence, new: NewSequence) -> None:
         "num_computed_tokens",
         "prompt_logprobs_start",
         "sampling",
+        "traceparent",
     ):
         assert getattr(sent, name) == getattr(new, name)
     assert array("i", sent.token_ids).tolist() == new.token_ids

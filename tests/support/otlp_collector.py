@@ -8,6 +8,16 @@ from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+
+@dataclass(frozen=True)
+class CollectedEvent:
+    """Something that happened within a span."""
+
+    name: str
+    time_ns: int
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,15 @@ class CollectedSpan:
     start_ns: int
     end_ns: int
     attributes: dict[str, Any] = field(default_factory=dict)
+    events: list[CollectedEvent] = field(default_factory=list)
+    is_error: bool = False
+    instance: str = ""
+    """`service.instance.id`, where the service tells one."""
+
+    @property
+    def event_names(self) -> list[str]:
+        """In order."""
+        return [event.name for event in self.events]
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -33,9 +52,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
-            service = _attributes(resource.resource)["service.name"]
+            facts = _attributes(resource.resource)
             for scope in resource.scope_spans:
-                self.spans += [_collected(service, span) for span in scope.spans]
+                self.spans += [_collected(facts, span) for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def of(self, service: str, name: str) -> list[CollectedSpan]:
@@ -57,9 +76,10 @@ def collecting() -> Iterator[Collector]:
         server.stop(None).wait()
 
 
-def _collected(service: str, span: Any) -> CollectedSpan:
+def _collected(facts: dict[str, Any], span: Any) -> CollectedSpan:
     return CollectedSpan(
-        service=service,
+        service=facts["service.name"],
+        instance=facts.get("service.instance.id", ""),
         name=span.name,
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
@@ -67,6 +87,8 @@ def _collected(service: str, span: Any) -> CollectedSpan:
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
         attributes=_attributes(span),
+        events=[CollectedEvent(e.name, e.time_unix_nano, _attributes(e)) for e in span.events],
+        is_error=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
     )
 
 

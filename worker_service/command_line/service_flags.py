@@ -62,6 +62,15 @@ class ServiceFlags:
             "group takes the port that is its rank further on.",
         ),
     ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        Option(
+            envvar=env("OTLP_ENDPOINT"),
+            metavar="URL",
+            help="Where requests' spans are exported to (OTLP over gRPC), as "
+            "http://127.0.0.1:4317; without it as OpenTelemetry's own variables say.",
+        ),
+    ] = None
     grace_period: Annotated[
         float,
         Option(
@@ -92,6 +101,7 @@ class ServiceFlags:
             core=self.core,
             cluster=cluster,
             metrics=self._metrics(place.group.layout.rank),
+            otlp_endpoint=self.otlp_endpoint,
             **({} if place.group_id is None else {"group_id": place.group_id}),
         )
 

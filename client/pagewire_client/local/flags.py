@@ -111,7 +111,7 @@ FLAGS = (
     Flag("cluster_ca", str, _ALL, "Authority of the services' certificates (PEM)."),
     Flag("cluster_cert", str, _ALL, "The services' certificate (PEM)."),
     Flag("cluster_key", str, _ALL, "That certificate's key (PEM)."),
-    Flag("otlp_endpoint", str, ("scheduler", "frontend"), "Where requests' spans go, as a URL."),
+    Flag("otlp_endpoint", str, _ALL, "Where requests' spans go, as a URL."),
     Flag("log_level", str, _ALL, "debug, info, warning or error."),
     Flag("log_format", str, _ALL, "text, or json for one object per line."),
     Flag("grace_period", float, _ALL, "Seconds to finish requests when told to end."),

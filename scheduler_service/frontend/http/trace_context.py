@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from scheduler_service.tracing import TRACEPARENT
+from scheduler_service.metadata import TRACEPARENT
 
 
 class TraceContext:

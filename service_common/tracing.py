@@ -6,19 +6,15 @@ costs a step and a token nothing.
 
 import os
 import time
-from collections.abc import Mapping
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-from scheduler_service.version import VERSION
-
-TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
-"""The `traceparent` that the call brings, as W3C Trace Context writes it."""
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's own: either has spans exported without a flag."""
 
 Attributes = Mapping[str, str | int | float | bool]
+Event = tuple[str, float, Attributes]
+"""Its name, when it was on the monotonic clock, and what belongs to it."""
 
 
 class CannotTrace(Exception):
@@ -28,14 +24,17 @@ class CannotTrace(Exception):
 class Tracing:
     """Makes one service's spans and exports them, in batches and on a thread of its own."""
 
-    def __init__(self, service: str, endpoint: str | None) -> None:
-        """`endpoint`: such as http://127.0.0.1:4317; None: as the environment says.
+    def __init__(
+        self, service: str, version: str, endpoint: str | None, instance: str | None = None
+    ) -> None:
+        """`endpoint`: such as http://127.0.0.1:4317; None: as the environment says. `instance`:
+        which of several processes of the service this is.
 
         Raises CannotTrace.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -43,11 +42,15 @@ class Tracing:
             raise CannotTrace(
                 f"otlp_endpoint: {error.name} is missing, install pagewire[tracing]"
             ) from error
-        facts = {"service.name": f"pagewire-{service}", "service.version": VERSION}
-        self._provider = TracerProvider(resource=Resource.create(facts))
+        facts = {"service.name": f"pagewire-{service}", "service.version": version}
+        if instance is not None:
+            facts["service.instance.id"] = instance
+        # The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) knows better.
+        resource = Resource.create(facts).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource)
         exporter = OTLPSpanExporter(endpoint=endpoint)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("pagewire", VERSION)
+        self._tracer = self._provider.get_tracer("pagewire", version)
         self._contexts = TraceContextTextMapPropagator()
 
     def start(
@@ -69,6 +72,7 @@ class Tracing:
         start_s: float,
         end_s: float,
         attributes: Attributes | None = None,
+        events: Iterable[Event] = (),
     ) -> str:
         """A whole span under that of `traceparent`; its own `traceparent`."""
         span = self._tracer.start_span(
@@ -77,8 +81,26 @@ class Tracing:
             attributes=attributes,
             start_time=to_ns(start_s),
         )
+        for event, when_s, more in events:
+            span.add_event(event, more, to_ns(when_s))
         span.end(to_ns(end_s))
         return self.traceparent_of(span)
+
+    def add_event(
+        self, span: Any, name: str, when_s: float, attributes: Attributes | None = None
+    ) -> None:
+        """Note in a span of `start` what happened."""
+        span.add_event(name, attributes, to_ns(when_s))
+
+    def mark_failed(self, span: Any) -> None:
+        """Have a span of `start` count as an error."""
+        from opentelemetry.trace import StatusCode
+
+        span.set_status(StatusCode.ERROR)
+
+    def end(self, span: Any, end_s: float) -> None:
+        """End a span of `start`."""
+        span.end(to_ns(end_s))
 
     def traceparent_of(self, span: Any) -> str:
         """What others put their spans under; empty for one that is not recorded."""
@@ -94,11 +116,13 @@ class Tracing:
         self._provider.shutdown()
 
 
-def make_tracing(service: str, endpoint: str | None) -> Tracing | None:
+def make_tracing(
+    service: str, version: str, endpoint: str | None, instance: str | None = None
+) -> Tracing | None:
     """None where neither a flag nor the environment names an endpoint. Raises CannotTrace."""
     if endpoint is None and not any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
         return None
-    return Tracing(service, endpoint)
+    return Tracing(service, version, endpoint, instance)
 
 
 def to_ns(monotonic_s: float) -> int:
