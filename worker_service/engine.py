@@ -17,6 +17,10 @@ from worker_service.worker_traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
 
+MAX_EPOCH_STEP = 2**32
+"""A core draws the epoch after the greatest seen. One this far above it comes from no core, and
+would lock out all of them once there is no number above it."""
+
 STOP_WAIT_S = 2.0
 """For the model thread to finish what it is at; one that takes longer may be stuck for ever."""
 
@@ -117,6 +121,7 @@ class Engine:
             raise InvalidPlan("num_gpu_blocks", "expected at least 1")
         if epoch <= self.last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above {self.last_epoch}, seen before")
+        self._check_within_reach(epoch)
         self._fence(epoch)
         self._runner = None
 
@@ -141,6 +146,7 @@ class Engine:
             raise OutOfOrder("no cache: InitializeCache comes before ExecuteSteps")
         if epoch == self.last_epoch and self._stream_epoch == epoch:
             raise OutOfOrder(f"epoch {epoch} has had its stream; a new one needs a greater epoch")
+        self._check_within_reach(epoch)
         self._fence(epoch)
         self._stream_epoch = epoch
         traces = self._traces.of_stream(epoch, self.meter) if self._traces else None
@@ -204,6 +210,12 @@ class Engine:
     def _check_serving(self) -> None:
         if self.is_draining:
             raise NotReady("the worker is shutting down")
+
+    def _check_within_reach(self, epoch: int) -> None:
+        if epoch > self.last_epoch + MAX_EPOCH_STEP:
+            raise InvalidPlan(
+                "epoch", f"expected at most 2^32 above {self.last_epoch}, seen before, got {epoch}"
+            )
 
     def _fence(self, epoch: int) -> None:
         """Take note of an epoch and end an older one's stream, and its meeting of ranks."""

@@ -22,7 +22,7 @@ from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.meters import Meters
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
-from scheduler_service.core_service.worker_link import Dial, WorkerLink
+from scheduler_service.core_service.worker_link import MAX_EPOCH, Dial, WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.tasks import run_until_first
 
@@ -161,6 +161,8 @@ class WorkerRegistry:
         for field in ("name", "fingerprint", "max_model_len", "vocab_size", "block_size"):
             if not getattr(registration.model, field):
                 raise InvalidArgument(f"registration.model.{field}", "expected a value")
+        if registration.last_epoch > MAX_EPOCH:
+            raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")
         return registration
 
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:

@@ -42,6 +42,9 @@ CALL_TIMEOUT_S = 10.0
 PROFILE_TIMEOUT_S = 600.0
 """For a forward pass of the largest batch, and for making the caches."""
 
+MAX_EPOCH = 2**63
+"""Above what any worker can have seen, and with room above it: an epoch is a uint64 on the wire."""
+
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 STABLE_AFTER_S = 30.0
@@ -175,7 +178,12 @@ class WorkerLink:
         return self._capacity(blocks)
 
     def _draw_epoch(self, last_epoch: int) -> None:
-        """An epoch above all that the workers have seen; raises TakenOver if one was not ours."""
+        """An epoch above all that the workers have seen.
+
+        Raises TakenOver if one was not ours, and CannotServe if no core can have drawn it.
+        """
+        if last_epoch > MAX_EPOCH:
+            raise CannotServe(f"a worker has seen epoch {last_epoch}, which no core draws")
         if self._has_drawn and last_epoch > self.epoch:
             raise TakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
         self.epoch = max(self.epoch, last_epoch) + 1

@@ -165,6 +165,21 @@ async def test_a_stream_with_a_greater_epoch_takes_over_without_new_caches() -> 
         assert (await old.error()).code() == grpc.StatusCode.ABORTED
 
 
+async def test_an_epoch_that_no_core_draws_locks_nobody_out() -> None:
+    async with running_worker() as running:
+        await running.initialize(3)
+        with pytest.raises(grpc.aio.AioRpcError) as caches:
+            await running.initialize(2**64 - 1)
+        steps, plans = Steps(running.stub), PlanBuilder(epoch=3 + 2**32 + 1)
+        plans.add(1, [1])
+        await steps.send(plans.plan([Row(1)]))
+        for error in (caches.value, await steps.error()):
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert details(error) == ("INVALID_PLAN", ["epoch"])
+        await decode(running, 3)
+        await running.initialize(3 + 2**32)
+
+
 async def test_an_older_or_used_epoch_is_refused() -> None:
     async with running_worker() as running:
         await running.initialize(7)

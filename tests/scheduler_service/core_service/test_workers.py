@@ -107,6 +107,24 @@ async def test_a_broken_step_stream_is_opened_again_with_a_greater_epoch(
     assert worker.directives == ["serve"]
 
 
+async def test_a_registration_with_an_epoch_that_no_core_draws_is_refused(
+    service: CoreService, fleet: Fleet
+) -> None:
+    hostile = await fleet.start(FakeWorker("hostile"), last_epoch=2**64 - 1)
+    await until(lambda: hostile.directives == ["error: INVALID_ARGUMENT"], "it is refused")
+    assert not list(service.registry)
+
+
+async def test_a_worker_that_has_seen_an_epoch_that_no_core_draws_is_told_to_end(
+    core: SchedulerServiceStub, fleet: Fleet
+) -> None:
+    worker = FakeWorker("fooled")
+    worker.last_epoch = 2**64 - 1
+    await fleet.start(worker)
+    await until(lambda: worker.directives[-1:] == ["stop"], "it is told to end")
+    assert (await core.GetStatus(pb.SchedulerServiceGetStatusRequest())).HasField("status")
+
+
 async def test_a_wrong_advertised_address_is_told_and_tried_again(
     service: CoreService, fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
