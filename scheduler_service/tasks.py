@@ -1,7 +1,8 @@
 """Running several coroutines that stand and fall together."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -34,3 +35,18 @@ async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_its_end(work: Awaitable[Result], patience_s: float) -> Result:
+    """What `work` returns; whoever is cancelled meanwhile first waits for its end, but not long.
+
+    For writes to a stream of gRPC's: a call whose write was cut off cannot be given a status.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            async with asyncio.timeout(patience_s):
+                await task
+        raise

@@ -20,9 +20,12 @@ from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.holding import Holding
 from scheduler_service.core_service.meters import ServiceCounts
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
-from scheduler_service.tasks import run_until_first
+from scheduler_service.tasks import run_until_first, to_its_end
 
 logger = logging.getLogger(__name__)
+
+FAREWELL_S = 1.0
+"""For a message that is being written when the stream ends."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
 
@@ -104,7 +107,7 @@ class Attachment:
             self._news.clear()
             message = self._next_message()
             if message is not None:
-                await context.write(pb.AttachResponse(message=message))
+                await to_its_end(context.write(pb.AttachResponse(message=message)), FAREWELL_S)
             if self._closed is not None and not self._news.is_set():
                 raise self._closed
 

@@ -24,7 +24,7 @@ from scheduler_service.core_service.meters import Meters
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
 from scheduler_service.core_service.worker_link import MAX_EPOCH, Dial, WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
-from scheduler_service.tasks import run_until_first
+from scheduler_service.tasks import run_until_first, to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -279,4 +279,5 @@ class WorkerRegistry:
 
 
 async def _write(context: Context, directive: pb.WorkerDirective) -> None:
-    await context.write(pb.RegisterWorkerResponse(directive=directive))
+    message = pb.RegisterWorkerResponse(directive=directive)
+    await to_its_end(context.write(message), FAREWELL_TIMEOUT_S)

@@ -24,6 +24,7 @@ from scheduler_service.errors import Unavailable
 from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
+from scheduler_service.request_timeout import RequestTimeout
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.version import VERSION
 from service_common.tracing import make_tracing
@@ -78,7 +79,7 @@ class CoreService:
             service_names=[SERVICE_NAME],
             grace_period_s=config.grace_period_s,
             credentials=cluster.server_credentials(),
-            interceptors=cluster.gates(),
+            interceptors=[*cluster.gates(), RequestTimeout()],
             knows_callers=cluster.has_credentials,
             health_listen=config.health_listen,
         )

@@ -1,7 +1,6 @@
 """`SchedulerService` on the wire: awaits and translates, no more."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -54,12 +53,12 @@ class SchedulerServicer(SchedulerServiceServicer):
         async with errors_as_statuses(context):
             await self._workers.serve(context)
 
-    async def GetModelAssets(
+    async def GetModelAssets(  # type: ignore[override]
         self, request: pb.SchedulerServiceGetModelAssetsRequest, context: Context
-    ) -> AsyncIterator[pb.SchedulerServiceGetModelAssetsResponse]:
+    ) -> None:
         async with errors_as_statuses(context):
             for chunk in chunks_of(await self._assets.get(request.model)):
-                yield pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk)
+                await context.write(pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk))
 
     async def Abort(
         self, request: pb.SchedulerServiceAbortRequest, context: Context
@@ -75,15 +74,15 @@ class SchedulerServicer(SchedulerServiceServicer):
             status = self._status.snapshot(to_detail(request.detail))
             return pb.SchedulerServiceGetStatusResponse(status=status)
 
-    async def WatchStatus(
+    async def WatchStatus(  # type: ignore[override]
         self, request: pb.SchedulerServiceWatchStatusRequest, context: Context
-    ) -> AsyncIterator[pb.SchedulerServiceWatchStatusResponse]:
+    ) -> None:
         async with errors_as_statuses(context):
             interval_s = _interval_ms(request) / 1000
             detail = to_detail(request.detail)
             while True:
                 status = self._status.snapshot(detail)
-                yield pb.SchedulerServiceWatchStatusResponse(status=status)
+                await context.write(pb.SchedulerServiceWatchStatusResponse(status=status))
                 await asyncio.sleep(interval_s)
 
     async def DrainWorker(

@@ -1,0 +1,67 @@
+"""Coroutines that stand and fall together."""
+
+import asyncio
+import gc
+
+import pytest
+
+from scheduler_service.tasks import run_until_first, to_its_end
+
+
+async def test_a_write_that_is_under_way_ends_before_what_cancels_it_goes_on() -> None:
+    done: list[str] = []
+    began, release = asyncio.Event(), asyncio.Event()
+
+    async def write() -> None:
+        began.set()
+        await release.wait()
+        done.append("written")
+
+    async def read() -> None:
+        await began.wait()
+        asyncio.get_running_loop().call_soon(release.set)
+
+    await run_until_first(read(), to_its_end(write(), patience_s=30))
+    assert done == ["written"]
+
+
+async def test_a_write_that_does_not_end_is_given_up() -> None:
+    gone = asyncio.Event()
+
+    async def write() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    async def read() -> None:
+        await asyncio.sleep(0)
+
+    await run_until_first(read(), to_its_end(write(), patience_s=0.01))
+    await gone.wait()
+
+
+async def test_an_error_of_a_write_that_nobody_waits_for_any_more_is_no_error() -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    async def write() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("gone")
+
+    async def read() -> None:
+        await asyncio.sleep(0)
+
+    await run_until_first(read(), to_its_end(write(), patience_s=0.01))
+    gc.collect()
+    assert complaints == []
+
+
+async def test_what_a_write_raises_is_raised() -> None:
+    async def write() -> None:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        await to_its_end(write(), patience_s=1)
