@@ -28,6 +28,7 @@ How it is made, from the outside in:
     lanes.py          who waits for a worker group; policies/ says who is next
     placing.py        who goes to a worker group now; placement.py says to which
     room.py           what a worker group has room for, which these ask
+    wait.py           what a request remembers of their answers
     scheduler.py      Scheduler, one per worker group: schedule() and update()
     waiting_queue.py  who waits, by rank; heap.py keeps the order
     admitting.py      from there into the batch

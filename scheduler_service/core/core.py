@@ -333,7 +333,7 @@ class SchedulerCore:
         assert num_placed + num_unplaced == len(groups), "a place holds a request that has ended"
         assert set(self._deadlines) <= set(groups)
         for model in self._models.values():
-            model.waiting.check()
+            model.check()
         for scheduler in self._schedulers.values():
             scheduler.check()
         self._check_tenants(groups)

@@ -14,6 +14,7 @@ from scheduler_service.core.placing import Placing
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.wait import Wait
 from scheduler_service.core.waiting_queue import WaitingQueue
 
 Alike: TypeAlias = tuple[Scheduler, ...]
@@ -165,6 +166,17 @@ class Model:
             self.release(group)
             self.waiting.add(group)
 
+    def check(self) -> None:
+        """Assert the invariants. Looks at every worker group for every request that waits."""
+        self.waiting.check()
+        if self._sorted_for != self._present():
+            return  # refusals are forgotten in the next round
+        for group in self.waiting:
+            for scheduler in self.schedulers:
+                known = group.wait.refusals.get(scheduler.capacity.group_id)
+                if known == scheduler.num_changes:
+                    assert not scheduler.room.has_room_for(group), "there is room nobody looks at"
+
     def release(self, group: SequenceGroup) -> None:
         """A group may have been in a worker group, and is no more: its tenant may use the blocks
         for others."""
@@ -189,6 +201,7 @@ class Model:
             group, scheduler = found
             if not is_late(group):
                 self._give(group, scheduler, now_us)
+                placing.note_taken(scheduler)
                 placed.append(group)
         self.waiting.look_again()
         for group in placing.unsuitable:
@@ -233,7 +246,7 @@ class Model:
 
     def _notice_groups(self) -> None:
         """Sort the queue anew if the worker groups are others than the last time."""
-        groups = [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
+        groups = self._present()
         if groups != self._sorted_for:
             self._sorted_for = groups
             alike: dict[object, list[Scheduler]] = {}
@@ -243,10 +256,16 @@ class Model:
                 alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
             self._alike = [tuple(schedulers) for schedulers in alike.values()]
             self.waiting.sort_anew()
+            for group in self.waiting:
+                group.wait.refusals.clear()  # a new group may have the id of one that is gone
+
+    def _present(self) -> list[tuple[Scheduler, bool]]:
+        """Its worker groups, and whether they drain."""
+        return [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
 
     def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         self.waiting.discard(group)
-        group.awaits = group.waits_until_us = None
+        group.wait = Wait()
         group.is_placed = True
         group.num_reserved_blocks = group.most_blocks(scheduler.capacity)
         group.tenant.num_kv_blocks += group.num_reserved_blocks

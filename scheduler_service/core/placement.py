@@ -77,7 +77,7 @@ class Placement:
             return best
         at_once = [offer for offer in offers if offer.has_room]
         if not at_once:
-            awaited = (o for o in offers if o.scheduler.capacity.group_id == group.awaits)
+            awaited = (o for o in offers if o.scheduler.capacity.group_id == group.wait.awaits)
             return next(awaited, best)
         second_best = min(at_once, key=lambda offer: offer.order)
         may_wait = _may_wait(group, best, second_best, now_us)
@@ -176,6 +176,6 @@ def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) ->
 
 def _may_wait(group: SequenceGroup, best: Offer, at_once: Offer, now_us: int) -> bool:
     """Whether it may wait for the best still; its patience begins when it is first asked."""
-    if group.waits_until_us is None:
-        group.waits_until_us = now_us + round(at_once.cost_us - best.cost_us)
-    return now_us < group.waits_until_us
+    if group.wait.until_us is None:
+        group.wait.until_us = now_us + round(at_once.cost_us - best.cost_us)
+    return now_us < group.wait.until_us

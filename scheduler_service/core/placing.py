@@ -6,12 +6,16 @@ That group keeps its room, be it little, for it: nothing that comes later is pla
 large requests are served in their turn. The other groups go on taking what follows, and so does
 each group that the request does not fit.
 
+What had no room for a request is looked at again only once it has changed, and between two rounds
+one or two worker groups have. So a round takes about as many looks as there are groups that keep
+their room for somebody, not as many for each of those who wait.
+
 A suspect, which may have killed workers, goes to no group that has another: were the worker to
 die, both would fail. It waits until the other has ended or is none any more, which is a matter of
 a few steps, and holds up nobody meanwhile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from scheduler_service.core.lanes import Lanes
@@ -38,7 +42,8 @@ class Placing:
         """`suitable`: the worker groups that a request may go to, full or not."""
         self._waiting = waiting
         self._open = dict.fromkeys(schedulers)
-        self._has_room = False
+        self._with_room = {s for s in schedulers if s.room.has_room}
+        """Those of the open ones that may have room for something."""
         self._policy = policy
         self._placement = placement
         self._suitable = suitable
@@ -54,10 +59,14 @@ class Placing:
                 return group, scheduler
         return None
 
+    def note_taken(self, scheduler: Scheduler) -> None:
+        """The worker group has taken what `next` gave it."""
+        if not scheduler.room.has_room:
+            self._with_room.discard(scheduler)
+
     def _may_go_on(self) -> bool:
         """Whether anything at all may be placed."""
-        self._has_room = any(scheduler.room.has_room for scheduler in self._open)
-        return self._has_room or (self._policy.goes_ahead and bool(self._open))
+        return bool(self._with_room) or (self._policy.goes_ahead and bool(self._open))
 
     def _place(self, group: SequenceGroup, now_us: int) -> Scheduler | None:
         """Where the head goes; if nowhere, it is the head no more."""
@@ -86,7 +95,11 @@ class Placing:
         self, group: SequenceGroup, schedulers: list[Scheduler], now_us: int
     ) -> Scheduler | None:
         group.is_ahead = False
-        if self._has_room:
+        awaited = self._still_awaited(group, schedulers)
+        if awaited is not None:
+            self._wait_for(awaited, group)
+            return None
+        if self._with_room:
             best = self._placement.choose(group, schedulers, now_us)
             if best.has_room:
                 return best.scheduler
@@ -97,13 +110,33 @@ class Placing:
         if ahead:
             group.is_ahead = True
             return self._placement.choose(group, ahead, now_us).scheduler
-        if self._has_room:
+        if self._with_room:
+            _note_refusals(group, schedulers)
             self._wait_for(best.scheduler, group)
         else:
             self._open.clear()  # what follows goes ahead of nobody either
         return None
 
+    def _still_awaited(self, group: SequenceGroup, schedulers: list[Scheduler]) -> Scheduler | None:
+        """What a request goes on waiting for, since all that had no room have none still; None if
+        it must be chosen."""
+        wait = group.wait
+        awaited = next((s for s in schedulers if s.capacity.group_id == wait.awaits), None)
+        if awaited is None or not self._with_room:
+            return None
+        changed = [s for s in schedulers if wait.refusals.get(s.capacity.group_id) != s.num_changes]
+        if any(scheduler.room.has_room_for(group) for scheduler in changed):
+            return None
+        _note_refusals(group, changed)
+        return awaited
+
     def _wait_for(self, scheduler: Scheduler, group: SequenceGroup) -> None:
-        group.awaits = scheduler.capacity.group_id
+        group.wait.awaits = scheduler.capacity.group_id
         del self._open[scheduler]
+        self._with_room.discard(scheduler)
         self._waiting.pass_over(group)
+
+
+def _note_refusals(group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
+    """These have no room for a request."""
+    group.wait.refusals.update((s.capacity.group_id, s.num_changes) for s in schedulers)

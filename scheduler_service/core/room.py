@@ -111,6 +111,11 @@ class Room:
             shortage=max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
         )
 
+    def has_room_for(self, group: SequenceGroup) -> bool:
+        """Whether a group that fits would find room here now, be it ahead of others."""
+        has_room = self.has_room and self.prospect(group).shortage == 0
+        return has_room or self.can_take_ahead(group)
+
     def can_take_ahead(self, group: SequenceGroup) -> bool:
         """Whether the group would find room here now at the expense of others that it goes ahead
         of, be they running or waiting."""

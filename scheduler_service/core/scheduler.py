@@ -73,6 +73,8 @@ class Scheduler:
         self.rates = StepRates()
         self.is_draining = False
         self.num_steps = 0
+        self.num_changes = 0
+        """Counts up whenever there may be more room than before."""
         self._config = config
         self._policy = policy
         self._totals = totals
@@ -171,6 +173,7 @@ class Scheduler:
 
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
+        self.num_changes += 1
         phases = (Phase.QUEUE, Phase.RECOVERY)
         waiting = (*self.ahead, *self.waiting)
         groups = [group for group in waiting if group.clock.phase in phases]
@@ -182,6 +185,7 @@ class Scheduler:
     def send_away(self, may_go: Callable[[SequenceGroup], bool], now_us: int) -> int:
         """Plan no more for the groups that may go; `take_gone` tells when they are gone. How many
         they are."""
+        self.num_changes += 1
         leaving = [g for g in self.groups if g not in self._leaving and may_go(g)]
         for group in leaving:
             self._discard(group)
@@ -195,6 +199,7 @@ class Scheduler:
 
     def take_gone(self) -> list[SequenceGroup]:
         """Part with the groups that were sent away and of which nothing is in flight any more."""
+        self.num_changes += 1
         gone = self._leaving.take_gone()
         for group in gone:
             del self.groups[group]
@@ -289,6 +294,7 @@ class Scheduler:
         """
         if self._pipeline.is_full:
             return None
+        self.num_changes += 1
         self._running.drop_ended()
         batch = Batch(now_us, self._config.max_num_batched_tokens)
         self.swapping.land()
@@ -306,6 +312,7 @@ class Scheduler:
     def update(self, result: StepResult, now_us: int) -> None:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
         step = self._pipeline.pop(result)
+        self.num_changes += 1
         waited_us = now_us - self.clock.mark_us
         self.clock.advance(now_us, result)
         self.rates.note(step.work, result)
@@ -421,6 +428,7 @@ class Scheduler:
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence; what it held is free at once."""
+        self.num_changes += 1
         group = seq.group
         if seq.status is RUNNING:
             self._prefixes.note_decodes(seq)  # what it has computed can be found

@@ -12,6 +12,7 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import Phase, RequestClock
 from scheduler_service.core.tenants import Tenant
 from scheduler_service.core.timeline import RequestEvent, Timeline
+from scheduler_service.core.wait import Wait
 
 
 class SequenceStatus(IntEnum):
@@ -169,10 +170,8 @@ class SequenceGroup:
     """Whether it is in a worker group."""
     is_ahead: bool = False
     """Whether it was placed there ahead of others, at whose expense it may find room."""
-    awaits: str | None = None
-    """Id of the worker group that keeps its room for it, while it is in none."""
-    waits_until_us: int | None = None
-    """Until when it may wait for a worker group although another would take it."""
+    wait: Wait = field(default_factory=Wait)
+    """What it knows of worker groups while it is in none."""
     outgrown_tokens: int = 0
     """Tokens of the largest KV cache that it was too large for: it goes to larger ones only."""
     num_reserved_blocks: int = 0
@@ -257,6 +256,7 @@ class SequenceGroup:
         assert seq.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
         seq.status = status
         self.num_unfinished -= 1
+        self.wait.refusals.clear()  # what is left of it may find room
 
     def waiting(self) -> list[Sequence]:
         """Its sequences that wait for a place in a batch."""

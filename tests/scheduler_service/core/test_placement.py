@@ -1,7 +1,7 @@
 """Which worker group takes a request, by what it has, what it does and how fast it is."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from scheduler_service.core.plan import StepResult
 from scheduler_service.core.policies.fcfs import FirstComeFirstServed
 from scheduler_service.core.registry import Registry
 from scheduler_service.core.request import Request
+from scheduler_service.core.room import Prospect, Room
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import Totals
@@ -70,7 +71,7 @@ class Deployment:
     def place(self) -> None:
         """Give what waits to worker groups."""
         self.model.place(lambda group: False, self.now_us)
-        self.model.waiting.check()
+        self.model.check()
 
     def where(self, group: SequenceGroup) -> str | None:
         """The worker group that has a request."""
@@ -199,7 +200,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
     deployment, turn = busy_where_it_began(800)
     deployment.place()
     assert deployment.where(turn) is None
-    assert turn.awaits == "full"
+    assert turn.wait.awaits == "full"
     later = deployment.submit(prompt(9, 4))
     deployment.place()
     assert deployment.where(later) == "idle"
@@ -207,7 +208,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
         deployment.schedulers[0].end_sequence(group.sequences[0], ENDED, 0)
     deployment.place()
     assert deployment.where(turn) == "full"
-    assert turn.awaits is None
+    assert turn.wait.awaits is None
 
 
 def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
@@ -219,8 +220,8 @@ def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
 def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
     deployment, turn = busy_where_it_began(800)
     deployment.place()
-    assert turn.waits_until_us is not None
-    deployment.now_us = turn.waits_until_us - 1
+    assert turn.wait.until_us is not None
+    deployment.now_us = turn.wait.until_us - 1
     deployment.place()
     assert deployment.where(turn) is None
     deployment.now_us += 1
@@ -310,3 +311,78 @@ def test_room_that_nothing_may_go_to_is_no_reason_to_look_at_what_waits(useless:
     if useless == "draining":
         deployment.place()
         assert last.groups
+
+
+class CountedRoom:
+    """A worker group's room that counts how often it is looked at for a request."""
+
+    def __init__(self, room: Room) -> None:
+        self.num_looks = 0
+        self.inner = room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def prospect(self, group: SequenceGroup) -> Prospect:
+        """What is counted."""
+        self.num_looks += 1
+        return self.inner.prospect(group)
+
+    def has_room_for(self, group: SequenceGroup) -> bool:
+        """Counts, too."""
+        self.num_looks += 1
+        return self.inner.has_room_for(group)
+
+
+NUM_FULL = 24
+
+
+def without_blocks() -> tuple[Deployment, list[SequenceGroup]]:
+    """Worker groups that have places but no blocks, and more requests than groups that wait."""
+    groups = [make_scheduler(f"g{i:02}", num_gpu_blocks=16) for i in range(NUM_FULL)]
+    deployment = Deployment(*groups)
+    running = [deployment.submit(prompt(i, 50), max_tokens=10) for i in range(NUM_FULL)]
+    deployment.place()
+    deployment.run()
+    assert all(deployment.where(group) for group in running)
+    waiting = [deployment.submit(prompt(100 + i, 50)) for i in range(2 * NUM_FULL)]
+    deployment.place()
+    assert not any(deployment.where(group) for group in waiting)
+    return deployment, waiting
+
+
+def count_looks(deployment: Deployment) -> int:
+    """In one round of placing."""
+    rooms = [CountedRoom(scheduler.room) for scheduler in deployment.schedulers]
+    for scheduler, room in zip(deployment.schedulers, rooms, strict=True):
+        scheduler.room = cast(Room, room)
+    deployment.model.place(lambda group: False, 0)
+    for scheduler, room in zip(deployment.schedulers, rooms, strict=True):
+        scheduler.room = room.inner
+    return sum(room.num_looks for room in rooms)
+
+
+def test_groups_that_have_not_changed_are_not_looked_at_again() -> None:
+    deployment, _ = without_blocks()
+    assert count_looks(deployment) == 0
+
+
+def test_a_group_that_has_changed_is_looked_at_once_for_each_that_is_waited_for() -> None:
+    deployment, waiting = without_blocks()
+    changed = deployment.schedulers[NUM_FULL // 2]
+    plan = changed.schedule(0)
+    assert plan is not None
+    changed.update(StepResult(step_id=plan.step_id, token_ids=[3]), 0)
+    assert 0 < count_looks(deployment) <= NUM_FULL
+    assert not any(deployment.where(group) for group in waiting)
+
+
+def test_a_group_with_room_again_takes_the_first_that_waits() -> None:
+    deployment, waiting = without_blocks()
+    emptied = deployment.schedulers[NUM_FULL // 2]
+    for group in list(emptied.groups):
+        emptied.end_sequence(group.sequences[0], ENDED, 0)
+    # One at each for the first; for every other one at it, and at the one that the first awaited.
+    assert count_looks(deployment) <= 4 * NUM_FULL
+    assert deployment.where(waiting[0]) == emptied.capacity.group_id
+    assert not any(deployment.where(group) for group in waiting[1:])
