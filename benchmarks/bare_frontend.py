@@ -18,6 +18,7 @@ from scheduler_service.grpc_options import channel_options
 
 FRONTEND_ID = "bare"
 _INT32_BYTES = 4
+_LOOK_S = 0.05
 
 
 class BareFrontend:
@@ -69,6 +70,12 @@ class BareFrontend:
         )
         for task in done:
             task.result()
+
+    async def run_until_finished(self, num_requests: int) -> None:
+        """Let so many more requests end; raises what ended the stream, if something did."""
+        num_wanted = self.num_finished + num_requests
+        while self.num_finished < num_wanted:
+            await self.run(_LOOK_S)
 
     async def _submit(self) -> None:
         while True:

@@ -7,8 +7,11 @@ device would compute. A bare frontend keeps every group's batch full: a quarter 
 open than the batches have places. Prompts share nothing. Linear is what one group does, times the
 number of groups.
 
-With `--workers answering` workers check nothing and answer at once, many groups to a process, so
-that the core process is what saturates: what it carries when workers are elsewhere.
+    python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
+
+With `--workers answering` workers check nothing, many groups to a process, so that the core process
+is what saturates: what it carries when workers are elsewhere. Steps of no length say how many it
+does at most; there is nothing linear to compare them with.
 
 The rounds go from few groups to many, each with its processes' processor time. What limits a round
 is said only where it can be told: a process that uses nearly a whole core, or all of them together
@@ -24,7 +27,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import grpc
 from rich.console import Console
@@ -38,6 +40,9 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 OPEN_PER_PLACE = 1.25
 """Open requests for each place in a batch: some always wait."""
+
+_WARM_UP_ANSWERS = 2
+"""Answers of each open request before a round counts."""
 
 BUSY = 0.9
 """Share of a core, or of all, from which on it counts as what limits."""
@@ -82,9 +87,10 @@ class Bench:
     async def measure(self, num_groups: int, seconds: float) -> Row:
         """A line of the table."""
         await self._services.grow(num_groups)
-        self._frontend.keep_open(int(num_groups * self._shape.rows * OPEN_PER_PLACE))
-        answer_s = self._shape.output_tokens * self._shape.step_us / 1e6
-        await self._frontend.run(2 * answer_s)  # until ends are spread evenly over steps
+        num_open = int(num_groups * self._shape.rows * OPEN_PER_PLACE)
+        self._frontend.keep_open(num_open)
+        for _ in range(_WARM_UP_ANSWERS):  # until ends are spread over steps
+            await self._frontend.run_until_finished(num_open)
         before = await self._sample()
         await self._frontend.run(seconds)
         after = await self._sample()
@@ -111,6 +117,8 @@ class Bench:
         workers = [b - a for a, b in zip(before.workers_s, after.workers_s, strict=True)]
         frontend_s = after.frontend_s - before.frontend_s
         return {
+            "step_ms": self._shape.step_us / 1000,
+            "rows": self._shape.rows,
             "groups": num_groups,
             "tokens_per_s": round((after.num_tokens - before.num_tokens) / seconds),
             "requests_per_s": round((after.num_finished - before.num_finished) / seconds, 1),
@@ -118,7 +126,7 @@ class Bench:
             "rows_per_step": round((after.num_tokens - before.num_tokens) / num_steps, 1),
             "core_cores": round(core_s / seconds, 3),
             "core_us_per_step": round(1e6 * core_s / num_steps),
-            "worker_cores": round(median(workers) / seconds, 3),
+            "worker_cores": round(max(workers) / seconds, 3),
             "all_worker_cores": round(sum(workers) / seconds, 3),
             "frontend_cores": round(frontend_s / seconds, 3),
         }
@@ -128,7 +136,8 @@ def compare(rows: Sequence[Row], num_cores: int) -> None:
     """Add to each line its ratio to linear, and what limits."""
     base = float(rows[0]["tokens_per_s"]) / float(rows[0]["groups"])
     for row in rows:
-        row["of_linear"] = round(float(row["tokens_per_s"]) / (base * float(row["groups"])), 4)
+        if row["step_ms"]:  # else a group alone does as much as the core can
+            row["of_linear"] = round(float(row["tokens_per_s"]) / (base * float(row["groups"])), 4)
         row["limited_by"] = _limit(row, num_cores)
 
 
@@ -162,7 +171,7 @@ async def run(shape: Shape, groups: Sequence[int], seconds: float) -> list[Row]:
         bench = Bench(shape, services, frontend)
         rows = [await bench.measure(num_groups, seconds) for num_groups in sorted(groups)]
     compare(rows, os.cpu_count() or 1)
-    return [{"step_ms": shape.step_us / 1000, "rows": shape.rows} | row for row in rows]
+    return rows
 
 
 COLUMNS = {
@@ -187,7 +196,7 @@ def show(rows: Sequence[Row]) -> None:
     """Print the table."""
     table = Table(*COLUMNS.values(), title="worker groups on one scheduler core")
     for row in rows:
-        table.add_row(*(str(row[name]) for name in COLUMNS))
+        table.add_row(*(str(row.get(name, "")) for name in COLUMNS))
     Console(width=160).print(table)
 
 

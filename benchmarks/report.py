@@ -222,6 +222,7 @@ SECTIONS: Mapping[str, Section] = {
     "recovery_simulated": _recovery,
     "scaling_out": _scaling_out,
     "many_groups": _many_groups,
+    "core_saturation": _many_groups,
     "wire": _wire,
     "online": _online,
     "startup": _startup,

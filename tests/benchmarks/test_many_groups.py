@@ -6,11 +6,12 @@ from pathlib import Path
 from benchmarks import many_groups
 from benchmarks.report import render
 
+FEW = ["--rows", "4", "--prompt-tokens", "8", "--output-tokens", "8", "--seconds", "0.3"]
+
 
 def test_two_groups_are_measured_and_shown(tmp_path: Path) -> None:
-    few = ["--rows", "4", "--prompt-tokens", "8", "--output-tokens", "8", "--seconds", "0.3"]
     sizes = ["--groups", "1", "2", "--step-us", "2000"]
-    many_groups.main([*few, *sizes, "--results", str(tmp_path)])
+    many_groups.main([*FEW, *sizes, "--results", str(tmp_path)])
     results = json.loads((tmp_path / "many_groups.json").read_text())
     assert [row["groups"] for row in results["rows"]] == [1, 2]
     assert results["rows"][0]["of_linear"] == 1.0
@@ -21,8 +22,25 @@ def test_two_groups_are_measured_and_shown(tmp_path: Path) -> None:
     assert render("many_groups", results).count("| 2 | 2 |") == 1
 
 
+def test_a_core_with_workers_that_only_answer_is_measured_and_shown(tmp_path: Path) -> None:
+    sizes = ["--workers", "answering", "--groups", "1", "3", "--step-us", "0"]
+    many_groups.main([*FEW, *sizes, "--results", str(tmp_path)])
+    results = json.loads((tmp_path / "core_saturation.json").read_text())
+    assert [row["groups"] for row in results["rows"]] == [1, 3]
+    for row in results["rows"]:
+        assert row["tokens_per_s"] > 0
+        assert "of_linear" not in row, "there is no length of steps to be linear in"
+    assert render("core_saturation", results).count("| 0 | 3 |") == 1
+
+
 def test_what_limits_is_the_process_or_the_machine() -> None:
-    idle = {"core_cores": 0.3, "worker_cores": 0.1, "all_worker_cores": 0.4, "frontend_cores": 0.1}
+    idle = {
+        "step_ms": 5.0,
+        "core_cores": 0.3,
+        "worker_cores": 0.1,
+        "all_worker_cores": 0.4,
+        "frontend_cores": 0.1,
+    }
     rows = [
         {"groups": 1, "tokens_per_s": 100} | idle,
         {"groups": 4, "tokens_per_s": 300} | idle | {"core_cores": 0.95},
