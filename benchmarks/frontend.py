@@ -5,9 +5,8 @@
 A core that sends a token to every stream per step, the frontends, and their clients run in
 processes of their own. A frontend's processor time per token (all of its threads, from the first
 request to the last response) tells how many tokens per second it can stream on a core of its own,
-whatever else this machine has to run. `pace` is how many steps per second the core makes: at a slow
-one each token leaves in a response of its own; at full speed (0) frontends fall behind and merge
-tokens, as they do under load. What a frontend added does to the others' cost is the ratio to one
+whatever else this machine has to run. `pace` is how many steps per second the core
+makes, 0: as many as it can. What a frontend added does to the others' cost is the ratio to one
 frontend's cost: 1 means that N of them stream N times as much, given the cores.
 
 The ways take turns, so that a machine whose speed drifts harms them alike.

@@ -57,6 +57,16 @@ RECOVERY: Columns = {
     "max_ms": "longest, ms",
     "foreign_cores": "others used, cores",
 }
+FRONTEND: Columns = {
+    "way": "way",
+    "frontends": "frontends",
+    "pace": "steps a second",
+    "cpu_us_per_token": "CPU µs a token",
+    "tokens_per_cpu_s": "tokens/s of a core",
+    "tokens_per_s": "tokens/s of all",
+    "cost_to_grpc": "÷ gRPC's cost",
+    "cost_to_one_frontend": "÷ one frontend's cost",
+}
 CHAOS: Columns = {
     "dtype": "type",
     "seed": "seed",
@@ -174,6 +184,12 @@ def _many_groups(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(many_groups.COLUMNS, results["rows"])
 
 
+def _frontend(results: Mapping[str, Any]) -> tuple[str, str]:
+    row = results["rows"][0]
+    rows = [each | {"pace": each["pace"] or "as they come"} for each in results["rows"]]
+    return f"{row['streams']} streams of {row['tokens']} tokens.", _table(FRONTEND, rows)
+
+
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
     tables = (
         _table(WIRE_MESSAGES, results["messages"]),
@@ -223,6 +239,7 @@ SECTIONS: Mapping[str, Section] = {
     "scaling_out": _scaling_out,
     "many_groups": _many_groups,
     "core_saturation": _many_groups,
+    "frontend": _frontend,
     "wire": _wire,
     "online": _online,
     "startup": _startup,
