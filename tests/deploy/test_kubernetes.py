@@ -115,7 +115,10 @@ def test_its_command_line_is_one(container: Container, monkeypatch: pytest.Monke
     if role != "worker":
         command = command.commands[role]  # type: ignore[attr-defined]
     context = command.make_context(role, list(arguments))
-    assert context.params["listen"] == f"0.0.0.0:{container.port}"
+    assert context.params["listen"] == f"0.0.0.0:{container.ports['grpc']}"
+    assert context.params.get("http", "off") == (
+        f"0.0.0.0:{container.ports['http']}" if "http" in container.ports else "off"
+    )
     known = {variable for each in command.params for variable in _variables_of(each)}
     ours = {name for name in container.variables if name.startswith("PAGEWIRE_")}
     assert ours <= known
@@ -206,3 +209,64 @@ def test_every_file_is_part_of_an_overlay() -> None:
         for manifest in yaml.safe_load_all(file.read_text()):
             if manifest["kind"] != "Kustomization":
                 assert json.dumps(manifest, sort_keys=True) in listed, file
+
+
+def metrics_ports(container: Container) -> dict[str, int]:
+    return {name: port for name, port in container.ports.items() if name.startswith("metrics")}
+
+
+@pytest.mark.parametrize("container", all_containers())
+def test_each_of_its_processes_tells_metrics_at_a_port_that_is_declared(
+    container: Container,
+) -> None:
+    role, *arguments = container.arguments
+    if role != "worker":
+        command = typer.main.get_command(make_app([role])).commands[role]  # type: ignore[attr-defined]
+        (port,) = metrics_ports(container).values()
+        assert command.make_context(role, arguments).params["metrics_port"] == f"0.0.0.0:{port}"
+        return
+    params = typer.main.get_command(worker_app).make_context(role, arguments).params
+    num_ranks = params["tensor_parallel_size"] * params["pipeline_parallel_size"]
+    own = num_ranks // params["num_nodes"]
+    first = int(params["metrics_port"].removeprefix("0.0.0.0:"))
+    assert list(metrics_ports(container).values()) == list(range(first, first + own))
+    calls = range(container.port, container.port + own)
+    assert not set(calls) & set(metrics_ports(container).values()), "ranks listen there"
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_only_prometheus_may_ask_for_metrics_from_outside(name: str) -> None:
+    policies = [m["spec"] for m in overlay(name) if m["kind"] == "NetworkPolicy"]
+    for container in containers(overlay(name)):
+        component = {"core": "core", "frontend": "frontend", "worker": "worker"}[container.name]
+        (policy,) = (p for p in policies if component in json.dumps(p["podSelector"]))
+        for port in metrics_ports(container).values():
+            assert _may_call(policy, port) == [{"app.kubernetes.io/name": "prometheus"}]
+    (public,) = (p for p in policies if "frontend" in json.dumps(p["podSelector"]))
+    assert public["ingress"][0] == {"ports": [{"port": 7600}, {"port": 8000}]}
+
+
+def _may_call(policy: Manifest, port: int) -> list[dict[str, str]]:
+    """Labels of the pods in other namespaces that may call a port."""
+    return [
+        peer["podSelector"]["matchLabels"]
+        for rule in policy["ingress"]
+        for peer in rule.get("from", [])
+        if "namespaceSelector" in peer
+        and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+    ]
+
+
+def test_prometheus_finds_the_ports_of_metrics_by_their_names() -> None:
+    settings = yaml.safe_load((ROOT / "deploy/prometheus/kubernetes.yml").read_text())
+    (job,) = settings["scrape_configs"]
+    (discovery,) = job["kubernetes_sd_configs"]
+    (keep,) = (r for r in job["relabel_configs"] if r.get("action") == "keep")
+    assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    label, _, value = discovery["selectors"][0]["label"].partition("=")
+    for name in OVERLAYS:
+        for template in filter(None, map(pod_template, overlay(name))):
+            assert template["metadata"]["labels"][label] == value
+        for container in containers(overlay(name)):
+            found = {port for port in container.ports if re.fullmatch(keep["regex"], port)}
+            assert found == set(metrics_ports(container))

@@ -64,9 +64,13 @@ class Container:
 
     @property
     def port(self) -> int:
-        """Its only one."""
-        (port,) = self.spec["ports"]
-        return int(port["containerPort"])
+        """Where it is called by gRPC."""
+        return self.ports["grpc"]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """By name."""
+        return {each["name"]: int(each["containerPort"]) for each in self.spec["ports"]}
 
     def probes(self) -> Iterator[tuple[str, Manifest]]:
         """(its kind, the gRPC action) of each."""

@@ -58,8 +58,8 @@ class ServiceFlags:
         Option(
             envvar=env("METRICS_PORT"),
             metavar="[HOST:]PORT|off",
-            help="Where Prometheus asks for /metrics; without a host on 127.0.0.1. Each rank of a "
-            "group takes the port that is its rank further on.",
+            help="Where Prometheus asks for /metrics; without a host on 127.0.0.1. The "
+            "ranks that a machine starts take the following ports.",
         ),
     ] = None
     otlp_endpoint: Annotated[
@@ -100,17 +100,17 @@ class ServiceFlags:
             health_listen=None if health is None else address_of(health, offset, "health_listen"),
             core=self.core,
             cluster=cluster,
-            metrics=self._metrics(place.group.layout.rank),
+            metrics=self._metrics(place.metrics_offset),
             otlp_endpoint=self.otlp_endpoint,
             **({} if place.group_id is None else {"group_id": place.group_id}),
         )
 
-    def _metrics(self, rank: int) -> TcpAddress | None:
+    def _metrics(self, offset: int) -> TcpAddress | None:
         port = self.metrics_port
         if port is None or port == "off":
             return None
         first = port if ":" in port else f"127.0.0.1:{port}"
-        address = parse(address_of(first, rank, "metrics_port"), "metrics_port")
+        address = parse(address_of(first, offset, "metrics_port"), "metrics_port")
         if not isinstance(address, TcpAddress):
             raise InvalidOption(f"metrics_port: expected PORT, HOST:PORT or off, got {port!r}")
         return address

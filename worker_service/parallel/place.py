@@ -20,6 +20,9 @@ class Place:
     address_offset: int = 0
     """How many addresses after the one told this rank listens, since others were told the same."""
 
+    metrics_offset: int = 0
+    """The same for where it tells metrics."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRanks:
@@ -92,7 +95,15 @@ def _told_by_flags(flags: RankFlags, rank: int) -> Place:
         group=GroupConfig(layout=flags.layout_of(rank), distributed_init=flags.distributed_init),
         group_id=flags.group_id,
         local_rank=flags.local_rank,
+        metrics_offset=_place_on_node(flags, rank),
     )
+
+
+def _place_on_node(flags: RankFlags, rank: int) -> int:
+    """A rank's place among those that its machine was told to start. Ray's ranks, whose machines
+    are told nothing, count from the group's first."""
+    world_size = flags.layout_of(rank).world_size
+    return rank % max(1, world_size // max(1, flags.num_nodes))
 
 
 def _told_by_torchrun(flags: RankFlags, torchrun: Torchrun) -> Place:
@@ -110,4 +121,5 @@ def _told_by_torchrun(flags: RankFlags, torchrun: Torchrun) -> Place:
         group_id=flags.group_id or torchrun.group_id,
         local_rank=torchrun.local_rank,
         address_offset=torchrun.local_rank,
+        metrics_offset=torchrun.local_rank,
     )
