@@ -74,14 +74,15 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> RequestOutput:
         """The whole answer to one prompt: a text, token ids, or the messages of a chat."""
-        async with self.stream(
+        request = requests.generate_request(
             prompt,
             sampling_params,
             model=model,
             request_id=request_id,
             priority=priority,
-            timeout=timeout,
-        ) as stream:
+            is_whole=True,
+        )
+        async with AsyncOutputStream(self._caller, request, timeout) as stream:
             async for _ in stream:
                 pass
             return stream.output

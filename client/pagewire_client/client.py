@@ -71,14 +71,15 @@ class Client:
         timeout: float | None = None,
     ) -> RequestOutput:
         """The whole answer to one prompt: a text, token ids, or the messages of a chat."""
-        with self.stream(
+        request = requests.generate_request(
             prompt,
             sampling_params,
             model=model,
             request_id=request_id,
             priority=priority,
-            timeout=timeout,
-        ) as stream:
+            is_whole=True,
+        )
+        with OutputStream(self._caller, request, timeout) as stream:
             for _ in stream:
                 pass
             return stream.output

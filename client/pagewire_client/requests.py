@@ -20,8 +20,12 @@ def generate_request(
     model: str | None = None,
     request_id: str | None = None,
     priority: int = 0,
+    is_whole: bool = False,
 ) -> pb.GenerateRequest:
-    """One request. It always gets an id, so that it can be continued elsewhere."""
+    """One request. It always gets an id, so that it can be continued elsewhere.
+
+    `is_whole`: nobody looks at the answer before its end.
+    """
     request = pb.GenerateRequest(
         request_id=request_id or uuid.uuid4().hex,
         model=model,
@@ -29,6 +33,8 @@ def generate_request(
     )
     if priority:
         request.priority = priority
+    if is_whole:
+        request.max_hold_ms = MAX_HOLD_MS
     fill_prompt(request, prompt)
     return request
 
@@ -48,13 +54,10 @@ def generate_requests(
         params = sampling_params
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
-    requests = [
-        generate_request(prompt, prompt_params, model=model, priority=priority)
+    return [
+        generate_request(prompt, prompt_params, model=model, priority=priority, is_whole=True)
         for prompt, prompt_params in zip(prompts, params, strict=True)
     ]
-    for request in requests:
-        request.max_hold_ms = MAX_HOLD_MS
-    return requests
 
 
 def tokenize_request(

@@ -14,7 +14,14 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from pagewire.v1.sampling_pb2 import ChoiceList
+from pagewire.v1.sampling_pb2 import (
+    EARLY_STOPPING_NEVER,
+    EARLY_STOPPING_WHEN_FULL,
+    EARLY_STOPPING_WHEN_HOPELESS,
+    BeamSearch,
+    ChoiceList,
+    SamplingParams,
+)
 from pagewire_client.cli import terminal
 from pagewire_client.cli.app import app
 from pagewire_client.local import flags, programs
@@ -107,6 +114,49 @@ def test_sampling_options_reach_the_server(invoke: Any, frontend: FakeFrontend) 
     assert not params.HasField("temperature")
 
 
+def test_several_answers_are_printed_one_after_the_other(
+    invoke: Any, frontend: FakeFrontend
+) -> None:
+    result = invoke("generate", "Hello", "-n", "2", "--max-tokens", "3", "--seed", "5")
+    texts = [
+        "".join(piece(token("Hello", 5, choice, position)) for position in range(3))
+        for choice in range(2)
+    ]
+    assert result.stdout == "".join(f"{text}\n" for text in texts)
+    assert result.stderr == "answer 1 of 2\nanswer 2 of 2\n"
+    assert frontend.requests[0].max_hold_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        (["--n", "2", "--best-of", "5"], {"n": 2, "best_of": 5}),
+        (["--truncate-prompt-tokens", "-1"], {"truncate_prompt_tokens": 0}),
+        (
+            ["--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "never"],
+            {
+                "beam_search": BeamSearch(
+                    width=4, length_penalty=0.5, early_stopping=EARLY_STOPPING_NEVER
+                )
+            },
+        ),
+        (
+            ["--beam-width", "4", "--early-stopping", "true"],
+            {"beam_search": BeamSearch(width=4, early_stopping=EARLY_STOPPING_WHEN_FULL)},
+        ),
+        (
+            ["--beam-width", "4", "--early-stopping", "false"],
+            {"beam_search": BeamSearch(width=4, early_stopping=EARLY_STOPPING_WHEN_HOPELESS)},
+        ),
+    ],
+)
+def test_how_answers_are_found_reaches_the_server(
+    invoke: Any, frontend: FakeFrontend, options: list[str], params: dict[str, Any]
+) -> None:
+    assert invoke("generate", "x", *options).exit_code == 0
+    assert frontend.requests[0].sampling_params == SamplingParams(max_tokens=256, **params)
+
+
 def test_the_address_may_come_from_the_environment(frontend: FakeFrontend) -> None:
     done = run("generate", "Hello", env={"PAGEWIRE_ADDRESS": frontend.address})
     assert done.returncode == 0
@@ -129,6 +179,7 @@ def test_no_server_is_one_line_and_an_exit_code() -> None:
         (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
         (["generate", ""], "expected a text"),
         (["generate", "Hello", "--seed", "-1"], "seed must be from 0"),
+        (["generate", "Hello", "--length-penalty", "2"], "set beam_width too"),
         (["generate", "Hello", "--tls-ca", "/none.pem"], "No such file"),
         (["chat", "--model", "other"], "no model 'other' is served"),
     ],

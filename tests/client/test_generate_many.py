@@ -30,8 +30,9 @@ def test_the_tokens_of_whole_answers_may_come_in_few_messages(
 ) -> None:
     client.generate_many(PROMPTS[:2], TEN)
     client.generate(PROMPTS[2], TEN)
+    list(client.stream(PROMPTS[3], TEN))
     holds = [request.max_hold_ms for request in frontend.requests]
-    assert holds == [MAX_HOLD_MS, MAX_HOLD_MS, 0]
+    assert holds == [MAX_HOLD_MS, MAX_HOLD_MS, MAX_HOLD_MS, 0]
 
 
 def test_no_prompts_need_no_server(make_client: Any) -> None:

@@ -31,6 +31,8 @@ const CHANNEL_OPTIONS = {
   "grpc.max_reconnect_backoff_ms": 2000,
 };
 
+const MAX_HOLD_MS = 100; // tokens of an answer that is wanted whole may wait for others so long
+
 const FINISH_REASONS = {
   FINISH_REASON_STOP: "stop",
   FINISH_REASON_LENGTH: "length",
@@ -84,7 +86,8 @@ export class Client {
   /** The whole answer: `{requestId, model, seed, promptTokenIds, outputs, usage, timings}`. */
   async generate(prompt, samplingParams = {}, options = {}) {
     const answer = { outputs: [] };
-    for await (const response of this.#responses(prompt, samplingParams, options)) {
+    const asked = { ...options, maxHoldMs: MAX_HOLD_MS };
+    for await (const response of this.#responses(prompt, samplingParams, asked)) {
       answer.requestId = response.requestId;
       if (response.started) Object.assign(answer, response.started);
       for (const choice of response.choices) append(answer.outputs, asDelta(choice));
@@ -99,11 +102,12 @@ export class Client {
   }
 
   /** What comes of a request, over as many attempts as it takes. */
-  async *#responses(prompt, samplingParams, { model, requestId, timeoutMs }) {
+  async *#responses(prompt, samplingParams, { model, requestId, timeoutMs, maxHoldMs }) {
     const deadline = timeoutMs === undefined ? Infinity : Date.now() + timeoutMs;
     const retries = new Retries(this.#recoveryTimeoutMs, deadline);
     requestId ??= randomUUID(); // whoever draws it can ask for the request again
-    const received = new Received({ ...asPrompt(prompt), samplingParams, model, requestId });
+    const request = { ...asPrompt(prompt), samplingParams, model, requestId, maxHoldMs };
+    const received = new Received(request);
     while (!received.isComplete) {
       const used = this.#current;
       try {

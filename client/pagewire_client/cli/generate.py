@@ -7,18 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
+from pagewire_client.blocking import OutputStream
 from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, Sampling, with_options
+from pagewire_client.cli.options import (
+    ANSWERS,
+    CONNECTION,
+    SAMPLING,
+    Answers,
+    Connection,
+    Sampling,
+    with_options,
+)
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.prompts import Prompt
 
-_WAITING = "waiting for the first token; `pagewire status` shows what is being served, and queues"
+_WAITING = "waiting for {}; `pagewire status` shows what is being served, and queues"
 
 
-@with_options(connection=CONNECTION, sampling=SAMPLING)
+@with_options(connection=CONNECTION, sampling=SAMPLING, answers=ANSWERS)
 def generate(
     connection: Connection,
     sampling: Sampling,
+    answers: Answers,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; without it, standard input.")
     ] = None,
@@ -31,17 +41,37 @@ def generate(
         bool, typer.Option("--json", help="Print the whole answer as one JSON object.")
     ] = False,
 ) -> None:
-    """Stream a model's answer to one prompt."""
+    """Stream a model's answer to one prompt; several answers are printed one after the other."""
     text = sys.stdin.read() if prompt is None else prompt
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
+    params = answers.added_to(sampling.params())
     with connection.client() as client:
-        stream = client.stream(asked, sampling.params(), model=model, timeout=timeout)
-        with terminal.note_if_slow(_WAITING) as waiting:
-            for delta in stream:
-                waiting.cancel()
-                if not as_json:
-                    terminal.write(delta.text)
-        terminal.write(json.dumps(_as_dict(stream.output)) + "\n" if as_json else "\n")
+        if not as_json and (params.n or 1) == 1:
+            _write_as_it_comes(client.stream(asked, params, model=model, timeout=timeout))
+            return
+        with terminal.note_if_slow(_WAITING.format("the whole answer")):
+            output = client.generate(asked, params, model=model, timeout=timeout)
+    write = _write_json if as_json else _write_all
+    write(output)
+
+
+def _write_as_it_comes(stream: OutputStream) -> None:
+    with terminal.note_if_slow(_WAITING.format("the first token")) as waiting:
+        for delta in stream:
+            waiting.cancel()
+            terminal.write(delta.text)
+    terminal.write("\n")
+
+
+def _write_all(output: RequestOutput) -> None:
+    """Which answer it is goes to standard error, so that standard output has answers alone."""
+    for number, answer in enumerate(output.outputs, 1):
+        terminal.note(f"answer {number} of {len(output.outputs)}")
+        terminal.write(f"{answer.text}\n")
+
+
+def _write_json(output: RequestOutput) -> None:
+    terminal.write(json.dumps(_as_dict(output)) + "\n")
 
 
 def _as_dict(output: RequestOutput) -> dict[str, Any]:

@@ -11,7 +11,8 @@ has the options of `Connection`'s fields besides `--json`, and is called with a 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
@@ -204,6 +205,10 @@ class Sampling:
     """How an answer is sampled, and where it ends."""
 
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Take the last so many tokens of a longer prompt; -1: as many as fit."),
+    ] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None
     top_k: Annotated[int | None, typer.Option(help="Only this many likeliest tokens.")] = None
@@ -230,6 +235,7 @@ class Sampling:
         """As a request carries them."""
         return SamplingParams(
             max_tokens=self.max_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -240,6 +246,50 @@ class Sampling:
             regex=self.regex,
             grammar=_content(self.grammar),
             choice=self.choice or None,
+        )
+
+
+class EarlyStopping(StrEnum):
+    """When a beam search ends, as in transformers."""
+
+    TRUE = "true"
+    FALSE = "false"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """How many answers there are, and how they are found."""
+
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Number of answers.")] = None
+    best_of: Annotated[
+        int | None, typer.Option(help="Candidates, of which the most probable are printed.")
+    ] = None
+    beam_width: Annotated[
+        int | None, typer.Option(help="Beam search over so many beams instead of sampling.")
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(help="Of beam search: scores are divided by length to this power."),
+    ] = None
+    early_stopping: Annotated[
+        EarlyStopping | None, typer.Option(help="Of beam search: when it ends.")
+    ] = None
+
+    def added_to(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters with these."""
+        ends: dict[EarlyStopping | None, Any] = {
+            EarlyStopping.TRUE: True,
+            EarlyStopping.FALSE: False,
+            EarlyStopping.NEVER: "never",
+        }
+        return replace(
+            params,
+            n=self.n,
+            best_of=self.best_of,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=ends.get(self.early_stopping),
         )
 
 
@@ -277,6 +327,7 @@ def _engine_parameter(flag: flags.Flag) -> inspect.Parameter:
 CONNECTION = _group_of(Connection)
 CORE_CONNECTION = _group_of(CoreConnection)
 SAMPLING = _group_of(Sampling)
+ANSWERS = _group_of(Answers)
 ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(
     tuple(_engine_parameter(flag) for flag in flags.FLAGS), dict
 )
