@@ -41,6 +41,8 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    prompt_logprobs: bytes = b""
+    """Log probabilities as they travel, of a first choice whose request asked for them."""
 
 
 class InProcessWorker:
@@ -176,6 +178,7 @@ class InProcessEngine:
                 num_choices=num_choices,
                 sampling=params,
                 wants_logprobs=params.HasField("logprobs"),
+                wants_prompt_logprobs=params.HasField("prompt_logprobs"),
             )
             self.core.submit(request, now=0.0)
         outputs = {handle: Output() for handle in range(1, 1 + len(prompts) * num_choices)}
@@ -215,5 +218,7 @@ class InProcessEngine:
             for handle, entry in outbox.logprobs:
                 value = float(np.frombuffer(entry.logprobs, "<f4")[0])
                 outputs[handle].logprobs.append(value)
+            for handle, update in outbox.prompt_logprobs:
+                outputs[handle].prompt_logprobs += update.logprobs
             for finished in outbox.requests_finished:
                 outputs[finished.handle].cached_tokens = finished.cached_tokens

@@ -147,10 +147,15 @@ class RankRunner(ModelRunner):
 
 
 def _merge(whole: Outcome, rows: Int64Array, part: Outcome) -> None:
-    """Add what came of some rows; of ranks that do not sample, nothing did."""
+    """Add what came of some rows; of ranks that do not sample, nothing did. Of a row that was cut
+    nothing but its prompt's log probabilities comes before its last piece, or its end."""
     if len(part.tokens):
         whole.tokens[rows] = part.tokens
-    for field in ("logprobs", "prompt_logprobs", "candidates", "errors"):
+    for field in ("logprobs", "candidates", "errors"):
         entries = getattr(part, field)
         getattr(whole, field).update((int(rows[row]), entry) for row, entry in entries.items())
+    for index, entry in part.prompt_logprobs.items():
+        row = int(rows[index])
+        before = whole.prompt_logprobs.get(row)
+        whole.prompt_logprobs[row] = entry if before is None else before.followed_by(entry)
     whole.forward_us += part.forward_us

@@ -44,3 +44,12 @@ class PromptLogprobs:
 
     ranks: npt.NDArray[np.int32]
     """[num_tokens]: of the prompt's own tokens."""
+
+    def followed_by(self, other: "PromptLogprobs") -> "PromptLogprobs":
+        """These and the tokens right after them."""
+        return PromptLogprobs(
+            start=self.start,
+            token_ids=np.concatenate([self.token_ids, other.token_ids]),
+            logprobs=np.concatenate([self.logprobs, other.logprobs]),
+            ranks=np.concatenate([self.ranks, other.ranks]),
+        )

@@ -94,6 +94,30 @@ def test_two_stages_agree_with_one_rank_to_the_bit(family: str) -> None:
     _check(checkpoint(family), 1, 2)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_prompts_that_stages_cut_among_them_agree_to_the_bit(
+    odd_models: dict[str, Path], stages: int, num_choices: int
+) -> None:
+    model = odd_models[ODD_LAYERS]
+    generator = torch.Generator().manual_seed(9)
+    lengths = (100, 3, 70, 1, 150, 18)
+    prompts = [torch.randint(300, (length,), generator=generator).tolist() for length in lengths]
+    wishes = {"num_choices": num_choices, "seed": 4, "temperature": 1.0, "logprobs": 0}
+    if num_choices == 1:
+        wishes["prompt_logprobs"] = 0
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96)
+    expected = InProcessEngine(model, config=config).generate(prompts, NUM_TOKENS, **wishes)
+    engine = ParallelEngine(model, pipeline_parallel_size=stages, config=config)
+    try:
+        together = engine.generate(prompts, NUM_TOKENS, **wishes)
+    finally:
+        engine.group.close()
+    assert together == expected
+    if num_choices == 1:
+        assert [len(o.prompt_logprobs) for o in together] == [4 * (n - 1) for n in lengths]
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
 def test_ranks_agree_that_hold_the_same_kv_head_and_unequal_parts_of_the_vocabulary(
     odd_models: dict[str, Path], tensor: int, pipeline: int
