@@ -87,6 +87,7 @@ class StepPlan(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_RESULTS_TOGETHER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen
     a greater one ends the stream with ABORTED.
@@ -128,6 +129,12 @@ class StepPlan(_message.Message):
     candidates of sequences with num_candidates, one for a sequence at most. New
     sequences fork before: they take over their parents' tokens without these.
     """
+    max_results_together: _builtins.int
+    """The most results that may come in one message, its own among them, where others
+    follow it; 0 or 1: none may. It may wait for them only while the worker has two
+    plans after it, one to compute and one that it has at hand while the core answers.
+    A worker need not let it wait.
+    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences the worker has not seen (or was told to forget), in batch order;
@@ -149,10 +156,11 @@ class StepPlan(_message.Message):
         num_tokens: _builtins.bytes = ...,
         sample: _builtins.bytes = ...,
         appended_tokens: _builtins.bytes = ...,
+        max_results_together: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "max_results_together", b"max_results_together", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

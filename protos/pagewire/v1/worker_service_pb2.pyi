@@ -3,8 +3,10 @@
 isort:skip_file
 A worker: one device, its weights and its KV memory. Internal; the core calls it."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from pagewire.v1 import model_pb2 as _model_pb2
 from pagewire.v1 import plan_pb2 as _plan_pb2
 import builtins as _builtins
@@ -49,6 +51,7 @@ class GetInfoResponse(_message.Message):
     NUM_WEIGHT_LOADS_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
+    TAKES_SEVERAL_PLANS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     device: _builtins.str
@@ -65,6 +68,10 @@ class GetInfoResponse(_message.Message):
     """How long the worker has been at what it is doing now, such as one step, in
     microseconds; 0 when idle, or when it does not tell.
     """
+    takes_several_plans: _builtins.bool
+    """Whether the worker takes several plans in one ExecuteStepsRequest. All ranks of a
+    group are to say so before they get any.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
@@ -80,10 +87,11 @@ class GetInfoResponse(_message.Message):
         num_weight_loads: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
         busy_us: _builtins.int = ...,
+        takes_several_plans: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "takes_several_plans", b"takes_several_plans", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,23 +239,29 @@ Global___InitializeCacheResponse: _TypeAlias = InitializeCacheResponse  # noqa: 
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):
-    """One plan."""
+    """One plan, or several for steps that follow each other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_FIELD_NUMBER: _builtins.int
+    LATER_PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> _plan_pb2.StepPlan:
         """What to do."""
+
+    @_builtins.property
+    def later_plans(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepPlan]:
+        """What to do next, in order. Empty unless the worker has said that it takes several."""
 
     def __init__(
         self,
         *,
         plan: _plan_pb2.StepPlan | None = ...,
+        later_plans: _abc.Iterable[_plan_pb2.StepPlan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["later_plans", b"later_plans", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -255,23 +269,31 @@ Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsResponse(_message.Message):
-    """One result."""
+    """One result, or those of several steps that follow each other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULT_FIELD_NUMBER: _builtins.int
+    LATER_RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def result(self) -> _plan_pb2.StepResult:
-        """What came of it."""
+        """What came of a step."""
+
+    @_builtins.property
+    def later_results(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepResult]:
+        """What came of the steps after it, in order. Empty unless `result` was allowed to wait
+        (StepPlan.max_results_together), and so were all of these but the last.
+        """
 
     def __init__(
         self,
         *,
         result: _plan_pb2.StepResult | None = ...,
+        later_results: _abc.Iterable[_plan_pb2.StepResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["later_results", b"later_results", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

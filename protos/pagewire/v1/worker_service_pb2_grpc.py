@@ -114,10 +114,11 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExecuteSteps(self, request_iterator, context):
-        """Executes plans in order and answers each, whether or not the next has come. One
-        stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
-        epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
-        a stream before the first InitializeCache.
+        """Executes plans in order and answers each, whether or not the next has come. A
+        result waits for others only as its plan allows. One stream at a time: a stream
+        with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
+        second one is refused with FAILED_PRECONDITION, and so is a stream before the
+        first InitializeCache.
 
         A plan that is malformed, or contradicts what the worker knows, ends the stream
         with INVALID_ARGUMENT; the status's message begins with the name of the plan's

@@ -51,10 +51,11 @@ class WorkerServiceStub:
     than any before, with INVALID_ARGUMENT if there are no device blocks.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]
-    """Executes plans in order and answers each, whether or not the next has come. One
-    stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
-    epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
-    a stream before the first InitializeCache.
+    """Executes plans in order and answers each, whether or not the next has come. A
+    result waits for others only as its plan allows. One stream at a time: a stream
+    with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
+    second one is refused with FAILED_PRECONDITION, and so is a stream before the
+    first InitializeCache.
 
     A plan that is malformed, or contradicts what the worker knows, ends the stream
     with INVALID_ARGUMENT; the status's message begins with the name of the plan's
@@ -90,10 +91,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     than any before, with INVALID_ARGUMENT if there are no device blocks.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
-    """Executes plans in order and answers each, whether or not the next has come. One
-    stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
-    epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
-    a stream before the first InitializeCache.
+    """Executes plans in order and answers each, whether or not the next has come. A
+    result waits for others only as its plan allows. One stream at a time: a stream
+    with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
+    second one is refused with FAILED_PRECONDITION, and so is a stream before the
+    first InitializeCache.
 
     A plan that is malformed, or contradicts what the worker knows, ends the stream
     with INVALID_ARGUMENT; the status's message begins with the name of the plan's
@@ -156,10 +158,11 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_service_pb2.ExecuteStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_worker_service_pb2.ExecuteStepsResponse]]:
-        """Executes plans in order and answers each, whether or not the next has come. One
-        stream at a time: a stream with a greater epoch ends an older one with ABORTED. An
-        epoch has one stream: a second one is refused with FAILED_PRECONDITION, and so is
-        a stream before the first InitializeCache.
+        """Executes plans in order and answers each, whether or not the next has come. A
+        result waits for others only as its plan allows. One stream at a time: a stream
+        with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
+        second one is refused with FAILED_PRECONDITION, and so is a stream before the
+        first InitializeCache.
 
         A plan that is malformed, or contradicts what the worker knows, ends the stream
         with INVALID_ARGUMENT; the status's message begins with the name of the plan's
