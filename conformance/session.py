@@ -92,6 +92,8 @@ class Session:
         self._new: list[Sequence] = []
         self._appended: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[int, list[Row]]] = deque()
+        self._results: deque[plan_pb2.StepResult] = deque()
+        """That came together with earlier ones."""
 
     def __enter__(self) -> Self:
         return self
@@ -148,6 +150,7 @@ class Session:
         swap_in: Pairs = (),
         copy: Pairs = (),
         block_updates: Items[tuple[int, int, int]] = (),
+        max_results_together: int = 0,
     ) -> plan_pb2.StepPlan:
         """The next plan: it brings the new sequences, and blocks for what its rows compute."""
         updates = [*block_updates, *self._grow(rows)]
@@ -167,6 +170,7 @@ class Session:
             appended_tokens=columns.pack_rows(appended),
             block_updates=columns.pack_rows(updates),
             seq_ids=columns.pack([row.sequence.seq_id for row in rows]),
+            max_results_together=max_results_together,
         )
         if any(row.num_tokens != 1 for row in rows):
             plan.num_tokens = columns.pack([row.num_tokens for row in rows])
@@ -184,16 +188,31 @@ class Session:
         self._in_flight.append((plan.step_id, list(rows)))
         self._requests.put(pb.ExecuteStepsRequest(plan=plan))
 
+    def send_together(self, rows: Items[Row], **fields: Any) -> None:
+        """Send plans of one row each, in one message."""
+        plans = []
+        for row in rows:
+            plans.append(self.plan(row, **fields))
+            self._in_flight.append((self.step_id, [row]))
+        self._requests.put(pb.ExecuteStepsRequest(plan=plans[0], later_plans=plans[1:]))
+
     def receive(self) -> Result:
         """The next result, which must be that of the oldest plan in flight."""
-        try:
-            message = next(self._call).result
-        except StopIteration:
-            fail("the stream ended instead of bringing a result")
+        message = self._results.popleft() if self._results else self._next_message()
         step_id, rows = self._in_flight.popleft()
         expect("the result's epoch", message.epoch, self.epoch)
         expect("the result's step_id", message.step_id, step_id)
         return self._read(message, rows)
+
+    def _next_message(self) -> plan_pb2.StepResult:
+        """The first result of the next message; further ones are kept."""
+        try:
+            message = next(self._call)
+        except StopIteration:
+            fail("the stream ended instead of bringing a result")
+        self._results.extend(message.later_results)
+        result: plan_pb2.StepResult = message.result
+        return result
 
     def step(self, *rows: Row, **fields: Any) -> Result:
         """Send the next plan and wait for its result."""

@@ -53,6 +53,7 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         num_tokens=b"" if plan.num_tokens is None else to_column(plan.num_tokens),
         sample=b"" if plan.sample is None else bytes(plan.sample),
         appended_tokens=to_column(plan.appended_tokens),
+        max_results_together=plan.num_together if plan.num_together > 1 else 0,
     )
 
 
@@ -71,8 +72,11 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
     )
 
 
-def decode_result(message: plan_pb2.StepResult) -> StepResult:
-    """A worker's result; raises InvalidArgument when a column is no column."""
+def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
+    """A worker's result; raises InvalidArgument when a column is no column.
+
+    sent_us: when it could be sent, on the worker's clock; 0: at once.
+    """
     timings = message.timings
     return StepResult(
         step_id=message.step_id,
@@ -87,6 +91,7 @@ def decode_result(message: plan_pb2.StepResult) -> StepResult:
         forward_us=timings.forward_us,
         sample_us=timings.sample_us,
         busy_us=max(0, timings.finished_us - timings.started_us),
+        held_us=max(0, sent_us - timings.finished_us),
     )
 
 
@@ -152,6 +157,7 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         fingerprint=submit.fingerprint,
         was_accepted=submit.was_accepted,
         waited_us=submit.waited_us,
+        max_hold_us=submit.max_hold_ms * 1000,
         num_worker_losses=submit.num_worker_losses,
         traceparent=submit.traceparent,
     )

@@ -68,6 +68,9 @@ class StepPlan:
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 
+    max_results_together: int = 0
+    """The most results, this step's among them, that may come together."""
+
 
 class RowErrorReason(Enum):
     """Why a row failed."""

@@ -71,6 +71,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             num_weight_loads=self._engine.num_weight_loads,
             last_epoch=self._engine.last_epoch,
             busy_us=round(self._engine.busy_s * 1e6),
+            takes_several_plans=True,
         )
 
     # The two streaming rpcs write to the context instead of yielding, so that they are coroutines
@@ -116,8 +117,11 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         stream = self._engine.open_stream(first.plan.epoch)
         reader = asyncio.create_task(_read_plans(first, request, stream))
         try:
-            async for result in stream.results():
-                response = pb.ExecuteStepsResponse(result=wire.encode_result(result))
+            async for first_result, *later_results in stream.results():
+                response = pb.ExecuteStepsResponse(
+                    result=wire.encode_result(first_result),
+                    later_results=map(wire.encode_result, later_results),
+                )
                 await context.write(response)
         finally:
             reader.cancel()
@@ -144,9 +148,9 @@ async def _read_plans(
 ) -> None:
     """Submit plans as they arrive. A bad one ends the stream, after the results due before it."""
     try:
-        await stream.submit(wire.decode_plan(first.plan, monotonic_us()))
+        await _submit(first, stream)
         async for message in rest:
-            await stream.submit(wire.decode_plan(message.plan, monotonic_us()))
+            await _submit(message, stream)
     except WorkerError as error:
         stream.finish(error)
     except Exception as error:
@@ -154,3 +158,9 @@ async def _read_plans(
         stream.finish(StepFailed(f"reading plans failed: {type(error).__name__}"))
     else:
         stream.finish()
+
+
+async def _submit(message: pb.ExecuteStepsRequest, stream: StepStream) -> None:
+    received_us = monotonic_us()
+    for plan in (message.plan, *message.later_plans):
+        await stream.submit(wire.decode_plan(plan, received_us))

@@ -52,6 +52,8 @@ class StepStream:
         """Steps executed."""
         self._has_failed = False
         """Of the following thread: nothing more is collected."""
+        self._held: list[StepResult] = []
+        """Of the following thread: results that wait for others."""
         self._runner = runner
         self._thread = thread
         self._loop = asyncio.get_running_loop()
@@ -60,7 +62,7 @@ class StepStream:
         self._meter = meter
         self._traces = traces
         self._places = asyncio.Semaphore(MAX_PENDING_PLANS)
-        self._outbox: asyncio.Queue[StepResult | _End] = asyncio.Queue()
+        self._outbox: asyncio.Queue[list[StepResult] | _End] = asyncio.Queue()
 
     async def submit(self, plan: StepPlan) -> None:
         """Queue a plan. Raises OutOfOrder for one that is not next."""
@@ -90,10 +92,11 @@ class StepStream:
         if self._traces is not None:
             self._traces.end_idle()
 
-    async def results(self) -> AsyncIterator[StepResult]:
-        """The results in order. Raises the error that ended the stream."""
+    async def results(self) -> AsyncIterator[list[StepResult]]:
+        """The results in order, those together that are to be. Raises what ended the stream."""
         while not isinstance(item := await self._outbox.get(), _End):
-            self._places.release()
+            for _ in item:
+                self._places.release()
             yield item
         if item.error is not None:
             raise item.error
@@ -122,20 +125,38 @@ class StepStream:
             self._thread.post(lambda: self._end(failure))
         else:
             self.num_steps += 1
-            self._put(result)
+            self._held.append(result)
+            if not self._may_wait(plan):
+                self._put_held()
             self._summary.add(plan, result)
             if self._traces is not None:
                 self._traces.note(plan, result)
             self._meter.count(plan, result)
+
+    def _may_wait(self, plan: StepPlan) -> bool:
+        """Whether a plan's result, and those that wait for it, may wait for one more: not unless
+        the device has another step at hand while it computes the next."""
+        num_after = self._next_step_id - 1 - plan.step_id
+        return len(self._held) < plan.max_results_together and num_after >= 2
 
     def _end(self, error: WorkerError | None) -> None:
         """On the model thread: nothing more is launched."""
         if not self.is_closed:
             self.is_closed = True
             self._runner.reset()
-            self._thread.follow_up(lambda: self._put(_End(error)))
+            self._thread.follow_up(lambda: self._put_end(error))
 
-    def _put(self, item: StepResult | _End) -> None:
+    def _put_end(self, error: WorkerError | None) -> None:
+        """On the following thread."""
+        if self._held:
+            self._put_held()
+        self._put(_End(error))
+
+    def _put_held(self) -> None:
+        held, self._held = self._held, []
+        self._put(held)
+
+    def _put(self, item: list[StepResult] | _End) -> None:
         """On the following thread, so that what ends the stream comes after its last result."""
         try:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)

@@ -58,6 +58,7 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
         sample=_decode_sample(message.sample, num_rows),
         appended_tokens=_column(message.appended_tokens, "appended_tokens", 2),
         received_us=received_us,
+        max_results_together=message.max_results_together,
     )
 
 

@@ -3,7 +3,7 @@
 import grpc
 
 from conformance import columns
-from conformance.case import case, expect_true
+from conformance.case import Skipped, case, expect_true
 from conformance.generation import Generation
 from conformance.worker import Worker
 
@@ -31,6 +31,30 @@ def a_result_does_not_wait_for_the_next_plan(worker: Worker) -> None:
         sequence = session.new(worker.prompt(1))
         for _ in range(3):
             session.step(sequence.row())
+
+
+@case("worker_service", "What to do next, in order.")
+def plans_in_one_message_are_executed_in_order(worker: Worker) -> None:
+    if not worker.info.takes_several_plans:
+        raise Skipped("it takes one plan at a time")
+    prompt, count = worker.prompt(1), DEPTH - 1
+    for together in (0, 2, DEPTH):
+        with worker.open() as session:
+            sequence = session.new(prompt)
+            steps = [session.step(sequence.row()).sampled[sequence.seq_id]]
+            session.send_together([sequence.row()] * count, max_results_together=together)
+            steps += [session.receive().sampled[sequence.seq_id] for _ in range(count)]
+        worker.expect_as_alone("decodes sent together", Generation(steps), prompt)
+
+
+@case("plan", "only while the worker has two")
+def a_result_does_not_wait_while_one_plan_is_left(worker: Worker) -> None:
+    with worker.open() as session:
+        sequence = session.new(worker.prompt(1))
+        session.send(sequence.row(), max_results_together=DEPTH)
+        for _ in range(DEPTH):
+            session.send(sequence.row(), max_results_together=DEPTH)
+            session.receive()
 
 
 @case("plan", "Counts up by one, from 1 at the start of the stream.")

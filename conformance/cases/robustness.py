@@ -54,7 +54,7 @@ def bytes_that_are_no_message_end_the_stream_alone(worker: Worker) -> None:
     worker.expect_healthy()
 
 
-@case("worker_service", "One plan.")
+@case("worker_service", "One plan, or several")
 def fields_of_a_newer_contract_are_ignored(worker: Worker) -> None:
     prompt = worker.prompt(1)
     with worker.open() as session:

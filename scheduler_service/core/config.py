@@ -82,6 +82,10 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     """Most steps planned before the first one's result is in."""
 
+    max_steps_together: int = 8
+    """Most steps whose plans and results travel together, where all requests of a batch let their
+    tokens wait; one more may then be planned before the first one's result is in. 1: none do."""
+
     max_queue_requests: int = 4096
     """Most requests waiting for a place; more are refused."""
 
@@ -114,6 +118,7 @@ class SchedulerConfig:
             "max_num_seqs": 1,
             "max_num_batched_tokens": self.max_num_seqs,
             "pipeline_depth": 1,
+            "max_steps_together": 1,
             "max_queue_requests": 1,
             "max_queue_tokens": 1,
             "max_worker_losses": 1,
@@ -131,6 +136,11 @@ class SchedulerConfig:
         if not self.queue_retry_delay_s > 0:
             raise ValueError(f"queue_retry_delay_s must be above 0, is {self.queue_retry_delay_s}")
 
+    @property
+    def max_steps_ahead(self) -> int:
+        """Most steps of a group that are ever planned before the first one's result is in."""
+        return max(self.pipeline_depth, self.max_steps_together + 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCapacity:
@@ -146,6 +156,8 @@ class GroupCapacity:
     """Most tokens of prompt and output together."""
     vocab_size: int
     """Token ids are below this."""
+    takes_several_plans: bool = False
+    """Whether plans of several steps may be sent together."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers with a ValueError that names the field."""

@@ -216,15 +216,15 @@ class SchedulerCore:
     def schedule(self, group_id: str, now: float) -> StepPlan | None:
         """A group's next step; None if there is nothing to do, or its pipeline is full."""
         scheduler = self._schedulers[group_id]
-        if scheduler.is_full:
+        model = self._models[scheduler.capacity.model]
+        if scheduler.is_full(is_awaited=bool(model.waiting)):
             return None
         self.expire(now)
-        model = self._models[scheduler.capacity.model]
         plan = None
         has_left = True
         while plan is None and has_left:  # what has gone may be all that others waited for
             model.place(lambda group: self._end_if_late(group, now), to_us(now))
-            plan = scheduler.schedule(to_us(now))
+            plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             has_left = model.settle_outgrown(scheduler, to_us(now))
             has_left |= self._close_ended(model.schedulers, now)
         return plan
@@ -444,7 +444,7 @@ class SchedulerCore:
         """Keep a group that the next worker's death would fail from others of its kind, until it
         is past the steps that were in flight."""
         if self._is_last_time(group) and group.num_unfinished:
-            group.suspect_length = group.max_known_tokens + self._config.pipeline_depth
+            group.suspect_length = group.max_known_tokens + self._config.max_steps_ahead
 
     def _scheduler_of(self, group: SequenceGroup) -> Scheduler | None:
         """Where a live group is placed."""

@@ -31,18 +31,16 @@ class InFlightStep:
 
 
 class Pipeline:
-    """Open steps of one worker group, at most `depth`, answered in order."""
+    """Open steps of one worker group, answered in order."""
 
-    def __init__(self, depth: int, vocab_size: int) -> None:
-        self._depth = depth
+    def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._steps: deque[InFlightStep] = deque()
         self._num_planned = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no step may be planned before a result is in."""
-        return len(self._steps) >= self._depth
+    def __len__(self) -> int:
+        """Steps that are open."""
+        return len(self._steps)
 
     @property
     def next_step_id(self) -> int:

@@ -48,6 +48,8 @@ class StepPlan:
     sample: list[bool] | None = None
     """Whether a row samples; None: every row does."""
     appended_tokens: list[int] = field(default_factory=list)
+    num_together: int = 1
+    """The most steps, this one among them, whose results may come together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,3 +109,5 @@ class StepResult:
     sample_us: int = 0
     busy_us: int = 0
     """Worker time from the step's start to its result."""
+    held_us: int = 0
+    """How long the worker has had it wait for later ones."""

@@ -51,6 +51,8 @@ class Request:
     """Whether a core has accepted it before."""
     waited_us: int = 0
     """How long its frontend has had it."""
+    max_hold_us: int = 0
+    """How long its tokens may wait for others to be told with them."""
     traceparent: str = ""
     """The span that its spans go under; empty where no trace of it is recorded."""
     num_worker_losses: int = 0

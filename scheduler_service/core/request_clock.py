@@ -33,8 +33,9 @@ class StepClock:
     pipeline planning is hidden behind the forward pass."""
 
     def advance(self, now_us: int, result: StepResult) -> None:
-        """Cut the time since the last result by what the worker reports about its step."""
-        rest = max(0, now_us - self.mark_us)
+        """Cut the time since the last result by what the worker reports about its step. One that
+        was held back counts as of when it might have come."""
+        rest = max(0, now_us - result.held_us - self.mark_us)
         self.mark_us += rest
         part = min(rest, result.cache_ops_us + result.forward_us)
         self.forward_us += part

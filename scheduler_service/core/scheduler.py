@@ -12,6 +12,7 @@ from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.block_map import BlockMap
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.decoding import Decoding
+from scheduler_service.core.lead import Lead
 from scheduler_service.core.leaving import Leaving
 from scheduler_service.core.making_way import MakingWay
 from scheduler_service.core.pipeline import InFlightStep, Pipeline
@@ -78,8 +79,9 @@ class Scheduler:
         self._config = config
         self._policy = policy
         self._totals = totals
-        self._pipeline = Pipeline(config.pipeline_depth, capacity.vocab_size)
+        self._pipeline = Pipeline(capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
+        self._lead = Lead(config, capacity, self._running, self.rates)
         self.swapping = Swapping(
             config.max_num_seqs, self.blocks, self._prefixes, self._running, self._pipeline
         )
@@ -137,10 +139,10 @@ class Scheduler:
 
     # What the core asks and tells.
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no step can be planned before a result is in."""
-        return self._pipeline.is_full
+    def is_full(self, *, is_awaited: bool) -> bool:
+        """Whether no step can be planned before a result is in; is_awaited: requests that are not
+        placed wait for room."""
+        return len(self._pipeline) >= self._lead.depth(self._num_together(is_awaited))
 
     @property
     def newest_work(self) -> StepWork:
@@ -287,12 +289,13 @@ class Scheduler:
 
     # One step.
 
-    def schedule(self, now_us: int) -> StepPlan | None:
+    def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or too much is in flight.
 
         What has outgrown the cache has no row in it; `take_outgrown` is to be called after it.
         """
-        if self._pipeline.is_full:
+        num_together = self._num_together(is_awaited)
+        if len(self._pipeline) >= self._lead.depth(num_together):
             return None
         self.num_changes += 1
         self._running.drop_ended()
@@ -306,6 +309,8 @@ class Scheduler:
         self._swap_in(batch)
         self._admit(batch)
         plan = self._emit(batch)
+        if plan is not None:
+            plan.num_together = num_together
         self._outgrown += batch.outgrown
         return plan
 
@@ -354,6 +359,12 @@ class Scheduler:
             self.swapping.check(group)
 
     # The phases of schedule().
+
+    def _num_together(self, is_awaited: bool) -> int:
+        """How many steps may travel together: one where anybody waits for a place."""
+        if is_awaited or self.is_draining or self.waiting or self.ahead or self.swapping:
+            return 1
+        return self._lead.num_together()
 
     def _make_way(self, batch: Batch) -> None:
         """Have others leave the batch for the group that goes ahead of them."""

@@ -197,6 +197,11 @@ class SequenceGroup:
         return self.beams is not None
 
     @property
+    def patience_us(self) -> int:
+        """How long its tokens may wait on their way. A beam search goes on with them only."""
+        return 0 if self.is_lockstep else self.request.max_hold_us
+
+    @property
     def longest(self) -> Sequence:
         """Its unfinished sequence with the most known tokens, the first of them."""
         return max(self.unfinished(), key=lambda seq: seq.num_known)

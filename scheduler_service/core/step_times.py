@@ -107,7 +107,8 @@ class StepWatch:
 
     def __init__(self, times: StepTimes, num_ranks: int) -> None:
         self._times = times
-        self._open: deque[StepWork] = deque()
+        self._open: deque[tuple[StepWork, int]] = deque()
+        """With how many may come together."""
         self._num_answers = [0] * num_ranks
         self._num_done = 0
         self._since = 0.0
@@ -121,12 +122,13 @@ class StepWatch:
 
     @property
     def limit_s(self) -> float:
-        """What the oldest open step may take."""
-        return self._times.limit_s(self._open[0])
+        """What the oldest open step may take, and those that its result may wait for."""
+        work, num_together = self._open[0]
+        return num_together * self._times.limit_s(work)
 
-    def sent(self, work: StepWork, now: float) -> None:
-        """Another step is on its way."""
-        self._open.append(work)
+    def sent(self, work: StepWork, now: float, num_together: int = 1) -> None:
+        """Another step is on its way; its result may come with those after it, so many together."""
+        self._open.append((work, num_together))
         if len(self._open) == 1:
             self._begin(now)
 
@@ -138,7 +140,7 @@ class StepWatch:
         while self._num_done < min(self._num_answers):
             self._num_done += 1
             taken.append(now - self._since)
-            self._times.note(self._open.popleft(), taken[-1])
+            self._times.note(self._open.popleft()[0], taken[-1])
             self._begin(now)
         return taken
 

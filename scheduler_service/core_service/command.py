@@ -82,6 +82,14 @@ def scheduler(
             help="Most steps planned before the first one's result is in.",
         ),
     ] = CORE.pipeline_depth,
+    max_steps_together: Annotated[
+        int,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_STEPS_TOGETHER",
+            help="Most steps whose plans and results travel together, where all requests of a "
+            "batch let their tokens wait. 1: none do.",
+        ),
+    ] = CORE.max_steps_together,
     max_queue_requests: Annotated[
         int,
         typer.Option(
@@ -230,6 +238,7 @@ def scheduler(
                 preemption_mode=preemption_mode,
                 watermark=watermark,
                 pipeline_depth=pipeline_depth,
+                max_steps_together=max_steps_together,
                 max_queue_requests=max_queue_requests,
                 max_queue_tokens=max_queue_tokens,
                 policy=policy,

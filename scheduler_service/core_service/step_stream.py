@@ -46,9 +46,9 @@ class StepStream:
     """One `ExecuteSteps` stream to each rank of one worker group, fenced by their epoch.
 
     All ranks get the same plans. One samples, and tells what came of them; the others' results say
-    only that they are in step, and a rank that is not ends the stream of all. The core gives up to
-    `pipeline_depth` plans ahead of the results, so that plan n+1 is at the workers before result n
-    is back.
+    only that they are in step, and a rank that is not ends the stream of all. The core gives plans
+    ahead of the results, so that plan n+1 is at the workers before result n is back; where it gives
+    several at once, they go in one message, and so do their results.
     """
 
     def __init__(
@@ -98,25 +98,35 @@ class StepStream:
         while not self._is_drained():
             work.clear()
             while (request := self._next_request()) is not None:
-                self._num_in_flight += 1
-                self._num_sent += 1
                 for call in self._calls:
                     await self._write(call, request)
             await work.wait()
 
     def _next_request(self) -> worker_pb.ExecuteStepsRequest | None:
+        """The next plan, and those that may go with it."""
+        plan = self._next_plan()
+        if plan is None:
+            return None
+        request = worker_pb.ExecuteStepsRequest(plan=plan)
+        while plan.max_results_together and (plan := self._next_plan()) is not None:
+            request.later_plans.append(plan)
+        return request
+
+    def _next_plan(self) -> plan_pb2.StepPlan | None:
         started_at = self._driver.clock()
         plan = self._driver.next_plan(self._group_id)
         if plan is None:
             return None
+        self._num_in_flight += 1
+        self._num_sent += 1
         work = self._driver.core.newest_work(self._group_id)
-        self._watch.sent(work, started_at)
+        self._watch.sent(work, started_at, plan.num_together)
         self._sent.set()
-        request = worker_pb.ExecuteStepsRequest(plan=wire.encode_plan(plan, self._epoch))
+        message = wire.encode_plan(plan, self._epoch)
         self._meter.tokens.observe(work.num_tokens)
-        self._meter.plan_bytes.observe(request.ByteSize())
+        self._meter.plan_bytes.observe(message.ByteSize())
         self._note_planning(started_at)
-        return request
+        return message
 
     def _is_drained(self) -> bool:
         return (
@@ -133,40 +143,51 @@ class StepStream:
     async def _receive_results(self) -> None:
         call = self._calls[self._sampler]
         while (response := await call.read()) is not grpc.aio.EOF:
-            result = response.result
-            if result.epoch < self._epoch:
-                logger.warning(
-                    "stale result dropped group_id=%s epoch=%d step_id=%d",
-                    self._group_id,
-                    result.epoch,
-                    result.step_id,
-                )
-                continue
-            self._check(result.epoch, result.step_id)
-            self._num_in_flight -= 1
-            self.num_steps += 1
-            self._answered(self._sampler)
-            self._apply(result)
+            results = results_of(response)
+            sent_us = results[-1].timings.finished_us
+            for result in results:
+                self._receive(result, sent_us)
         raise LinkFailed("the worker ended the stream")
+
+    def _receive(self, message: plan_pb2.StepResult, sent_us: int) -> None:
+        """Take in a result that came when that of `sent_us` on the worker's clock was there."""
+        if message.epoch < self._epoch:
+            logger.warning(
+                "stale result dropped group_id=%s epoch=%d step_id=%d",
+                self._group_id,
+                message.epoch,
+                message.step_id,
+            )
+            return
+        self._check(message.epoch, message.step_id)
+        self._num_in_flight -= 1
+        self.num_steps += 1
+        started_at = self._driver.clock()
+        result = wire.decode_result(message, sent_us)
+        self._answered(self._sampler, started_at - result.held_us / 1e6)
+        self._driver.apply(self._group_id, result)
+        self._note_planning(started_at)
 
     async def _follow(self, rank: int) -> None:
         """Hold a rank that does not sample to its step numbers."""
         num_results = 0
         while (response := await self._calls[rank].read()) is not grpc.aio.EOF:
-            result = response.result
-            if result.epoch < self._epoch:
-                continue
-            num_results += 1
-            is_next = (result.epoch, result.step_id) == (self._epoch, num_results)
-            if not is_next or num_results > self._num_sent:
-                raise LinkFailed(
-                    f"rank {rank}: expected the result of epoch {self._epoch} step {num_results}, "
-                    f"got epoch {result.epoch} step {result.step_id}"
-                )
-            if result.token_ids or result.candidates or result.errors:
-                raise LinkFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
-            self._answered(rank)
+            for result in results_of(response):
+                if result.epoch < self._epoch:
+                    continue
+                num_results += 1
+                self._check_follower(rank, num_results, result)
+                self._answered(rank, self._driver.clock())
         raise LinkFailed(f"rank {rank} ended the stream")
+
+    def _check_follower(self, rank: int, step_id: int, result: plan_pb2.StepResult) -> None:
+        if (result.epoch, result.step_id) != (self._epoch, step_id) or step_id > self._num_sent:
+            raise LinkFailed(
+                f"rank {rank}: expected the result of epoch {self._epoch} step {step_id}, "
+                f"got epoch {result.epoch} step {result.step_id}"
+            )
+        if result.token_ids or result.candidates or result.errors:
+            raise LinkFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
 
     async def _watch_steps(self) -> None:
         """Raise StepOverdue when the oldest open step takes too long, however it was held up."""
@@ -188,18 +209,13 @@ class StepStream:
         overdue_at = self._watch.overdue_at
         return self._least_limit_s if overdue_at is None else overdue_at - self._driver.clock()
 
-    def _apply(self, result: plan_pb2.StepResult) -> None:
-        started_at = self._driver.clock()
-        self._driver.apply(self._group_id, wire.decode_result(result))
-        self._note_planning(started_at)
-
     def _note_planning(self, started_at: float) -> None:
         elapsed_s = self._driver.clock() - started_at
         self._driver.core.add_plan_time(self._group_id, elapsed_s)
         self._meter.planning_s += elapsed_s
 
-    def _answered(self, rank: int) -> None:
-        for seconds in self._watch.answered(rank, self._driver.clock()):
+    def _answered(self, rank: int, now: float) -> None:
+        for seconds in self._watch.answered(rank, now):
             self._meter.duration.observe(seconds)
 
     def _check(self, epoch: int, step_id: int) -> None:
@@ -209,3 +225,8 @@ class StepStream:
                 f"expected the result of epoch {self._epoch} step {expected}, "
                 f"got epoch {epoch} step {step_id}"
             )
+
+
+def results_of(response: worker_pb.ExecuteStepsResponse) -> list[plan_pb2.StepResult]:
+    """The results in a message, in order."""
+    return [response.result, *response.later_results]

@@ -175,7 +175,8 @@ class WorkerLink:
         await run_all(
             *(_answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
         )
-        return self._capacity(blocks)
+        together = all(info.takes_several_plans for info in infos)
+        return self._capacity(blocks, takes_several_plans=together)
 
     def _draw_epoch(self, last_epoch: int) -> None:
         """An epoch above all that the workers have seen.
@@ -223,7 +224,9 @@ class WorkerLink:
             raise CannotServe("not a single block fits into the worker's memory")
         return blocks
 
-    def _capacity(self, blocks: worker_pb.ProfileBlocksResponse) -> GroupCapacity:
+    def _capacity(
+        self, blocks: worker_pb.ProfileBlocksResponse, *, takes_several_plans: bool
+    ) -> GroupCapacity:
         model = self._ranks[0].model
         try:
             return GroupCapacity(
@@ -234,6 +237,7 @@ class WorkerLink:
                 block_size=model.block_size,
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
+                takes_several_plans=takes_several_plans,
             )
         except ValueError as error:
             raise CannotServe(str(error)) from error

@@ -39,6 +39,7 @@ KINDS = (
     "copied blocks",
     "forks",
     "plans sent ahead",
+    "plans sent together",
     "tokens in vain",
     "beam searches",
     "constraints",

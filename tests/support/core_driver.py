@@ -145,6 +145,7 @@ class CoreDriver:
         tenant: str = "",
         priority: int = 0,
         min_tokens: int = 0,
+        max_hold_us: int = 0,
     ) -> RequestRecord:
         """Submit a request. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
@@ -168,6 +169,7 @@ class CoreDriver:
             wants_logprobs=sampling.logprobs,
             wants_prompt_logprobs=sampling.prompt_logprobs,
             beam_search=beam_search,
+            max_hold_us=max_hold_us,
             deadline=None if timeout is None else self.now + timeout,
             fingerprint=b"of this request",
         )

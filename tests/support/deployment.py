@@ -146,6 +146,7 @@ class Deployment:
             num_choices=job.num_choices,
             tenant=job.tenant,
             priority=job.priority,
+            max_hold_us=job.max_hold_us,
             max_tokens=job.max_tokens,
             stop_token_ids=job.stop_token_ids,
             sampling=job.sampling,
@@ -239,6 +240,7 @@ class Deployment:
         new = plan.new_sequences
         self.disturbance["steps"] += 1
         self.disturbance["plans sent ahead"] += bool(link.plans)
+        self.disturbance["plans sent together"] += plan.num_together > 1
         self.disturbance["swapped-out blocks"] += len(plan.swap_out) // 2
         self.disturbance["swapped-in blocks"] += len(plan.swap_in) // 2
         self.disturbance["copied blocks"] += len(plan.copy) // 2

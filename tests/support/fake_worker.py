@@ -138,6 +138,7 @@ class FakeWorker(WorkerServiceServicer):
         dtype: str = "float32",
         max_model_len: int = 512,
         mute_assets: bool = False,
+        takes_several_plans: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.group_id = group_id or worker_id
@@ -159,6 +160,8 @@ class FakeWorker(WorkerServiceServicer):
         """Of each InitializeCache."""
         self.plans: list[plan_pb2.StepPlan] = []
         """As they arrived."""
+        self.num_plan_messages = 0
+        self.takes_several_plans = takes_several_plans
         self.num_results = 0
         self.broken_promises: list[str] = []
         self.num_asset_calls = 0
@@ -288,6 +291,7 @@ class FakeWorker(WorkerServiceServicer):
             model=self.model,
             last_epoch=max([self.last_epoch, *self.epochs]),
             busy_us=self.busy_us,
+            takes_several_plans=self.takes_several_plans,
         )
 
     async def GetModelAssets(
@@ -343,17 +347,28 @@ class FakeWorker(WorkerServiceServicer):
         step_id = 0
         await self.may_read.wait()
         while (request := await context.read()) is not grpc.aio.EOF:
-            plan, step_id = request.plan, step_id + 1
-            self.plans.append(plan)
-            try:
-                require(plan.epoch == self.epochs[-1], "a plan of another epoch")
-                require(plan.step_id == step_id, "step numbers count up by one")
-                tokens = self.model_state.execute(plan)
-            except (BrokenPlan, LookupError) as error:
-                self.broken_promises.append(repr(error))
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, repr(error))
-            for result in self._results(plan, tokens):
-                results.put_nowait(result)
+            self.num_plan_messages += 1
+            for plan in (request.plan, *request.later_plans):
+                step_id += 1
+                self.plans.append(plan)
+                try:
+                    tokens = self._execute(plan, step_id, request)
+                except (BrokenPlan, LookupError) as error:
+                    self.broken_promises.append(repr(error))
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, repr(error))
+                for result in self._results(plan, tokens):
+                    results.put_nowait(result)
+
+    def _execute(
+        self,
+        plan: plan_pb2.StepPlan,
+        step_id: int,
+        request: worker_service_pb2.ExecuteStepsRequest,
+    ) -> list[int]:
+        require(plan.epoch == self.epochs[-1], "a plan of another epoch")
+        require(plan.step_id == step_id, "step numbers count up by one")
+        require(self.takes_several_plans or not request.later_plans, "it takes one plan at a time")
+        return self.model_state.execute(plan)
 
     def _results(self, plan: plan_pb2.StepPlan, tokens: list[int]) -> list[plan_pb2.StepResult]:
         result = plan_pb2.StepResult(

@@ -81,6 +81,7 @@ class InProcessWorker:
             block_size=self._block_size,
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
+            takes_several_plans=True,
         )
 
     def execute(self, plan: bytes) -> StepResult:

@@ -50,6 +50,8 @@ class Job:
     sampling: sampling_pb2.SamplerParams
     tenant: str = ""
     priority: int = 0
+    max_hold_us: int = 0
+    """How long its tokens may wait for others."""
     beam_search: BeamParams | None = None
     """Search for the best choices instead of sampling them; they come all at the end."""
     cancelled_after: int | None = None
@@ -114,7 +116,14 @@ class Configuration:
 
     def undisturbed(self, job: Job) -> "Configuration":
         """The same model with `job` alone: roomy, uncached, in one piece, one step at a time."""
-        alone = replace(job, follows=None, arrives_at=0, cancelled_after=None, stopped_after=None)
+        alone = replace(
+            job,
+            follows=None,
+            arrives_at=0,
+            cancelled_after=None,
+            stopped_after=None,
+            max_hold_us=0,
+        )
         return Configuration(
             number=self.number,
             model=self.model,
@@ -245,6 +254,7 @@ def _draw_job(draw: Random, stems: Sequence[tuple[int, ...]], follows: int | Non
         priority=draw.choice((0, 0, 1, -1)),
         cancelled_after=draw.randint(0, max_tokens) if draw.random() < 0.12 else None,
         stopped_after=draw.randint(1, max_tokens) if draw.random() < 0.12 else None,
+        max_hold_us=draw.choice((0, 100_000, 100_000, 100_000)),
     )
 
 

@@ -50,11 +50,20 @@ class Steps:
         for plan in plans:
             await self._call.write(pb.ExecuteStepsRequest(plan=plan))
 
+    async def send_together(self, first: plan_pb2.StepPlan, *later: plan_pb2.StepPlan) -> None:
+        """Send plans in one message."""
+        await self._call.write(pb.ExecuteStepsRequest(plan=first, later_plans=later))
+
     async def result(self) -> plan_pb2.StepResult:
-        """The next result."""
+        """The next result, which comes alone."""
+        (result,) = await self.results()
+        return result
+
+    async def results(self) -> list[plan_pb2.StepResult]:
+        """Those of the next message."""
         response = await self._call.read()
         assert response is not grpc.aio.EOF, "the stream ended"
-        return response.result
+        return [response.result, *response.later_results]
 
     async def error(self) -> grpc.aio.AioRpcError:
         """The error that ends the stream, after any results still due."""

@@ -92,6 +92,29 @@ async def test_plans_sent_ahead_are_answered_in_order() -> None:
         await decode(running, 1, count=40)
 
 
+async def test_plans_sent_together_are_executed_in_order() -> None:
+    async with running_worker() as running:
+        assert (await running.stub.GetInfo(pb.GetInfoRequest())).takes_several_plans
+        await running.initialize(1)
+        plans, steps = PlanBuilder(), Steps(running.stub)
+        plans.add(1, [1])
+        decodes = [plans.plan([Row(1)]) for _ in range(8)]
+        for plan in decodes:
+            plan.max_results_together = 4
+        await steps.send_together(*decodes)
+        results: list[plan_pb2.StepResult] = []
+        while len(results) < 8:
+            together = await steps.results()
+            assert len(together) <= 4
+            results += together
+        assert [result.step_id for result in results] == list(range(1, 9))
+        tokens = [1]
+        for result in results:
+            assert values(result.token_ids) == [next_token(tokens)]
+            tokens += values(result.token_ids)
+        assert await steps.finish() == grpc.StatusCode.OK
+
+
 async def test_steps_are_logged_one_by_one_and_in_summary(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

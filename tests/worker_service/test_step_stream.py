@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.metrics.meter import StepMeter
 from worker_service.model_thread import ModelThread
 from worker_service.plan import StepPlan, StepResult, StepTimings
-from worker_service.step_stream import StepStream
+from worker_service.step_stream import MAX_PENDING_PLANS, StepStream
 
 SOON_S = 10.0
 
@@ -57,7 +58,16 @@ class Launcher:
         self.num_resets += 1
 
 
-def empty_plan(step_id: int) -> StepPlan:
+class AtOnce(Launcher):
+    """A device that is done with a step as soon as it is launched."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        step = super().launch(plan)
+        step.is_done.set()
+        return step
+
+
+def empty_plan(step_id: int, max_results_together: int = 0) -> StepPlan:
     nothing = np.zeros(0, np.int32)
     pairs = np.zeros((0, 2), np.int32)
     return StepPlan(
@@ -73,6 +83,7 @@ def empty_plan(step_id: int) -> StepPlan:
         num_tokens=nothing,
         sample=np.zeros(0, np.bool_),
         appended_tokens=pairs,
+        max_results_together=max_results_together,
     )
 
 
@@ -83,22 +94,31 @@ async def thread() -> AsyncIterator[ModelThread]:
     thread.stop(wait_s=10)
 
 
-async def submit(stream: StepStream, thread: ModelThread, count: int) -> None:
+async def submit(
+    stream: StepStream, thread: ModelThread, count: int, max_results_together: int = 0
+) -> None:
     for step_id in range(1, count + 1):
-        await stream.submit(empty_plan(step_id))
+        await stream.submit(empty_plan(step_id, max_results_together))
     await thread.run(lambda: None)
 
 
 async def collected(stream: StepStream) -> tuple[list[int], WorkerError | None]:
-    """The steps whose results came, and the error after them."""
-    step_ids = []
+    """The steps whose results came, one by one, and the error after them."""
+    together, error = await collected_together(stream)
+    assert all(len(step_ids) == 1 for step_ids in together)
+    return list(chain.from_iterable(together)), error
+
+
+async def collected_together(stream: StepStream) -> tuple[list[list[int]], WorkerError | None]:
+    """The steps whose results came together, and the error after them."""
+    together = []
     try:
         async with asyncio.timeout(SOON_S):
-            async for result in stream.results():
-                step_ids.append(result.step_id)
+            async for results in stream.results():
+                together.append([result.step_id for result in results])
     except WorkerError as error:
-        return step_ids, error
-    return step_ids, None
+        return together, error
+    return together, None
 
 
 async def test_steps_are_launched_while_an_earlier_one_is_under_way(thread: ModelThread) -> None:
@@ -150,3 +170,48 @@ async def test_a_stream_ends_with_what_it_is_told(
     error = StepFailed("made up")
     end(stream, error)
     assert await collected(stream) == ([], error)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "together"),
+    [
+        (1, [[1], [2], [3], [4], [5]]),
+        (2, [[1, 2], [3, 4], [5]]),
+        (8, [[1, 2, 3, 4], [5]]),
+    ],
+)
+async def test_results_wait_as_allowed_while_another_step_is_at_hand(
+    thread: ModelThread, allowed: int, together: list[list[int]]
+) -> None:
+    """Once a single step is left, the core is to plan what comes after it."""
+    runner = Launcher()
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 5, allowed)
+    for step in runner.steps:
+        step.is_done.set()
+    stream.finish()
+    assert await collected_together(stream) == (together, None)
+
+
+async def test_results_that_wait_come_before_what_ends_the_stream(thread: ModelThread) -> None:
+    runner = Launcher()
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 6, 8)
+    runner.steps[2].breaks = True
+    for step in runner.steps:
+        step.is_done.set()
+    together, error = await collected_together(stream)
+    assert (together, type(error)) == ([[1, 2]], StepFailed)
+
+
+async def test_a_stream_takes_as_many_plans_as_come_though_their_results_wait(
+    thread: ModelThread,
+) -> None:
+    count = 3 * MAX_PENDING_PLANS
+    stream = StepStream(1, AtOnce(), thread, StepMeter())
+    submitting = asyncio.create_task(submit(stream, thread, count, count))
+    submitting.add_done_callback(lambda _: stream.finish())
+    together, error = await collected_together(stream)
+    await submitting
+    assert error is None
+    assert list(chain.from_iterable(together)) == list(range(1, count + 1))

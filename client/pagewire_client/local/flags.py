@@ -86,6 +86,7 @@ FLAGS = (
     Flag("preemption_mode", str, ("scheduler",), "auto, swap or recompute."),
     Flag("watermark", float, ("scheduler",), "Share of blocks kept free when admitting."),
     Flag("pipeline_depth", int, ("scheduler",), "Steps planned ahead."),
+    Flag("max_steps_together", int, ("scheduler",), "Most steps that travel in one message."),
     Flag("lease_ms", int, ("scheduler",), "Silence after which a worker counts as lost."),
     Flag("step_timeout", float, ("scheduler",), "Seconds that any step may take; 0: for ever."),
     Flag("first_step_timeout", float, ("scheduler",), "The same for the first steps of a size."),

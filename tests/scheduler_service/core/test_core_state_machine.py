@@ -121,6 +121,7 @@ class CoreMachine(RuleBasedStateMachine):
             num_cpu_blocks=self.host_blocks,
             block_size=self.block_size,
             max_model_len=MAX_MODEL_LEN,
+            takes_several_plans=self.num_groups % 2 == 0,
         )
         self.num_groups += 1
         self.driver.add_group(capacity)
@@ -144,6 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
         tenant=st.sampled_from(["", *TENANTS]),
         priority=st.integers(-1, 1),
+        max_hold_us=st.sampled_from([0, 3_000, 100_000, 100_000]),
     )
     def submit(
         self,
@@ -160,6 +162,7 @@ class CoreMachine(RuleBasedStateMachine):
         timeout: float | None,
         tenant: str,
         priority: int,
+        max_hold_us: int,
     ) -> None:
         for i in range(count):
             sampling = Sampling(
@@ -179,6 +182,7 @@ class CoreMachine(RuleBasedStateMachine):
                     timeout=timeout,
                     tenant=tenant,
                     priority=priority + i % 2,
+                    max_hold_us=max_hold_us,
                 )
 
     @rule(
@@ -362,6 +366,7 @@ class CrowdedMachine(CoreMachine):
         n=st.sampled_from([1, 1, 2, 3]),
         tenant=st.sampled_from(["", "heavy", "few"]),
         priority=st.integers(-1, 1),
+        max_hold_us=st.sampled_from([0, 100_000, 100_000]),
     )
     def submit(self, count: int, length: int, **values: Any) -> None:
         for i in range(count):

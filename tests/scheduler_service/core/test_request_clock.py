@@ -1,5 +1,7 @@
 """Time accounts: the parts add up exactly, whatever the order of events."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 from hypothesis import given
 
@@ -38,6 +40,14 @@ def test_the_time_between_results_is_forward_then_sampling_then_planning_then_wi
     steps.unassigned_plan_us = 20
     steps.advance(1900, result(forward_us=800, sample_us=200))
     assert (steps.forward_us, steps.sample_us, steps.plan_us, steps.wire_us) == (1650, 200, 20, 30)
+
+
+def test_results_that_come_together_count_as_if_each_had_come_at_once() -> None:
+    steps = StepClock(0)
+    for held_us in (1800, 900, 0):
+        steps.advance(2700, replace(result(forward_us=800, sample_us=70), held_us=held_us))
+    assert (steps.forward_us, steps.sample_us, steps.wire_us) == (2400, 210, 90)
+    assert steps.mark_us == 2700
 
 
 def test_a_request_that_enters_late_in_a_step_is_charged_for_the_rest_of_it() -> None:

@@ -101,6 +101,15 @@ def test_a_step_is_worked_on_once_the_one_before_it_is_done() -> None:
     assert watch.overdue_at is None
 
 
+def test_a_result_that_may_come_with_others_may_take_as_long_as_they() -> None:
+    watch = StepWatch(seen((decode(1), 0.2)), num_ranks=1)
+    watch.sent(decode(1), 100.0, num_together=3)
+    watch.sent(decode(1), 100.0)
+    assert watch.overdue_at == pytest.approx(106.0)
+    watch.answered(0, 100.2)
+    assert watch.overdue_at == pytest.approx(102.2)
+
+
 def test_a_step_is_done_when_every_rank_has_answered_it() -> None:
     watch = StepWatch(StepTimes(TIMEOUT), num_ranks=2)
     watch.sent(decode(1), 0.0)

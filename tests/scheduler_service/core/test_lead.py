@@ -1,0 +1,108 @@
+"""How many steps are planned before results are in, and how many of them travel together.
+
+A symbolic worker's decode steps take 1,000 µs.
+"""
+
+import dataclasses
+
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.lead import MAX_LEAD_US
+from tests.support.core_driver import CoreDriver, make_capacity
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, watermark=0.0)
+PATIENT_US = 1_000_000
+
+
+def make_driver(*, takes_several_plans: bool = True, **changes: object) -> CoreDriver:
+    driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
+    driver.add_group(
+        make_capacity(
+            "g", num_gpu_blocks=64, max_model_len=128, takes_several_plans=takes_several_plans
+        )
+    )
+    return driver
+
+
+def decoding(driver: CoreDriver, *patience_us: int, **fields: object) -> None:
+    """Requests that decode, the worker's speed being known, and no step that is open."""
+    for hold_us in patience_us:
+        driver.submit(prompt=[1, 2, 3], max_tokens=100, max_hold_us=hold_us, **fields)  # type: ignore[arg-type]
+    for _ in range(4):
+        driver.schedule("g")
+        driver.deliver("g")
+
+
+def lead(driver: CoreDriver) -> list[int]:
+    """Plans as far ahead as the core does; with each how many may come together."""
+    together = []
+    while (plan := driver.schedule("g")) is not None:
+        together.append(plan.num_together)
+    while driver.deliver("g"):
+        pass
+    return together
+
+
+def test_where_nobody_waits_for_tokens_one_step_more_is_open_than_come_together() -> None:
+    driver = make_driver()
+    decoding(driver, PATIENT_US, PATIENT_US)
+    assert lead(driver) == [8] * 9
+
+
+def test_steps_travel_alone_where_one_request_waits_for_its_tokens() -> None:
+    driver = make_driver()
+    decoding(driver, PATIENT_US, 0)
+    assert lead(driver) == [1, 1]
+
+
+def test_the_least_patient_request_says_how_many_steps_travel_together() -> None:
+    driver = make_driver()
+    decoding(driver, PATIENT_US, 3_500)
+    assert lead(driver) == [3] * 4
+
+
+def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:
+    driver = make_driver(max_steps_together=1000)
+    decoding(driver, PATIENT_US)
+    assert lead(driver)[0] == MAX_LEAD_US // 1000
+
+
+def test_steps_travel_alone_while_a_request_waits_or_its_prompt_is_computed() -> None:
+    driver = make_driver(max_num_seqs=2)
+    decoding(driver, PATIENT_US)
+    driver.submit(prompt=list(range(30)), max_tokens=100, max_hold_us=PATIENT_US)
+    assert lead(driver) == [1, 1] + [8] * 7, "two steps of its prompt"
+    assert lead(driver) == [8] * 9
+    driver.submit(prompt=[1], max_tokens=5, max_hold_us=PATIENT_US)
+    assert lead(driver) == [1, 1], "it waits for a place"
+
+
+def test_a_worker_gets_one_plan_at_a_time_unless_it_takes_several() -> None:
+    driver = make_driver(takes_several_plans=False)
+    decoding(driver, PATIENT_US)
+    assert lead(driver) == [1, 1]
+
+
+def test_an_operator_may_have_steps_travel_alone_or_plan_further_ahead_anyway() -> None:
+    driver = make_driver(max_steps_together=1)
+    decoding(driver, PATIENT_US)
+    assert lead(driver) == [1, 1]
+    driver = make_driver(max_steps_together=2, pipeline_depth=5)
+    decoding(driver, PATIENT_US)
+    assert lead(driver) == [2] * 5
+
+
+def test_a_beam_search_waits_for_its_results() -> None:
+    driver = make_driver()
+    search = BeamParams(width=1, length_penalty=1.0, early_stopping=EarlyStopping.WHEN_FULL)
+    decoding(driver, PATIENT_US, beam_search=search)
+    assert lead(driver) == [1]
+
+
+def test_nothing_is_planned_beyond_the_last_token() -> None:
+    driver = make_driver()
+    driver.submit(prompt=[1, 2, 3], max_tokens=10, max_hold_us=PATIENT_US)
+    decoding(driver)
+    assert len(lead(driver)) == 10 - 4
+    driver.run_until_idle()
+    driver.check_empty()
