@@ -407,6 +407,7 @@ class UnlikeMachine(CoreMachine):
         n=st.sampled_from([1, 1, 2, 3]),
         logprobs=st.booleans(),
         timeout=st.sampled_from([None, None, None, 5.0]),
+        max_hold_us=st.sampled_from([0, 3_000, 100_000, 100_000]),
         priority=st.integers(-1, 1),
     )
     def submit(self, **values: Any) -> None:
