@@ -12,8 +12,7 @@ COMMANDS = {
     "node": node_worker(),
 }
 NO_PROFILER = ["info: a profile can be started and stopped"]
-ONE_BY_ONE = ["ordering: plans in one message are executed in order"]
-SKIPPED = {"model": [], "simulated": NO_PROFILER, "node": [*NO_PROFILER, *ONE_BY_ONE]}
+SKIPPED = {"model": [], "simulated": NO_PROFILER, "node": NO_PROFILER}
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

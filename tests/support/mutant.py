@@ -79,11 +79,12 @@ class Proxy(pb_grpc.WorkerServiceServicer):
         def plans() -> Iterator[pb.ExecuteStepsRequest]:
             epoch = 0
             for request in _until_cancelled(request_iterator):
-                if fault.forgets_epochs:
-                    epoch = epoch or self._greater_epoch()
-                    told[epoch] = request.plan.epoch
-                    request.plan.epoch = epoch
-                fault.plan(request.plan)
+                for plan in (request.plan, *request.later_plans):
+                    if fault.forgets_epochs:
+                        epoch = epoch or self._greater_epoch()
+                        told[epoch] = plan.epoch
+                        plan.epoch = epoch
+                    fault.plan(plan)
                 yield request
 
         call = self.upstream.ExecuteSteps(plans())
@@ -91,8 +92,9 @@ class Proxy(pb_grpc.WorkerServiceServicer):
         kept = []
         try:
             for response in call:
-                response.result.epoch = told.get(response.result.epoch, response.result.epoch)
-                fault.result(response.result)
+                for result in (response.result, *response.later_results):
+                    result.epoch = told.get(result.epoch, result.epoch)
+                    fault.result(result)
                 kept.append(response)
                 if len(kept) > fault.is_lazy:
                     yield kept.pop(0)

@@ -58,6 +58,7 @@ export class Worker {
       pid: process.pid,
       num_weight_loads: 1,
       last_epoch: String(this.lastEpoch),
+      takes_several_plans: true,
     };
   }
 
@@ -87,7 +88,7 @@ export class Worker {
       if (error) call.emit("error", error);
       else call.end();
     };
-    call.on("data", ({ plan }) => {
+    const execute = (plan) => {
       if (stream?.isClosed) return;
       try {
         const receivedUs = nowUs();
@@ -100,7 +101,8 @@ export class Worker {
         stream ??= { isClosed: false };
         close(error.code ? error : Object.assign(error, { code: grpc.status.INTERNAL }));
       }
-    });
+    };
+    call.on("data", ({ plan, later_plans: laterPlans }) => [plan, ...laterPlans].forEach(execute));
     call.on("end", () => close());
     call.on("cancelled", () => stream && !stream.isClosed && this.#forget(stream));
     call.on("error", () => stream && !stream.isClosed && this.#forget(stream));
