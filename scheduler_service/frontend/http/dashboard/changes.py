@@ -56,15 +56,17 @@ def runs(old: Column, new: Column) -> list[int]:
     return triples
 
 
-def splice(old: list[int], new: list[int]) -> list[int]:
-    """`new` as how many entries it has in common with `old`, and those that follow."""
-    keep = 0
-    if old == new[: len(old)]:
-        keep = len(old)  # a table mostly grows
+def splice(old: bytes, new: bytes) -> list[int]:
+    """`new` as how many entries it has in common with `old`, and those that follow; both are
+    columns of little-endian int32."""
+    if new.startswith(old):
+        keep = len(old) // 4  # a table mostly grows
     else:
-        while keep < min(len(old), len(new)) and old[keep] == new[keep]:
-            keep += 1
-    return [keep, *new[keep:]]
+        shorter = min(len(old), len(new)) // 4
+        former, later = (np.frombuffer(column, "<i4", shorter) for column in (old, new))
+        differing = np.flatnonzero(former != later)
+        keep = int(differing[0]) if len(differing) else shorter
+    return [keep, *np.frombuffer(new, "<i4")[keep:].tolist()]
 
 
 def _columns(old: Mapping[str, Column], new: Mapping[str, Column]) -> dict[str, list[int] | None]:
@@ -82,13 +84,13 @@ def _columns(old: Mapping[str, Column], new: Mapping[str, Column]) -> dict[str, 
 
 
 def _tables(
-    old: Mapping[str, list[list[int]]], new: Mapping[str, list[list[int]]]
+    old: Mapping[str, list[bytes]], new: Mapping[str, list[bytes]]
 ) -> dict[str, list[list[int]] | None]:
     changed: dict[str, list[list[int]] | None] = {name: None for name in old if name not in new}
     for name, tables in new.items():
         former = old.get(name, [])
         if tables != former:
-            missing: list[list[int]] = [[]] * max(0, len(tables) - len(former))
+            missing = [b""] * max(0, len(tables) - len(former))
             pairs = zip([*former, *missing], tables, strict=False)
             changed[name] = [splice(was, table) for was, table in pairs]
     return changed

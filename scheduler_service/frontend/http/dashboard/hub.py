@@ -64,7 +64,7 @@ class Hub:
         try:
             while True:
                 await browser.news.wait()
-                yield self._take(browser)
+                yield await self._take(browser)
         finally:
             self._leave(browser)
 
@@ -97,24 +97,23 @@ class Hub:
             loop = asyncio.get_running_loop()
             self._lingering = loop.call_later(self._linger_s, self.close)
 
-    def _take(self, browser: Browser) -> bytes:
+    async def _take(self, browser: Browser) -> bytes:
         browser.news.clear()
         line, browser.line = browser.line, None
         if not browser.needs_all and line is not None:
             return line
         browser.needs_all = False
-        points = list(self._series.points)
-        return self._to_line(
-            {"all": True, "fields": FIELDS, "points": points, **changes(View(), self._view)}
-        )
+        message = {"all": True, "fields": FIELDS, "points": list(self._series.points)}
+        # All of a large memory takes long to write out, and the loop serves streams of tokens. What
+        # is told meanwhile is told of this view, and comes next.
+        return await asyncio.to_thread(_whole_line, message | self._state(), self._view)
 
-    def _to_line(self, message: dict[str, Any]) -> bytes:
-        message["uptime"] = round(self._uptime_s, 2)
-        message["lost"] = self._lost
-        return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    def _state(self) -> dict[str, Any]:
+        """What each line tells."""
+        return {"uptime": round(self._uptime_s, 2), "lost": self._lost}
 
     def _send(self, message: dict[str, Any]) -> None:
-        line = self._to_line(message)
+        line = _to_json(message | self._state()).encode() + b"\n"
         for browser in self._browsers:
             browser.needs_all |= browser.line is not None
             browser.line = line
@@ -159,3 +158,18 @@ class Hub:
         message = {"point": point, **changes(self._view, view)}
         self._view = view
         self._send(message)
+
+
+def _whole_line(message: dict[str, Any], view: View) -> bytes:
+    return _to_json(message | changes(View(), view)).encode() + b"\n"
+
+
+def _to_json(value: Any, depth: int = 2) -> str:
+    """As JSON; objects that are large are so by their entries, which are written one by one, so
+    that other threads have their turns in between."""
+    if depth and isinstance(value, dict):
+        entries = (
+            f"{json.dumps(name)}:{_to_json(each, depth - 1)}" for name, each in value.items()
+        )
+        return f"{{{','.join(entries)}}}"
+    return json.dumps(value, separators=(",", ":"))

@@ -1,6 +1,5 @@
 """A status as the page wants it: facts to be merged, columns by block, block tables by request."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,8 +21,9 @@ class View:
     facts: Facts = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
     """By `WORKER GROUP/MEMORY/owners` and `.../references`."""
-    tables: dict[str, list[list[int]]] = field(default_factory=dict)
-    """By `NUMBER/MEMORY`: the block tables of a request's sequences."""
+    tables: dict[str, list[bytes]] = field(default_factory=dict)
+    """By `NUMBER/MEMORY`: the block tables of a request's sequences, as little-endian int32: most
+    of one is what it was, and is not looked at number by number."""
 
 
 def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
@@ -50,7 +50,7 @@ def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
         both = (request.block_tables, request.host_block_tables)
         for memory, tables in zip(MEMORIES, both, strict=True):
             if tables:
-                view.tables[f"{request.number}/{memory}"] = _tables(tables)
+                view.tables[f"{request.number}/{memory}"] = list(tables)
     return view
 
 
@@ -126,7 +126,3 @@ def _loss(loss: pb.WorkerLoss, uptime_s: float) -> Facts:
         "model": loss.model,
         "at": round(uptime_s - loss.age_s, 2),
     }
-
-
-def _tables(columns: Iterable[bytes]) -> list[list[int]]:
-    return [np.frombuffer(column, "<i4").tolist() for column in columns]

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_service.columns import from_column, to_column
 from scheduler_service.frontend.http.dashboard.changes import (
     changes,
     merge_patch,
@@ -26,7 +27,9 @@ FACTS = st.dictionaries(
     max_size=3,
 )
 COLUMNS = st.lists(st.integers(-1, 3), max_size=12).map(lambda v: np.array(v, np.int32))
-TABLES = st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=3)
+TABLES = st.lists(
+    st.lists(st.integers(0, 9), max_size=6).map(to_column), min_size=1, max_size=3
+)
 VIEWS = st.builds(
     View,
     FACTS,
@@ -86,14 +89,17 @@ def test_changes_one_after_another_lead_to_the_last_view(views: list[View]) -> N
         before = view
         assert page.facts == view.facts
         assert page.columns == {name: c.tolist() for name, c in view.columns.items()}
-        assert page.tables == view.tables
+        assert page.tables == {
+            name: [from_column(table, name) for table in tables]
+            for name, tables in view.tables.items()
+        }
 
 
 def test_what_stays_is_not_told() -> None:
     column = np.array([1, 1, 2], np.int32)
-    view = View({"a": {"b": 1, "c": [1]}}, {"g": column}, {"1": [[4, 5]]})
+    view = View({"a": {"b": 1, "c": [1]}}, {"g": column}, {"1": [to_column([4, 5])]})
     assert changes(view, view) == {}
-    later = View({"a": {"b": 2, "c": [1]}}, {"g": column}, {"1": [[4, 5, 6]]})
+    later = View({"a": {"b": 2, "c": [1]}}, {"g": column}, {"1": [to_column([4, 5, 6])]})
     assert changes(view, later) == {"facts": {"a": {"b": 2}}, "tables": {"1": [[2, 6]]}}
 
 
@@ -104,8 +110,10 @@ def test_equal_neighbours_are_one_run() -> None:
 
 
 def test_a_table_that_changed_within_is_told_from_there_on() -> None:
-    assert splice([1, 2, 3], [1, 9, 3]) == [1, 9, 3]
-    assert splice([1, 2, 3], [1, 2]) == [2]
+    old = to_column([1, 2, 3])
+    assert splice(old, to_column([1, 9, 3])) == [1, 9, 3]
+    assert splice(old, to_column([1, 2])) == [2]
+    assert splice(old, b"") == [0]
 
 
 def test_what_is_gone_is_null() -> None:

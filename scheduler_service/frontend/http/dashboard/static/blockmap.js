@@ -1,16 +1,13 @@
-// A memory, one cell per KV block: coloured by request, shared ones hatched, cached ones dim.
+// A memory and what is to be said of it: its picture, its sums, and whose the block under the
+// pointer is.
 //
-// Only cells that changed are drawn again; all of them when the size, the theme or the chosen
-// request is another. At 100,000 blocks a cell is two or three pixels wide.
+// Only cells that changed are painted again; all of them when the size, the theme or the chosen
+// request is another.
 
+import { CACHED, Cells } from "./cells.js";
 import { element, setText } from "./dom.js";
 import { count, plural } from "./format.js";
-import { colourOf, colourOfRequest } from "./theme.js";
 import { hideTip, showTip } from "./tip.js";
-
-const CACHED = -1;
-const MAX_CELL = 18;
-const MAX_HEIGHT = 300;
 
 export class BlockMap {
   // `key`: "group/gpu"; `choose(number)` is called with the request of a block.
@@ -21,7 +18,9 @@ export class BlockMap {
     this.choose = choose;
     this.chosen = null;
     this.focused = 0;
-    this.canvas = element("canvas");
+    this.width = 0;
+    this.cells = new Cells();
+    this.canvas = this.cells.canvas;
     this.cursor = element("div", { class: "cursor", hidden: true });
     this.map = element(
       "div",
@@ -33,7 +32,6 @@ export class BlockMap {
     this.spoken = element("p", { class: "visually-hidden", "aria-live": "polite" });
     const heading = element("div", { class: "map-title" }, element("span", {}, title), this.told);
     this.root = element("div", {}, heading, this.map, this.spoken);
-    this.context = this.canvas.getContext("2d");
     this.#listen();
   }
 
@@ -47,13 +45,18 @@ export class BlockMap {
 
   // Draws what changed since the last time, or everything.
   draw(everything = false) {
+    if (!this.width) return;
     const touched = ["owners", "references"].map((name) => this.view.touched.get(`${this.key}/${name}`));
-    const layout = this.#layOut();
+    if (this.cells.layOut(this.width, this.owners.length)) {
+      everything = true;
+      Object.assign(this.map.dataset, { cell: this.cells.cell, perRow: this.cells.perRow });
+    }
     const isLive = this.chosen !== null && this.view.facts.requests?.[this.chosen];
     if (!isLive !== !this.own) everything = true; // it has ended: nothing is dimmed any more
     this.own = isLive ? this.#blocksOf(this.chosen) : null;
-    if (everything || layout || this.view.touched.has("*") || touched.includes("all")) this.#paintAll();
-    else for (const runs of touched) for (let i = 0; runs && i < runs.length; i += 2) this.#paintRun(runs[i], runs[i + 1]);
+    const memory = { owners: this.owners, references: this.references, own: this.own };
+    if (everything || this.view.touched.has("*") || touched.includes("all")) this.cells.paintAll(memory);
+    else for (const runs of touched) if (runs) this.cells.paint(memory, runs);
     this.#tell();
   }
 
@@ -64,81 +67,20 @@ export class BlockMap {
     this.draw(true);
   }
 
-  #layOut() {
-    const width = Math.floor(this.map.clientWidth);
-    const total = this.owners.length;
-    if (!width || (width === this.width && total === this.total && devicePixelRatio === this.scale)) return false;
-    [this.width, this.total, this.scale] = [width, total, devicePixelRatio];
-    let cell = MAX_CELL;
-    while (cell > 2 && Math.ceil(total / Math.floor(width / cell)) * cell > MAX_HEIGHT) cell -= 1;
-    this.cell = cell;
-    this.perRow = Math.max(1, Math.floor(width / cell));
-    Object.assign(this.map.dataset, { cell, perRow: this.perRow });
-    const height = Math.ceil(total / this.perRow) * cell;
-    this.canvas.width = Math.round(width * this.scale);
-    this.canvas.height = Math.round(height * this.scale);
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${height}px`;
-    return true;
-  }
-
-  #paintAll() {
-    this.colours = { empty: colourOf("--cell-empty"), cached: colourOf("--cell-cached"), surface: colourOf("--surface") };
-    this.context.setTransform(this.scale, 0, 0, this.scale, 0, 0);
-    this.context.clearRect(0, 0, this.width, this.canvas.height);
-    this.#paintRun(0, this.total);
-  }
-
-  // A request's blocks in this memory; another worker group's have the same numbers.
+  // By block whether the request has it in this memory; another worker group's have the same numbers.
   #blocksOf(number) {
-    const isHere = this.view.request(number)?.group === this.key.slice(0, this.key.lastIndexOf("/"));
-    return new Set(isHere ? (this.view.tables.get(`${number}/${this.#memory}`) ?? []).flat() : []);
+    const own = new Uint8Array(this.owners.length);
+    if (this.view.request(number)?.group !== this.#group) return own;
+    for (const table of this.view.tables.get(`${number}/${this.#memory}`) ?? []) for (const block of table) own[block] = 1;
+    return own;
+  }
+
+  get #group() {
+    return this.key.slice(0, this.key.lastIndexOf("/"));
   }
 
   get #memory() {
     return this.key.slice(this.key.lastIndexOf("/") + 1);
-  }
-
-  #paintRun(start, length) {
-    const { context, cell, perRow, owners, references } = this;
-    if (!this.colours) return;
-    const gap = cell >= 8 ? 2 : cell >= 4 ? 1 : 0;
-    for (let block = start; block < start + length; block++) {
-      const x = (block % perRow) * cell;
-      const y = Math.floor(block / perRow) * cell;
-      const owner = owners[block];
-      if (gap) context.clearRect(x, y, cell, cell);
-      context.globalAlpha = owner > 0 && this.own && !this.own.has(block) ? 0.18 : 1;
-      context.fillStyle = owner > 0 ? colourOfRequest(owner) : owner === CACHED ? this.colours.cached : this.colours.empty;
-      context.fillRect(x, y, cell - gap, cell - gap);
-      if (references[block] > 1) this.#hatch(x, y, cell - gap, references[block]);
-    }
-    context.globalAlpha = 1;
-  }
-
-  // Diagonal lines for what several have; with how many, where there is room for a digit.
-  #hatch(x, y, size, number) {
-    const { context } = this;
-    context.fillStyle = this.colours.surface;
-    if (size >= 13 && number < 100) {
-      const inset = 2;
-      context.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
-      context.fillStyle = colourOf("--ink");
-      context.font = `600 ${number < 10 ? 10 : 8}px system-ui, sans-serif`;
-      context.textAlign = "center";
-      context.textBaseline = "middle";
-      context.fillText(String(number), x + size / 2, y + size / 2 + 0.5);
-      return;
-    }
-    context.strokeStyle = this.colours.surface;
-    context.lineWidth = Math.max(0.7, size / 7);
-    context.beginPath();
-    for (const offset of size >= 6 ? [0.5, 1, 1.5] : [1]) {
-      const reach = size * offset;
-      context.moveTo(x + Math.max(0, reach - size), y + Math.min(size, reach));
-      context.lineTo(x + Math.min(size, reach), y + Math.max(0, reach - size));
-    }
-    context.stroke();
   }
 
   #tell() {
@@ -159,7 +101,7 @@ export class BlockMap {
     const owner = this.owners[block];
     if (!(owner > 0)) return `Block ${count(block)}: free, ${owner === CACHED ? "its contents still cached" : "empty"}`;
     const holders = this.#holders(block);
-    const { blockSize } = this.view.facts.groups?.[this.key.slice(0, this.key.lastIndexOf("/"))] ?? {};
+    const { blockSize } = this.view.facts.groups?.[this.#group] ?? {};
     const first = holders[0] ?? { number: owner };
     const place = first.index == null ? "" : `, tokens ${count(first.index * blockSize)} to ${count((first.index + 1) * blockSize - 1)}`;
     const name = (number) => this.view.request(number)?.id ?? `request ${number}`;
@@ -172,7 +114,7 @@ export class BlockMap {
     for (const [key, tables] of this.view.tables) {
       const [number, memory] = key.split("/");
       if (memory !== this.#memory) continue;
-      if (this.view.request(number)?.group !== this.key.slice(0, this.key.lastIndexOf("/"))) continue;
+      if (this.view.request(number)?.group !== this.#group) continue;
       for (const table of tables) {
         const index = table.indexOf(block);
         if (index >= 0) {
@@ -186,10 +128,11 @@ export class BlockMap {
 
   #listen() {
     const blockAt = (event) => {
+      const { cell, perRow, total } = this.cells;
       const box = this.canvas.getBoundingClientRect();
-      const [column, row] = [event.clientX - box.left, event.clientY - box.top].map((v) => Math.floor(v / this.cell));
-      const block = row * this.perRow + column;
-      return column >= 0 && column < this.perRow && block >= 0 && block < this.total ? block : null;
+      const [column, row] = [event.clientX - box.left, event.clientY - box.top].map((v) => Math.floor(v / cell));
+      const block = row * perRow + column;
+      return column >= 0 && column < perRow && block >= 0 && block < total ? block : null;
     };
     const show = (event) => {
       const block = blockAt(event);
@@ -213,21 +156,25 @@ export class BlockMap {
       hideTip();
     });
     this.map.addEventListener("keydown", (event) => this.#key(event));
-    new ResizeObserver(() => this.draw()).observe(this.map);
+    // The width is told, not asked for: asking makes the browser lay the page out.
+    new ResizeObserver(([entry]) => {
+      this.width = Math.floor(entry.contentRect.width);
+      this.draw();
+    }).observe(this.map);
   }
 
   #key(event) {
-    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.perRow, ArrowDown: this.perRow };
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.cells.perRow, ArrowDown: this.cells.perRow };
     if (event.key in steps) this.#goTo(this.focused + steps[event.key]);
     else if (event.key === "Home") this.#goTo(0);
-    else if (event.key === "End") this.#goTo(this.total - 1);
+    else if (event.key === "End") this.#goTo(this.cells.total - 1);
     else if (event.key === "Enter" || event.key === " ") this.#chooseAt(this.focused);
     else return;
     event.preventDefault();
   }
 
   #goTo(block) {
-    this.focused = Math.min(Math.max(block, 0), this.total - 1);
+    this.focused = Math.min(Math.max(block, 0), this.cells.total - 1);
     this.#point(this.focused);
     const box = this.cursor.getBoundingClientRect();
     const text = this.describe(this.focused);
@@ -238,9 +185,9 @@ export class BlockMap {
   #point(block) {
     this.cursor.hidden = block === null;
     if (block === null) return;
-    const size = Math.max(this.cell, 6);
-    this.cursor.style.left = `${(block % this.perRow) * this.cell - 2}px`;
-    this.cursor.style.top = `${Math.floor(block / this.perRow) * this.cell - 2}px`;
+    const size = Math.max(this.cells.cell, 6);
+    this.cursor.style.left = `${(block % this.cells.perRow) * this.cells.cell - 2}px`;
+    this.cursor.style.top = `${Math.floor(block / this.cells.perRow) * this.cells.cell - 2}px`;
     this.cursor.style.width = this.cursor.style.height = `${size + 2}px`;
   }
 

@@ -9,6 +9,7 @@ const SHOWN_S = [60, 120, 300]; // the shortest that holds all points, or the la
 const BOTTOM = 17;
 const COLOURS = ["--one", "--two", "--three"];
 const TABLE_ROWS = 20;
+const FONT = `11px ${getComputedStyle(document.body).fontFamily}`;
 
 const perSecond = (n) => (n == null ? "–" : `${short(n)} /s`);
 const CHARTS = [
@@ -87,7 +88,11 @@ class Chart {
     this.root = element("div", { class: "panel chart" }, heading, this.value, this.legend, this.canvas);
     this.canvas.addEventListener("pointermove", (event) => this.#hover(event));
     this.canvas.addEventListener("pointerleave", () => this.#leave());
-    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    this.size = [0, 0];
+    new ResizeObserver(([entry]) => {
+      this.size = [entry.contentRect.width, entry.contentRect.height];
+      this.draw();
+    }).observe(this.canvas);
   }
 
   draw() {
@@ -116,7 +121,7 @@ class Chart {
 
   #paint(points) {
     const { canvas } = this;
-    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+    const [width, height] = this.size;
     if (!width) return;
     const scale = devicePixelRatio || 1;
     canvas.width = width * scale;
@@ -137,7 +142,7 @@ class Chart {
   }
 
   #grid(context, width, y, top) {
-    context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    context.font = FONT;
     for (const share of [0, 0.5, 1]) {
       context.fillStyle = colourOf("--line");
       context.fillRect(0, Math.round(y(share * top)), width, 1);

@@ -17,7 +17,8 @@ const requests = new Requests(view, choose);
 const detail = new Detail(view);
 let isDue = false;
 
-function choose(number) {
+// Shows one request, by its number; null: none.
+export function choose(number) {
   detail.show(number);
   requests.mark(number);
   groups.mark(number);

@@ -1,5 +1,7 @@
 // All that the page knows, kept up to date by the changes that the server tells (changes.py).
 
+const MAX_RUNS = 10_000; // that are kept for the next drawing, which a hidden page puts off for hours
+
 export class View {
   constructor() {
     this.clear();
@@ -60,7 +62,7 @@ export class View {
       column.fill(runs[i + 2], runs[i], runs[i] + runs[i + 1]);
       if (touched !== "all") touched.push(runs[i], runs[i + 1]);
     }
-    if (this.touched.get(name) !== "all") this.touched.set(name, touched);
+    if (this.touched.get(name) !== "all") this.touched.set(name, touched.length > MAX_RUNS ? "all" : touched);
   }
 
   #tables(name, changed) {
@@ -69,9 +71,15 @@ export class View {
       return;
     }
     const former = this.tables.get(name) ?? [];
-    const tables = changed.map(([keep, ...rest], i) => [...(former[i] ?? []).slice(0, keep), ...rest]);
-    this.tables.set(name, tables);
+    this.tables.set(name, changed.map((change, i) => spliced(former[i] ?? [], change)));
   }
+}
+
+// The first `keep` entries of a table, which mostly grows, and those that follow.
+function spliced(table, [keep, ...rest]) {
+  table.length = keep;
+  for (const block of rest) table.push(block);
+  return table;
 }
 
 // A JSON merge patch (RFC 7396), in place.
