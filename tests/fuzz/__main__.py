@@ -20,7 +20,7 @@ def main(
         began = time.monotonic()
         outcome, growth = run(target, num_calls=calls, seed=seed)
         typer.echo(f"{target}: {outcome}")
-        typer.echo(f"  {time.monotonic() - began:.0f} s; resident: {growth}")
+        typer.echo(f"  {time.monotonic() - began:.0f} s\n{growth}")
         for harm in outcome.harm:
             harmed = True
             typer.echo(f"  HARM {harm}")

@@ -92,9 +92,10 @@ WORKER_SEEDS: Mapping[str, Sequence[Message]] = {
     "GetInfo": [worker_pb.GetInfoRequest()],
     "GetModelAssets": [worker_pb.WorkerServiceGetModelAssetsRequest()],
     "ProfileBlocks": [worker_pb.ProfileBlocksRequest(max_num_seqs=4, max_num_batched_tokens=64)],
-    "ExecuteSteps": [worker_pb.ExecuteStepsRequest()],
+    "ExecuteSteps": [],
 }
-"""Of a worker: a hostile core. Without InitializeCache, which ends what others have there."""
+"""Of a worker: a hostile core, which makes its step streams itself. Without InitializeCache, whose
+caches may be as large as whoever calls it says."""
 
 ENDLESS = ("WatchStatus", "Attach", "RegisterWorker", "ExecuteSteps")
 
@@ -110,19 +111,19 @@ class GrpcCaller:
         rng: random.Random,
         outcome: Outcome,
     ) -> None:
-        self._channel = channel
+        self.channel = channel
         self._service = service
         self._seeds = seeds
-        self._rng = rng
+        self.rng = rng
         self._outcome = outcome
 
     async def call(self) -> None:
         """One of them, to its end."""
-        rng = self._rng
+        rng = self.rng
         rpc = rng.choice([*self._seeds, *self._usual()])
-        payloads = [self._payload(rpc) for _ in range(self._num_messages(rpc))]
+        payloads = await self.payloads(rpc)
         timeout_s = STREAM_TIMEOUT_S if rpc in ENDLESS else CALL_TIMEOUT_S
-        call = self._channel.stream_stream(f"/{self._service}/{rpc}")(
+        call = self.channel.stream_stream(f"/{self._service}/{rpc}")(
             timeout=timeout_s, metadata=self._metadata()
         )
         code = await self._finish(call, payloads, is_cut=rng.random() < 0.1)
@@ -137,18 +138,22 @@ class GrpcCaller:
         if code in BUGS or is_late:
             self._outcome.blame(f"{rpc}: {code.name} {details!r}: {payloads!r}")
 
+    async def payloads(self, rpc: str) -> Sequence[bytes]:
+        """The messages of one call."""
+        return [self._payload(rpc) for _ in range(self._num_messages(rpc))]
+
     def _usual(self) -> list[str]:
         return ["Generate"] * 8 + ["GenerateMany"] * 4 if "Generate" in self._seeds else []
 
     def _num_messages(self, rpc: str) -> int:
         if rpc in ("GenerateMany", "Attach", "RegisterWorker", "ExecuteSteps"):
-            return self._rng.choice((1, 2, 5))
+            return self.rng.choice((1, 2, 5))
         # Services for members wait for a call's request as long as the call lives.
         none = 1 if self._seeds is SEEDS else 0
-        return self._rng.choices((0, 1, 2), (none, 50, 1))[0]
+        return self.rng.choices((0, 1, 2), (none, 50, 1))[0]
 
     def _payload(self, rpc: str) -> bytes:
-        rng = self._rng
+        rng = self.rng
         message = mutated_message(rng, rng.choice(self._seeds[rpc]), rng.choice((0, 1, 1, 2, 4)))
         if "Generate" in rpc and rng.random() < 0.7:
             request: Any = getattr(message, "request", message)
@@ -157,9 +162,9 @@ class GrpcCaller:
         return mutated_bytes(rng, data) if rng.random() < 0.25 else data
 
     def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        if self._rng.random() < 0.9:
+        if self.rng.random() < 0.9:
             return ()
-        return (("authorization", "Bearer \x7e"), ("x-noise-bin", self._rng.randbytes(20)))
+        return (("authorization", "Bearer \x7e"), ("x-noise-bin", self.rng.randbytes(20)))
 
     async def _finish(
         self, call: Any, payloads: Sequence[bytes], *, is_cut: bool
@@ -190,6 +195,7 @@ async def call_many(
     num_calls: int,
     seed: int,
     outcome: Outcome,
+    caller: type[GrpcCaller] = GrpcCaller,
     num_at_once: int = 16,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
@@ -200,9 +206,9 @@ async def call_many(
         share = num_calls // num_at_once
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options) as channel:
-            caller = GrpcCaller(channel, service, seeds, rng, outcome)
+            calls = caller(channel, service, seeds, rng, outcome)
             for _ in range(share):
-                await caller.call()
+                await calls.call()
                 on_progress()
 
     await asyncio.gather(*(work(number) for number in range(num_at_once)))

@@ -56,6 +56,8 @@ class ServiceProcess:
         self.failure: LocalServiceError | None = None
         """Why the service is given up."""
         self.num_starts = 0
+        self.exit_code: int | None = None
+        """Of its last life that has ended; below 0: a signal's number."""
         self._command = list(command)
         self._on_line = on_line
         self._on_failure = on_failure
@@ -108,7 +110,7 @@ class ServiceProcess:
         failed_starts = 0
         while True:
             started = time.monotonic()
-            code = self._run()
+            code = self.exit_code = self._run()
             if self._stopping.is_set():
                 return
             if time.monotonic() - started >= _LONG_LIFE_S:
