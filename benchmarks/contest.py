@@ -37,17 +37,26 @@ class Patience:
     slow_repeats: int = 1
     """Of an engine that takes more than `slow_factor` times as long as the fastest."""
     slow_factor: float = 1.5
+    least_s: float = 0.0
+    """Of short workloads there are more turns, until an engine has run for so long."""
+    most_repeats: int = 7
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slow_repeats <= self.repeats:
-            raise ValueError("expected at least one repeat, and no more of slow engines")
+        if not 1 <= self.slow_repeats <= self.repeats <= self.most_repeats:
+            raise ValueError(
+                "expected at least one repeat, no more of slow engines, and at most "
+                f"{self.most_repeats}"
+            )
 
     def wants(self, runs: Sequence[Run], fastest_s: float) -> bool:
         """Whether an engine with these runs should run again."""
         if len(runs) < self.slow_repeats or not runs:
             return True
-        middle = statistics.median(run.seconds for run in runs)
-        return len(runs) < self.repeats and middle <= self.slow_factor * fastest_s
+        times = [run.seconds for run in runs]
+        if statistics.median(times) > self.slow_factor * fastest_s:
+            return False
+        is_short = sum(times) < self.least_s and len(runs) < self.most_repeats
+        return len(runs) < self.repeats or is_short
 
 
 @dataclass(slots=True)
@@ -107,7 +116,7 @@ def compete(
         for workload in workloads:
             jobs = warm_up(workload.make_jobs(draw, shape.vocab_size, scale))
             take_turn(engine, jobs, shape.vocab_size, num_tokens=1)
-    for turn in range(patience.repeats):
+    for turn in range(patience.most_repeats):
         for workload in workloads:
             jobs = workload.make_jobs(draw, shape.vocab_size, scale)
             fastest_s = results.fastest_s(workload.name)

@@ -122,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         llama_server=args.llama_server,
     )
     patience = Patience(
-        repeats=args.repeats, slow_repeats=args.slow_repeats, slow_factor=args.slow_factor
+        repeats=args.repeats,
+        slow_repeats=args.slow_repeats,
+        slow_factor=args.slow_factor,
+        least_s=args.least_seconds,
     )
     workloads = [WORKLOADS[name] for name in args.workloads]
     for shape in args.shape:
@@ -160,6 +163,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=list(FOUR), choices=list(WORKLOADS))
     parser.add_argument("--engines", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--least-seconds", type=float, default=10.0, help="short workloads take more turns"
+    )
     parser.add_argument("--slow-repeats", type=int, default=1, help="of engines far behind")
     parser.add_argument("--slow-factor", type=float, default=1.5, help="how far: times as long")
     parser.add_argument("--nano-vllm-python", type=Path, help="the Python that has nano-vllm")

@@ -37,7 +37,7 @@ def offline_facts(results: Mapping[str, Any]) -> str:
     facts = [
         f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
         *_ceilings(results["ceilings"]),
-        f"Medians of {results['patience']['repeats']} turns, of "
+        f"Medians of {_turns(results['patience'])}, of "
         f"{results['patience']['slow_repeats']} where an engine takes more than "
         f"{results['patience']['slow_factor']:g} times as long as the fastest; "
         f"{_widest_spread(results['rows'])}.",
@@ -49,6 +49,13 @@ def offline_facts(results: Mapping[str, Any]) -> str:
         said = (f"{name} {one['equal_tokens']} of {one['tokens']}" for name, one in agreed.items())
         facts.append(f"Greedy tokens that equal those of transformers: {', '.join(said)}.")
     return " ".join(facts)
+
+
+def _turns(patience: Mapping[str, Any]) -> str:
+    turns = f"{patience['repeats']} turns"
+    if not patience.get("least_s"):
+        return turns
+    return f"{turns} (more of short workloads, until {patience['least_s']:g} s)"
 
 
 def _ceilings(ceilings: Mapping[str, Sequence[float]]) -> list[str]:

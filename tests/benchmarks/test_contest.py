@@ -110,7 +110,17 @@ def test_too_few_tokens_are_no_result() -> None:
         run_all([Made("vllm", 1.0, missing=1)], [WORKLOADS["single"]])
 
 
-@pytest.mark.parametrize("patience", [{"slow_repeats": 0}, {"repeats": 2, "slow_repeats": 3}])
+def test_short_workloads_take_more_turns() -> None:
+    engines = [Made("pagewire", 1.0), Made("vllm", 1.4), Made("transformers", 1.6)]
+    results = run_all(engines, [WORKLOADS["single"]], repeats=2, least_s=5.5, most_repeats=5)
+    turns = {name: len(runs) for name, runs in results.runs["single"].items()}
+    assert turns == {"pagewire": 5, "vllm": 4, "transformers": 1}
+
+
+@pytest.mark.parametrize(
+    "patience",
+    [{"slow_repeats": 0}, {"repeats": 2, "slow_repeats": 3}, {"repeats": 3, "most_repeats": 2}],
+)
 def test_everybody_runs(patience: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected at least one repeat"):
         Patience(**patience)
@@ -150,7 +160,9 @@ def test_ratios_are_of_medians_against_the_best_peer() -> None:
     assert row["ratio"] == pytest.approx(20 / 8.5, abs=1e-3)
     assert row["services_over_in_process"] == 1.25
     assert row["shares_of_floor"] == [0.4, 1.2, 0.8]
-    assert row["share_of_floor"] == 0.8
+    assert row["share_of_floor"] == pytest.approx(
+        (3 * 4) / (100 / 10 + 100 / 30 + 100 / 20), abs=1e-3
+    )
     assert row["spread"] == {
         "pagewire": 2.0,
         "pagewire in-process": 0.0,

@@ -160,6 +160,7 @@ def test_the_table_has_a_bad_case_for_every_sampling_parameter_that_can_be_bad()
         "ignore_eos",
         "skip_special_tokens",
         "include_stop_in_output",
+        "truncate_prompt_tokens",
     }
     covered = {path.split(".")[0].split("[")[0] for _, path in BAD_SAMPLING}
     fields = set(pb.GenerateRequest().sampling_params.DESCRIPTOR.fields_by_name)
