@@ -7,8 +7,7 @@ same prompts at the same instants (Poisson arrivals) from the same load generato
 `pagewire bench`. At each rate they take turns, `--repeats` times with other prompts each, the one
 whose turn it is not idle. A figure is the median over the repeats.
 
-Pagewire is called over gRPC and vLLM over OpenAI's HTTP interface. Pagewire has no such interface
-yet; once it has, `benchmarks.openai_target` serves both.
+Each is called by the interface that is its own: Pagewire by gRPC, vLLM by OpenAI's over HTTP.
 """
 
 import argparse
