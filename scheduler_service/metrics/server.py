@@ -2,9 +2,10 @@
 
 import logging
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from scheduler_service.addresses import CannotListen, ensure_free, split_host_port
+from service_common.metrics_http import start_metrics_server
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class MetricsServer:
         ensure_free(address)
         host, port = split_host_port(address)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server, self._thread = start_metrics_server(port, host, registry)
         except OSError as error:
             raise CannotListen(address, (error.strerror or str(error)).lower()) from error
         self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"

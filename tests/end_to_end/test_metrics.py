@@ -127,9 +127,9 @@ def test_core_and_worker_agree_on_their_steps(of_core: Scrape, of_worker: Scrape
     assert of_core.sum("vllm:iteration_tokens_total_sum") == tokens
     assert of_worker.sum("pagewire_worker_step_seconds_count") == steps
     forward = of_worker.sum("pagewire_worker_step_time_seconds_total", part="forward")
-    assert forward == pytest.approx(
-        of_core.sum("pagewire_group_time_seconds_total", part="forward"), rel=0.2
-    )
+    # The core tells no more of a step than it has waited for its result.
+    told_by_core = of_core.sum("pagewire_group_time_seconds_total", part="forward")
+    assert 0.5 * forward <= told_by_core <= forward
     assert forward >= 0.9 * steps * 0.002
     assert of_worker.sum("pagewire_worker_registered") == 1
     [labels] = of_worker.series("pagewire_worker_info")

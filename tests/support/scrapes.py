@@ -10,6 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cluster import Service
 
 TOLD = re.compile(r"listening for prometheus address=(\S+)")
+OF_PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+"""What Prometheus 2 says it accepts."""
 CLIENT_LIBRARYS = ("process_", "python_")
 """Of the process, not of ours."""
 
@@ -58,5 +63,6 @@ def scrape(service: Service) -> Scrape:
 
 def scrape_at(address: str) -> Scrape:
     """What is told at HOST:PORT."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
+    asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": OF_PROMETHEUS_2})
+    with urllib.request.urlopen(asked, timeout=10) as response:
         return Scrape(response.read().decode())

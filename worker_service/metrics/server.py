@@ -2,8 +2,9 @@
 
 import logging
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
+from service_common.metrics_http import start_metrics_server
 from worker_service.address import TcpAddress, check_free
 from worker_service.errors import CannotListen
 
@@ -17,7 +18,7 @@ class MetricsServer:
         """Listen. Raises CannotListen."""
         check_free(address)
         try:
-            self._server, self._thread = start_http_server(address.port, address.host, registry)
+            self._server, self._thread = start_metrics_server(address.port, address.host, registry)
         except OSError as error:
             raise CannotListen(f"cannot listen on {address}: {error.strerror}") from error
         self.address = TcpAddress(address.host, self._server.server_port)

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from fastapi import APIRouter, Request, Response
-from prometheus_client.exposition import choose_encoder
+from fastapi import APIRouter, Response
 
 from scheduler_service.frontend.http.callers import Caller
 from scheduler_service.frontend.http.services import HttpServices
+from service_common.metrics_http import CONTENT_TYPE, metrics_text
 
 
 def make_router(services: HttpServices) -> APIRouter:
@@ -19,12 +19,11 @@ def make_router(services: HttpServices) -> APIRouter:
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
-    async def metrics(request: Request, caller: Caller) -> Response:
-        """In Prometheus' text format, or OpenMetrics where the caller accepts it. They tell what
-        all tenants do: with keys in force, it takes an operator's."""
+    async def metrics(caller: Caller) -> Response:
+        """In Prometheus' text format. They tell what all tenants do: with keys in force, it takes
+        an operator's."""
         caller.check_operator()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        text = await asyncio.to_thread(encode, services.registry)
-        return Response(text, headers={"Content-Type": content_type})
+        text = await asyncio.to_thread(metrics_text, services.registry)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     return router

@@ -1,6 +1,6 @@
 from scheduler_service.frontend import metric_list
 from tests.support.http_frontends import http_served
-from tests.support.scrapes import Scrape
+from tests.support.scrapes import OF_PROMETHEUS_2, Scrape
 
 
 async def test_a_frontends_metrics_are_on_its_http_port() -> None:
@@ -14,9 +14,10 @@ async def test_a_frontends_metrics_are_on_its_http_port() -> None:
     assert told.sum("pagewire_frontend_attached") == 1
 
 
-async def test_whoever_accepts_openmetrics_gets_it() -> None:
+async def test_names_have_their_colons_whatever_the_caller_accepts() -> None:
+    """OpenMetrics, as the client library writes it, has `vllm_…`."""
     async with http_served() as served:
-        accept = "application/openmetrics-text; version=1.0.0"
-        response = await served.client.get("/metrics", headers={"Accept": accept})
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
+        response = await served.client.get("/metrics", headers={"Accept": OF_PROMETHEUS_2})
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "\n# TYPE vllm:time_to_first_token_seconds histogram\n" in response.text
+    assert "\nvllm_" not in response.text
