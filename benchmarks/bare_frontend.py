@@ -14,7 +14,7 @@ import grpc
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from scheduler_service.grpc_options import channel_options
+from service_common.grpc_options import channel_options
 
 FRONTEND_ID = "bare"
 _INT32_BYTES = 4

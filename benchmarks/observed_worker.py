@@ -30,8 +30,8 @@ from scheduler_service.core.step_times import StepTimeout, StepTimes
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.step_stream import StepStream
-from scheduler_service.grpc_options import channel_options
 from scheduler_service.tasks import run_until_first
+from service_common.grpc_options import channel_options
 
 GROUP = "g"
 FRONTEND = "f"

@@ -14,8 +14,7 @@ from typing import Any, Self
 import grpc
 
 from benchmarks.observed_worker import environment
-from scheduler_service.grpc_options import channel_options
-from worker_service.grpc_options import SERVER_OPTIONS
+from service_common.grpc_options import channel_options, server_options
 
 SERVICE, METHOD = "benchmarks.Echo", "Echo"
 SETTLING_ROUNDS = 50
@@ -71,7 +70,7 @@ async def _serve(address: str) -> None:
         async for message in messages:
             yield message
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=server_options())
     handler = grpc.stream_stream_rpc_method_handler(echo)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)

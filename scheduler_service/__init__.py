@@ -20,11 +20,11 @@ Both roles share, each in one place:
 `columns.py`         columns of integers, as they travel
 `errors.py`          what can go wrong, in our own words
 `status_codes.py`    the same as gRPC statuses with details, and back
-`grpc_options.py`    options of every channel and server
-`addresses.py`       addresses to listen on, and why one cannot be used
-`service_runner.py`  a gRPC server with health, reflection, signals and an orderly end
+`service_runner.py`  a gRPC server with signals and an orderly end
 `tasks.py`           coroutines that stand and fall together
 `command_line.py`    logging, one-line errors, exit codes
+
+What the worker needs as well, such as servers, addresses and credentials, is in `service_common`.
 
 What others may rely on: nothing here imports torch or touches a model's weights. All state of the
 core is soft: workers register again, frontends submit again with the tokens they have. A request

@@ -19,42 +19,14 @@
     ├── Unauthenticated        no or wrong credentials
     └── PermissionDenied       these credentials are not good for that
 
-Nothing here knows gRPC: `scheduler_service/status_codes.py` maps each class to a status code.
+The root and three of its classes are `service_common`'s. Nothing here knows gRPC:
+`scheduler_service/status_codes.py` maps each class to a status code.
 """
 
-from collections.abc import Mapping
-
-
-class PagewireError(Exception):
-    """The root: a message for people, a constant reason and numbers for programs."""
-
-    reason = "INTERNAL"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        reason: str | None = None,
-        details: Mapping[str, object] | None = None,
-        retry_delay_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        if reason is not None:
-            self.reason = reason
-        self.details = {key: str(value) for key, value in (details or {}).items()}
-        self.retry_delay_s = retry_delay_s
-
-
-class InvalidArgument(PagewireError):
-    """A field of the request is wrong; `field` names it as the proto does."""
-
-    reason = "INVALID_FIELD"
-
-    def __init__(self, field: str, expected: str) -> None:
-        super().__init__(f"{field}: {expected}", details={"field": field})
-        self.field = field
-        self.expected = expected
+from service_common.errors import DeadlineExceeded as DeadlineExceeded
+from service_common.errors import InvalidArgument as InvalidArgument
+from service_common.errors import PagewireError as PagewireError
+from service_common.errors import Unauthenticated as Unauthenticated
 
 
 class PromptTooLong(PagewireError):
@@ -123,12 +95,6 @@ class RequestAborted(PagewireError):
     reason = "ABORTED_BY_CLIENT"
 
 
-class DeadlineExceeded(PagewireError):
-    """The request's deadline has passed."""
-
-    reason = "DEADLINE_EXCEEDED"
-
-
 class Unavailable(PagewireError):
     """Nothing can be done now: no worker, or the service is shutting down."""
 
@@ -139,12 +105,6 @@ class GenerationFailed(PagewireError):
     """The model or its worker failed this request; others are unaffected."""
 
     reason = "GENERATION_FAILED"
-
-
-class Unauthenticated(PagewireError):
-    """The caller's credentials are missing or wrong."""
-
-    reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(PagewireError):

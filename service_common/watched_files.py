@@ -21,16 +21,10 @@ class WatchedFiles(Generic[T]):
     Files that cannot be read, or say nothing sensible, leave what they said before in force.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        load: Callable[[], T],
-        error: type[Exception] = ValueError,
-    ) -> None:
-        """`load` reads the files; it raises `error` for those that are no good, here too."""
+    def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
+        """`load` reads the files; it raises ValueError for those that are no good, here too."""
         self._paths = paths
         self._load = load
-        self._error = error
         self._seen = self._look()
         self._value = load()
 
@@ -46,7 +40,7 @@ class WatchedFiles(Generic[T]):
         names = ",".join(map(str, self._paths))
         try:
             self._value = self._load()
-        except self._error as error:
+        except ValueError as error:
             logger.error("changed files are no good, the former stay in force: %s", error)
         else:
             logger.info("read changed files again files=%s", names)

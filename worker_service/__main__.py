@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from service_common.errors import CannotListen
 from service_common.log_format import configure_logging
 from service_common.tracing import CannotTrace
 from worker_service.command_line.cache_flags import CacheFlags
@@ -76,7 +77,7 @@ def serve(
         asyncio.run(_run(config))
     except (InvalidOption, CannotTrace) as error:
         _exit(error, 2)
-    except WorkerError as error:
+    except (WorkerError, CannotListen) as error:
         _exit(error, 1)
 
 

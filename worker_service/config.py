@@ -4,8 +4,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
-from worker_service.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.errors import InvalidOption
 from worker_service.parallel.layout import Layout
 
@@ -104,8 +104,9 @@ class NetworkConfig:
 
     cluster: ClusterConfig = NO_CLUSTER
     """What members of the deployment show each other."""
-    metrics: TcpAddress | None = None
-    """Where Prometheus asks. None: nowhere."""
+
+    metrics: str | None = None
+    """Where Prometheus asks, HOST:PORT. None: nowhere."""
 
     otlp_endpoint: str | None = None
     """Where spans are exported to. None: where OpenTelemetry's own variables say, if anywhere."""

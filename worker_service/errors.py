@@ -5,13 +5,11 @@
     ├── ModelNotFound      neither a directory nor a model that can be downloaded
     ├── UnsupportedModel   the checkpoint is sound, but Pagewire cannot serve it
     ├── BadCheckpoint      files are missing, damaged or do not fit the model
-    ├── CannotListen       the address is taken, or not ours
     ├── OutOfMemory        not even one KV block fits
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
     ├── OutOfOrder         a call or a step out of its turn
     ├── SentAway           the core told this worker to end
-    ├── NotAMember         the caller does not know the cluster's token
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
     └── StepFailed         our own bug, or the device's failure, in the middle of a step
@@ -19,9 +17,19 @@
 Nothing here knows gRPC: `worker_service/status_codes.py` maps each class to a status code.
 """
 
+import re
 
-class WorkerError(Exception):
+from service_common.errors import InvalidArgument, PagewireError
+
+
+class WorkerError(PagewireError):
     """The root; the message is one line, for people."""
+
+    reason = "WORKER_ERROR"
+
+    def __init_subclass__(cls) -> None:
+        """The reason that programs are told: `StaleEpoch` becomes `STALE_EPOCH`."""
+        cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
 
 
 class InvalidOption(WorkerError):
@@ -40,10 +48,6 @@ class BadCheckpoint(WorkerError):
     """Files of a checkpoint are missing, damaged or contradict its configuration."""
 
 
-class CannotListen(WorkerError):
-    """The address to listen on is taken, or not this machine's."""
-
-
 class OutOfMemory(WorkerError):
     """There is no room for a KV cache of even one block."""
 
@@ -52,13 +56,8 @@ class NotReady(WorkerError):
     """The model is still loading, or the worker is shutting down; another may serve."""
 
 
-class InvalidPlan(WorkerError):
+class InvalidPlan(WorkerError, InvalidArgument):
     """A message from the core is malformed or contradicts what this worker holds."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
-        self.field = field
-        self.problem = problem
 
 
 class OutOfOrder(WorkerError):
@@ -67,10 +66,6 @@ class OutOfOrder(WorkerError):
 
 class SentAway(WorkerError):
     """The core told this worker to end; the message says why."""
-
-
-class NotAMember(WorkerError):
-    """The caller does not know the cluster's token."""
 
 
 class StaleEpoch(WorkerError):

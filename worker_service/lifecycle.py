@@ -7,22 +7,26 @@ import os
 import signal
 from collections.abc import Coroutine
 
-from pagewire.v1 import scheduler_service_pb2
-from worker_service import address
-from worker_service.cluster import Cluster
+from pagewire.v1 import scheduler_service_pb2, worker_service_pb2
+from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
+from service_common.cluster import Cluster
+from service_common.grpc_server import GrpcServer
+from service_common.metrics_server import MetricsServer
+from service_common.request_timeout import RequestTimeout
+from service_common.version import VERSION
+from worker_service.address import Address, advertised, parse
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
 from worker_service.errors import SentAway
 from worker_service.executor import Executor
 from worker_service.metrics.collector import WorkerCollector, WorkerFacts, make_registry
-from worker_service.metrics.server import MetricsServer
 from worker_service.registration import Membership, Registrar
-from worker_service.server import Server
 from worker_service.servicer import WorkerServicer
-from worker_service.version import version
 from worker_service.worker_traces import make_traces
 
 logger = logging.getLogger(__name__)
+
+SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 IDLE_SPANS_EVERY_S = 1.0
 """How often it is looked whether requests have gone without a plan that says so."""
@@ -37,20 +41,25 @@ class Worker:
     def __init__(self, config: WorkerConfig, executor: Executor) -> None:
         network = config.network
         self._config = config
-        self._listen = address.parse(network.listen, "listen")
-        self._core = None if network.core is None else address.parse(network.core, "core")
+        parse(network.listen, "listen")
+        self._core = None if network.core is None else parse(network.core, "core")
         if network.advertise is not None:
-            address.parse(network.advertise, "advertise")
-        self._health_listen = (
-            None
-            if network.health_listen is None
-            else address.parse(network.health_listen, "health_listen")
-        )
+            parse(network.advertise, "advertise")
+        if network.health_listen is not None:
+            parse(network.health_listen, "health_listen")
         self._traces = make_traces(config)
         self._engine = Engine(executor, self._traces)
         self._servicer = WorkerServicer(config, self._engine)
         self._cluster = Cluster(network.cluster)
-        self._server = Server(self._servicer, self._cluster)
+        self._server = GrpcServer(
+            listen=network.listen,
+            service_names=[SERVICE_NAME],
+            credentials=self._cluster.server_credentials(),
+            interceptors=[*self._cluster.gates(), RequestTimeout()],
+            knows_callers=self._cluster.has_credentials,
+            health_listen=network.health_listen,
+        )
+        pb_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.server)
         self._membership = Membership(
             registration=self._registration, num_steps=lambda: self._engine.num_steps
         )
@@ -60,20 +69,23 @@ class Worker:
         self._end = asyncio.Event()
         self._released = asyncio.Event()
         """Set when nobody is to be waited for."""
-        self.address = self._listen
-        """Where it listens; with the real port once it does."""
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         """Set once the model is loaded."""
         self.is_stuck = False
         """After `run`: whether the model thread has not ended, and the process might not either."""
 
+    @property
+    def address(self) -> str:
+        """Where it listens; with the real port once it does."""
+        return self._server.address
+
     async def run(self) -> None:
-        """Serve until told to end. Raises WorkerError if it cannot, or was sent away."""
-        self.address = await self._server.start(self._listen)
-        logger.info("listening address=%s", self.address)
-        if self._health_listen is not None:
-            await self._server.start_health_checks(self._health_listen)
+        """Serve until told to end.
+
+        Raises CannotListen, and WorkerError if it cannot go on, or was sent away.
+        """
+        await self._server.start()
         metrics = self._publish()
         self.listening.set()
         try:
@@ -117,7 +129,7 @@ class Worker:
                 loaded.device if loaded else "",
                 loaded.dtype if loaded else "",
                 loaded.attention_backend if loaded else "",
-                version(),
+                VERSION,
             ),
         )
 
@@ -185,7 +197,7 @@ class Worker:
                     )
                 await self._engine.wait_idle()
 
-    def _make_registrar(self, core: address.Address) -> Registrar:
+    def _make_registrar(self, core: Address) -> Registrar:
         return Registrar(
             str(core),
             self._cluster,
@@ -196,17 +208,17 @@ class Worker:
 
     def _registration(self) -> scheduler_service_pb2.WorkerRegistration:
         network, layout = self._config.network, self._config.group.layout
-        advertised = network.advertise or str(address.advertised(self.address, self._core))
+        reached_at = advertised(parse(self.address, "listen"), self._core)
         return scheduler_service_pb2.WorkerRegistration(
             worker_id=network.worker_id,
             group_id=network.group_id,
             rank=layout.rank,
             world_size=layout.world_size,
             samples=layout.samples,
-            address=advertised,
+            address=network.advertise or str(reached_at),
             model=self._servicer.model_info(),
             last_epoch=self._engine.last_epoch,
-            version=version(),
+            version=VERSION,
         )
 
     def _drain_as_told(self) -> None:

@@ -15,9 +15,8 @@ import grpc
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
+from service_common.cluster import Cluster
 from service_common.repetition import Repetition
-from worker_service.cluster import Cluster
-from worker_service.grpc_options import CHANNEL_OPTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +91,8 @@ class Registrar:
         while True:
             self._is_welcome = False
             # Each with the certificates of its time.
-            async with self._cluster.channel(self._core, CHANNEL_OPTIONS) as channel:
-                reason = await self._register_once(pb_grpc.SchedulerServiceStub(channel))
+            async with self._cluster.dial(pb_grpc.SchedulerServiceStub, self._core) as stub:
+                reason = await self._register_once(stub)
             self._is_absent.set()
             if self._is_stopped:
                 return
@@ -105,7 +104,7 @@ class Registrar:
 
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
         """One stream from registration to its end. Returns why it ended."""
-        stream = stub.RegisterWorker(metadata=self._cluster.metadata())
+        stream = stub.RegisterWorker()
         heartbeats: asyncio.Task[None] | None = None
         try:
             await stream.write(self._membership.heartbeat(is_first=True))

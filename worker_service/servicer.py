@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
@@ -16,7 +17,7 @@ from worker_service import wire
 from worker_service.clock import monotonic_us
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
-from worker_service.errors import StepFailed, WorkerError
+from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.status_codes import abort
 from worker_service.step_stream import StepStream
 
@@ -39,6 +40,8 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             await abort(context, error)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
+        except DecodeError:
+            await abort(context, _no_message())
         except Exception as error:
             logger.exception("call failed rpc=%s", rpc.__name__)
             await abort(context, StepFailed(f"{rpc.__name__} failed: {type(error).__name__}"))
@@ -153,6 +156,8 @@ async def _read_plans(
             await _submit(message, stream)
     except WorkerError as error:
         stream.finish(error)
+    except DecodeError:
+        stream.finish(_no_message())
     except Exception as error:
         logger.exception("reading plans failed epoch=%d", stream.epoch)
         stream.finish(StepFailed(f"reading plans failed: {type(error).__name__}"))
@@ -164,3 +169,7 @@ async def _submit(message: pb.ExecuteStepsRequest, stream: StepStream) -> None:
     received_us = monotonic_us()
     for plan in (message.plan, *message.later_plans):
         await stream.submit(wire.decode_plan(plan, received_us))
+
+
+def _no_message() -> InvalidPlan:
+    return InvalidPlan("request", "expected messages of the method's type")

@@ -3,10 +3,10 @@
 import asyncio
 
 from service_common.tracing import Attributes, Tracing, make_tracing
+from service_common.version import VERSION
 from worker_service.config import WorkerConfig
 from worker_service.metrics.meter import StepMeter
 from worker_service.stream_traces import StreamTraces
-from worker_service.version import version
 
 
 class WorkerTraces:
@@ -34,5 +34,5 @@ class WorkerTraces:
 def make_traces(config: WorkerConfig) -> WorkerTraces | None:
     """None where neither a flag nor the environment names an endpoint. Raises CannotTrace."""
     network = config.network
-    tracing = make_tracing("worker", version(), network.otlp_endpoint, network.worker_id)
+    tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
     return None if tracing is None else WorkerTraces(tracing, config)

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from scheduler_service.cluster import ClusterConfig
 from scheduler_service.command_line import (
     ClusterCa,
     ClusterCert,
@@ -20,8 +19,9 @@ from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
-from scheduler_service.metrics.server import metrics_address
+from service_common.cluster import ClusterConfig
 from service_common.log_format import LogFormat, LogLevel
+from service_common.metrics_server import metrics_address
 
 SERVICE = CoreServiceConfig()
 CORE = SchedulerConfig()

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scheduler_service.addresses import check_addresses
-from scheduler_service.cluster import NO_CLUSTER, ClusterConfig
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_times import StepTimeout
+from service_common.addresses import check_addresses
+from service_common.cluster import NO_CLUSTER, ClusterConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Self
 
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.cluster import Cluster
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service import request_spans
 from scheduler_service.core_service.assets import AssetCache
@@ -24,10 +23,11 @@ from scheduler_service.errors import Unavailable
 from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.request_timeout import RequestTimeout
 from scheduler_service.service_runner import ServiceRunner
-from scheduler_service.version import VERSION
+from service_common.cluster import Cluster
+from service_common.request_timeout import RequestTimeout
 from service_common.tracing import make_tracing
+from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
 

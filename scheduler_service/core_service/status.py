@@ -16,7 +16,7 @@ from scheduler_service.core_service.status_messages import (
     request_status,
 )
 from scheduler_service.core_service.worker_group import WorkerGroup
-from scheduler_service.version import VERSION
+from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
 

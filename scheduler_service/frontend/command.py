@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from scheduler_service.cluster import ClusterConfig
 from scheduler_service.command_line import (
     ClusterCa,
     ClusterCert,
@@ -17,9 +16,10 @@ from scheduler_service.command_line import (
 )
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
-from scheduler_service.metrics.server import metrics_address
-from scheduler_service.tls import tls_files
+from service_common.cluster import ClusterConfig
 from service_common.log_format import LogFormat, LogLevel
+from service_common.metrics_server import metrics_address
+from service_common.tls import tls_files
 
 DEFAULTS = FrontendConfig()
 HTTP_OFF = "off"

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scheduler_service.addresses import check_addresses, split_host_port
-from scheduler_service.cluster import NO_CLUSTER, ClusterConfig
 from scheduler_service.frontend.api_keys import read_keys
-from scheduler_service.tls import TlsFiles
+from service_common.addresses import check_addresses, split_host_port
+from service_common.cluster import NO_CLUSTER, ClusterConfig
+from service_common.tls import TlsFiles
 
 MIN_API_KEY_CHARS = 16
 

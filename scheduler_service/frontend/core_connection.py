@@ -3,8 +3,8 @@
 from typing import Any
 
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from scheduler_service.cluster import Cluster
-from scheduler_service.grpc_options import channel_options
+from service_common.cluster import Cluster
+from service_common.grpc_options import channel_options
 
 CORE_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 32 << 10)]
 """Bytes the core may send ahead of what this process has read. Kept small, so that a frontend that

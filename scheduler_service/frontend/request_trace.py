@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.frontend.timings import PARTS, Stopwatch
-from scheduler_service.metadata import TRACEPARENT
+from service_common.metadata import TRACEPARENT
 from service_common.tracing import Tracing
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from scheduler_service.frontend.many import ManyRequests
 from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
 from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
-from scheduler_service.metadata import TRACEPARENT, authorization, traceparent
 from scheduler_service.status_codes import abort
+from service_common.metadata import TRACEPARENT, authorization, traceparent
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.metrics_core import Metric as Family
 
 from scheduler_service.metrics.collector import LoopCollector
-from scheduler_service.metrics.server import MetricsServer
+from service_common.metrics_server import MetricsServer
 
 
 def make_registry(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:

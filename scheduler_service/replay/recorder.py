@@ -25,7 +25,7 @@ from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.outcomes import Outcomes, to_text
 from scheduler_service.replay.recording import CODEC, PARAMETERS, Header, encode_header
-from scheduler_service.version import VERSION
+from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import xxhash
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import Outbox, SchedulerConfig, SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec, Unreadable
-from scheduler_service.version import VERSION
+from service_common.version import VERSION
 
 FORMAT = "pagewire recording"
 FORMAT_VERSION = 1

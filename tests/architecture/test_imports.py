@@ -30,7 +30,7 @@ FORBIDDEN = {
     "scheduler_service": {"worker_service", "pagewire_client", "pagewire_kernels"}
     | TENSOR_LIBRARIES,
     "pagewire_client": OURS - {"pagewire_client", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
-    "service_common": OURS - {"service_common"} | TENSOR_LIBRARIES | WIRE_LIBRARIES,
+    "service_common": OURS - {"service_common"} | TENSOR_LIBRARIES,
     "conformance": OURS - {"conformance", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
 }
 

@@ -12,25 +12,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire_client.connection import connection_options
-from scheduler_service import grpc_options as scheduler_options
+from service_common.grpc_options import channel_options, server_options
 from tests.support.one_way import OneWayProxy, one_way_proxy
-from worker_service import grpc_options as worker_options
 
 INTERVAL_MS, TIMEOUT_MS = 1000, 200
 """gRPC does not ping more often than once a second."""
 
 CLIENT = connection_options("localhost:1", None, None).channel_options
-SERVERS = {
-    "scheduler": scheduler_options.server_options(),
-    "worker": list(worker_options.SERVER_OPTIONS),
-}
-CHANNELS = {
-    "scheduler": scheduler_options.channel_options(),
-    "worker": list(worker_options.CHANNEL_OPTIONS),
-    "client": CLIENT,
-}
-LINKS = [("client", "scheduler"), ("scheduler", "scheduler"), ("scheduler", "worker")]
-LINKS += [("worker", "scheduler")]
+SERVERS = {"service": server_options()}
+CHANNELS = {"service": channel_options(), "client": CLIENT}
+LINKS = [("client", "service"), ("service", "service")]
 
 
 def sooner(options: Any) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_service.frontend.http import body_limit, patience
 from scheduler_service.frontend.server import Frontend
-from scheduler_service.tls import TlsFiles
+from service_common.tls import TlsFiles
 from tests.support.certificates import Authority, Issued
 from tests.support.fake_core import FakeCore
 from tests.support.http_frontends import http_frontend, http_served

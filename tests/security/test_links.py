@@ -19,15 +19,16 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.cluster import MEMBER_NAME, ClusterConfig
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import Frontend
+from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
 from tests.support.certificates import Authority, Issued
 from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
-from worker_service import cluster as worker_cluster
+from worker_service.command_line.cluster_flags import ClusterFlags
 from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.errors import InvalidOption
 from worker_service.lifecycle import Worker
 from worker_service.simulation.config import SimulationConfig
 from worker_service.simulation.executor import SimulatedExecutor
@@ -37,7 +38,7 @@ BLOCK_SIZE = 16
 
 
 def files(ca: Path | None = None, issued: Issued | None = None, token: Path | None = None) -> Any:
-    """Arguments that `ClusterConfig` of either service takes."""
+    """Arguments that `ClusterConfig` takes."""
     return {
         "token_file": token,
         "ca": ca,
@@ -59,7 +60,7 @@ async def running_worker(core: str | None, **credentials: Any) -> AsyncIterator[
         model=SimulationConfig(),
         cache=CacheConfig(block_size=BLOCK_SIZE),
         network=NetworkConfig(
-            listen="127.0.0.1:0", core=core, cluster=worker_cluster.ClusterConfig(**credentials)
+            listen="127.0.0.1:0", core=core, cluster=ClusterConfig(**credentials)
         ),
     )
     worker = Worker(config, SimulatedExecutor(config.model, BLOCK_SIZE))
@@ -311,9 +312,7 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
             file.write_bytes(content.read_bytes())
         ca.write_bytes(new.cert.read_bytes())
         # A former member is a stranger now, and the new one is let in by all.
-        credentials = worker_cluster.Cluster(
-            worker_cluster.ClusterConfig(**files(ca, member))
-        ).channel(core.address, ())
+        credentials = Cluster(ClusterConfig(**files(ca, member))).channel(core.address, [])
         async with credentials as channel:
             await SchedulerServiceStub(channel).GetStatus(
                 scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
@@ -353,5 +352,6 @@ def test_credentials_that_are_no_good_are_refused_at_the_start(
         with pytest.raises(ValueError, match=r"cluster|tls") as caught:
             ClusterConfig(**arguments)
         assert "secret" not in str(caught.value)
-        with pytest.raises(worker_cluster.InvalidOption):
-            worker_cluster.Cluster(worker_cluster.ClusterConfig(**arguments))
+        flags = {f"cluster_{name}": value for name, value in arguments.items()}
+        with pytest.raises(InvalidOption, match=r"cluster|tls"):
+            ClusterFlags(**flags).config()

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from scheduler_service.cluster import MEMBER_NAME
+from service_common.cluster import MEMBER_NAME
 
 DAY = datetime.timedelta(days=1)
 

@@ -1,21 +1,9 @@
-"""Addresses: their forms, whether they are free, and which one is told to the core."""
-
-import socket
-from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
+"""Addresses: their forms, and which one is told to the core."""
 
 import pytest
 
-from worker_service.address import TcpAddress, UnixAddress, advertised, check_free, parse
-from worker_service.errors import CannotListen, InvalidOption
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # Not tmp_path: the path of a unix socket is limited to some hundred characters.
-    with TemporaryDirectory(prefix="pw-") as name:
-        yield Path(name)
+from worker_service.address import TcpAddress, UnixAddress, advertised, parse
+from worker_service.errors import InvalidOption
 
 
 @pytest.mark.parametrize(
@@ -37,44 +25,13 @@ def test_an_address_is_read_and_written(text: str, address: TcpAddress | UnixAdd
     "text", ["", "7620", ":7620", "host", "host:", "host:x", "::1:80", "unix:"]
 )
 def test_anything_else_is_refused_by_the_option_s_name(text: str) -> None:
-    with pytest.raises(InvalidOption, match="listen: expected HOST:PORT or unix:PATH"):
+    with pytest.raises(InvalidOption, match=r"listen: .*expected"):
         parse(text, "listen")
 
 
 def test_a_port_beyond_the_last_is_refused() -> None:
     with pytest.raises(InvalidOption):
         parse("host:65536", "listen")
-
-
-def test_a_taken_port_is_told_with_the_systems_reason() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        expected = f"cannot listen on 127.0.0.1:{port}: address already in use"
-        with pytest.raises(CannotListen, match=expected):
-            check_free(TcpAddress("127.0.0.1", port))
-    check_free(TcpAddress("127.0.0.1", port))
-
-
-def test_a_unix_socket_is_taken_only_while_somebody_listens(folder: Path) -> None:
-    path = folder / "w.sock"
-    check_free(UnixAddress(str(path)))
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-        server.listen()
-        with pytest.raises(CannotListen, match="address already in use"):
-            check_free(UnixAddress(str(path)))
-    assert path.exists()
-    check_free(UnixAddress(str(path)))
-
-
-def test_a_file_or_a_missing_folder_is_no_place_for_a_socket(folder: Path) -> None:
-    (folder / "file").write_text("precious")
-    with pytest.raises(CannotListen, match="file exists"):
-        check_free(UnixAddress(str(folder / "file")))
-    with pytest.raises(CannotListen, match="no such file or directory"):
-        check_free(UnixAddress(str(folder / "nowhere" / "w.sock")))
 
 
 def test_the_address_listened_on_is_advertised() -> None:

@@ -55,7 +55,7 @@ def details(error: grpc.aio.AioRpcError) -> tuple[str, list[str]]:
     for detail in status.details:
         detail.Unpack(info)
         detail.Unpack(fields)
-    assert info.domain == "worker.pagewire"
+    assert info.domain == "pagewire"
     return info.reason, [violation.field for violation in fields.field_violations]
 
 
@@ -415,12 +415,35 @@ async def test_garbage_on_the_port_harms_nobody() -> None:
         await decode(running, 1)
 
 
-async def test_a_message_that_is_no_plan_ends_its_call_alone() -> None:
+@pytest.mark.parametrize("rpc", ["ExecuteSteps", "GetInfo", "GetModelAssets"])
+async def test_what_is_no_message_ends_its_call_alone_and_is_no_error_of_ours(
+    rpc: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_worker() as running:
         await running.initialize(1)
-        raw = running.channel.stream_stream("/pagewire.v1.WorkerService/ExecuteSteps")
-        call = raw()
+        call = running.channel.stream_stream(f"/pagewire.v1.WorkerService/{rpc}")()
         await call.write(b"\xff\xff\xff not a message")
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(refused.value)[1] == ["request"]
+        await decode(running, 2)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_what_is_no_plan_in_the_middle_of_a_stream_ends_it_after_the_results_due() -> None:
+    async with running_worker() as running:
+        await running.initialize(1)
+        plans = PlanBuilder(epoch=1)
+        plans.add(1, [1])
+        call = running.channel.stream_stream(
+            "/pagewire.v1.WorkerService/ExecuteSteps",
+            response_deserializer=pb.ExecuteStepsResponse.FromString,
+        )()
+        await call.write(pb.ExecuteStepsRequest(plan=plans.plan([Row(1)])).SerializeToString())
+        await call.write(b"\xff\xff\xff not a message")
+        assert (await call.read()).result.step_id == 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await decode(running, 2)

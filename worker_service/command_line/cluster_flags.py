@@ -6,8 +6,9 @@ from typing import Annotated
 
 from typer import Option
 
-from worker_service.cluster import ClusterConfig
+from service_common.cluster import ClusterConfig
 from worker_service.command_line.options import env
+from worker_service.errors import InvalidOption
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +42,12 @@ class ClusterFlags:
 
     def config(self) -> ClusterConfig:
         """As settings. Raises InvalidOption."""
-        return ClusterConfig(
-            token_file=self.cluster_token_file,
-            ca=self.cluster_ca,
-            cert=self.cluster_cert,
-            key=self.cluster_key,
-        )
+        try:
+            return ClusterConfig(
+                token_file=self.cluster_token_file,
+                ca=self.cluster_ca,
+                cert=self.cluster_cert,
+                key=self.cluster_key,
+            )
+        except ValueError as error:
+            raise InvalidOption(str(error)) from error

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Option
 
+from service_common.cluster import ClusterConfig
 from service_common.log_format import LogFormat, LogLevel
-from worker_service.address import TcpAddress, parse
-from worker_service.cluster import ClusterConfig
+from service_common.metrics_server import metrics_address
 from worker_service.command_line.options import env
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig
 from worker_service.errors import InvalidOption
@@ -105,12 +105,9 @@ class ServiceFlags:
             **({} if place.group_id is None else {"group_id": place.group_id}),
         )
 
-    def _metrics(self, offset: int) -> TcpAddress | None:
-        port = self.metrics_port
-        if port is None or port == "off":
-            return None
-        first = port if ":" in port else f"127.0.0.1:{port}"
-        address = parse(address_of(first, offset, "metrics_port"), "metrics_port")
-        if not isinstance(address, TcpAddress):
-            raise InvalidOption(f"metrics_port: expected PORT, HOST:PORT or off, got {port!r}")
-        return address
+    def _metrics(self, offset: int) -> str | None:
+        try:
+            first = metrics_address(self.metrics_port)
+        except ValueError as error:
+            raise InvalidOption(str(error)) from None
+        return None if first is None else address_of(first, offset, "metrics_port")

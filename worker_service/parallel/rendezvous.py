@@ -19,8 +19,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from service_common.errors import CannotListen
 from worker_service.address import TcpAddress, local_host_towards
-from worker_service.errors import CannotListen, GroupBroken
+from worker_service.errors import GroupBroken
 from worker_service.parallel.layout import Layout
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -48,9 +49,8 @@ class Rendezvous:
                 self._address.host, self._address.port, is_master=True, wait_for_workers=False
             )
         except RuntimeError as error:
-            raise CannotListen(
-                f"cannot keep the group's store at {self._address}: {str(error).splitlines()[0]}"
-            ) from None
+            why = str(error).splitlines()[0]
+            raise CannotListen(f"{self._address} for the group's store", why) from None
 
     def meet(self, epoch: int) -> "Meeting":
         """The place where all ranks come for this epoch. Raises GroupBroken without rank 0."""

@@ -11,8 +11,8 @@ from scheduler_service.frontend.http.dashboard import router as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.trace_context import TraceContext
-from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
-from scheduler_service.version import VERSION
+from scheduler_service.frontend.public_options import MAX_PUBLIC_MESSAGE_BYTES
+from service_common.version import VERSION
 
 ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     health.make_router,

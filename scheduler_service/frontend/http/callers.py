@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.http.errors import error_response
-from scheduler_service.metadata import authorization
+from service_common.metadata import authorization
 
 OPEN_PATHS = ("/health", "/ping", "/openapi.json")
 """What anybody may ask for; it tells nothing about requests or tenants."""

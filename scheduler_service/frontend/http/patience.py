@@ -8,7 +8,7 @@ any length.
 import asyncio
 from typing import Any
 
-from scheduler_service.grpc_options import MAX_PUBLIC_MESSAGE_BYTES
+from scheduler_service.frontend.public_options import MAX_PUBLIC_MESSAGE_BYTES
 
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together."""

@@ -3,7 +3,8 @@
 import errno
 import socket
 
-from scheduler_service.addresses import CannotListen, split_host_port
+from service_common.addresses import split_host_port
+from service_common.errors import CannotListen
 
 BACKLOG = 2048
 """Connections that may wait to be accepted; the kernel's own limit may be lower."""

@@ -14,7 +14,7 @@ from scheduler_service.frontend.http.chat_schema import ChatPrompt
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.sampling_fields import Strict, TokenId
 from scheduler_service.frontend.http.services import HttpServices
-from scheduler_service.version import VERSION
+from service_common.version import VERSION
 
 
 class TokenizeText(Strict):

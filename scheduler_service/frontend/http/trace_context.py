@@ -2,7 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from scheduler_service.metadata import TRACEPARENT
+from service_common.metadata import TRACEPARENT
 
 
 class TraceContext:

@@ -7,12 +7,12 @@ import grpc
 import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.cluster import NO_CLUSTER, Cluster
 from scheduler_service.columns import to_column
 from scheduler_service.frontend import outgoing
 from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.core_link import MAX_HANDLE, CoreLink
 from scheduler_service.frontend.request_stream import RequestStream
+from service_common.cluster import NO_CLUSTER, Cluster
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, FakeRequest, model_info
 from tests.support.frontends import (

@@ -12,9 +12,9 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.addresses import CannotListen
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import SERVICE_NAME, Frontend, serve
+from service_common.errors import CannotListen
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import TIMEOUT_S, FakeCore
 from tests.support.frontends import (

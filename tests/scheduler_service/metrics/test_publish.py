@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.metrics_core import Metric as Family
 
-from scheduler_service.addresses import CannotListen
 from scheduler_service.metrics.metric import Kind, Metric
 from scheduler_service.metrics.publish import make_registry, published
-from scheduler_service.metrics.server import metrics_address
+from service_common.errors import CannotListen
+from service_common.metrics_server import metrics_address
 from tests.support.scrapes import Scrape, scrape_at
 
 LEVEL = Metric("level", Kind.GAUGE, "How high.")

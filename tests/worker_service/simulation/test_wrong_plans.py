@@ -40,7 +40,7 @@ def refused(bench: Bench, field: str, problem: str, *rows: Row, **fields: Any) -
     with pytest.raises(InvalidPlan) as caught:
         bench.execute(plan)
     assert caught.value.field == field
-    assert problem in caught.value.problem
+    assert problem in caught.value.expected
 
 
 def with_new(*sequences: plan_pb2.NewSequence) -> dict[str, Any]:

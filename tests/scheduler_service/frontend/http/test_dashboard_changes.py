@@ -27,9 +27,7 @@ FACTS = st.dictionaries(
     max_size=3,
 )
 COLUMNS = st.lists(st.integers(-1, 3), max_size=12).map(lambda v: np.array(v, np.int32))
-TABLES = st.lists(
-    st.lists(st.integers(0, 9), max_size=6).map(to_column), min_size=1, max_size=3
-)
+TABLES = st.lists(st.lists(st.integers(0, 9), max_size=6).map(to_column), min_size=1, max_size=3)
 VIEWS = st.builds(
     View,
     FACTS,

@@ -6,12 +6,12 @@ import socket
 import httpx
 import pytest
 
-from scheduler_service.addresses import CannotListen
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.sockets import bind
 from scheduler_service.frontend.server import Frontend
+from service_common.errors import CannotListen
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import eventually
 from tests.support.http_frontends import http_client, http_frontend, http_served

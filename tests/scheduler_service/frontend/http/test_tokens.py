@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_service.version import VERSION
+from service_common.version import VERSION
 from tests.support.http_frontends import http_served
 from tests.support.tokenizers import BOS, byte_level
 

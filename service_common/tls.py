@@ -78,31 +78,6 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=ca)
 
 
-def http_context(files: TlsFiles) -> ssl.SSLContext:
-    """For an HTTP server: each new connection gets the certificate that is on disk then. Whom
-    `files.ca` lets in is read once."""
-    watched = WatchedFiles(files.paths, lambda: _context(files))
-    context = _context(files)
-
-    def use_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        connection.context = watched.get()
-
-    context.sni_callback = use_newest
-    return context
-
-
-def _context(files: TlsFiles) -> ssl.SSLContext:
-    files.check()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    context.load_cert_chain(files.cert, files.key)
-    if files.ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(files.ca)
-    return context
-
-
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     """For a channel, with what the files say now."""
     files.check()

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import grpc
 
-from scheduler_service.errors import Unauthenticated
-from scheduler_service.gate import HEALTH, Gate
-from scheduler_service.grpc_options import Options, channel_options
-from scheduler_service.metadata import AUTHORIZATION, authorization
-from scheduler_service.tls import TlsFiles, channel_credentials, server_credentials
+from service_common.errors import Unauthenticated
+from service_common.gate import HEALTH, Gate
+from service_common.grpc_options import Options, channel_options
+from service_common.metadata import AUTHORIZATION, authorization
+from service_common.tls import TlsFiles, channel_credentials, server_credentials
 from service_common.watched_files import WatchedFiles, read_file
 
 MEMBER_NAME = "pagewire-cluster"

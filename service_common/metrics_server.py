@@ -4,7 +4,8 @@ import logging
 
 from prometheus_client import CollectorRegistry
 
-from scheduler_service.addresses import CannotListen, ensure_free, split_host_port
+from service_common.addresses import ensure_free, split_host_port
+from service_common.errors import CannotListen
 from service_common.metrics_http import start_metrics_server
 
 logger = logging.getLogger(__name__)

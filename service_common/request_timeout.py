@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from scheduler_service.errors import DeadlineExceeded, InvalidArgument
-from scheduler_service.status_codes import abort
+from service_common.errors import DeadlineExceeded, InvalidArgument
+from service_common.statuses import COMMON
 
 REQUEST_TIMEOUT_S = 30.0
 """From a call's beginning to its request, which is 16 MiB at most."""
@@ -50,9 +50,11 @@ async def _request(context: Any) -> Any:
             request = await context.read()
     except TimeoutError:
         late = f"no request came within {REQUEST_TIMEOUT_S:g} s"
-        await abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
+        await COMMON.abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
     except DecodeError:
-        await abort(context, InvalidArgument("request", "expected a message of the method's type"))
+        await COMMON.abort(
+            context, InvalidArgument("request", "expected a message of the method's type")
+        )
     if request is grpc.aio.EOF:
-        await abort(context, InvalidArgument("request", "expected one message"))
+        await COMMON.abort(context, InvalidArgument("request", "expected one message"))
     return request

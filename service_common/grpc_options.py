@@ -1,25 +1,15 @@
-"""Options of every gRPC channel and server in the scheduler service; set nowhere else."""
+"""Options of every gRPC channel and server of our services; set nowhere else."""
 
 from typing import Any
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Largest message between our own processes: a plan that takes in thousands of long prompts."""
 
-MAX_PUBLIC_MESSAGE_BYTES = 16 << 20
-"""Largest message a client may send: a prompt of four million token ids."""
-
 MAX_METADATA_BYTES = 16 << 10
 """Most metadata of a call."""
 
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Time in which a connection must have become one of gRPC's, TLS included."""
-
-MAX_PUBLIC_STREAMS = 1024
-"""Open calls of one client's connection; more of them wait at the client."""
-
-MAX_PUBLIC_IDLE_MS = 900_000
-"""Time after which a client's connection without calls is closed; a client that comes back opens
-another by itself."""
 
 KEEPALIVE_MS = 5_000
 """Time in which nothing came from a peer after which it is pinged."""
@@ -70,16 +60,6 @@ def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         # Clients of other makes may ping while they have no calls.
         ("grpc.keepalive_permit_without_calls", 1),
         *keepalive_options(),
-    ]
-
-
-def public_server_options(*, max_connections: int) -> Options:
-    """Options of a server that strangers can reach."""
-    return [
-        *server_options(max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES),
-        ("grpc.max_concurrent_streams", MAX_PUBLIC_STREAMS),
-        ("grpc.max_connection_idle_ms", MAX_PUBLIC_IDLE_MS),
-        ("grpc.max_allowed_incoming_connections", max_connections),
     ]
 
 

@@ -7,8 +7,8 @@ import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from scheduler_service.errors import PagewireError
-from scheduler_service.status_codes import abort
+from service_common.errors import Unauthenticated
+from service_common.statuses import COMMON
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -21,7 +21,7 @@ class Gate(grpc.aio.ServerInterceptor):
     """Lets calls by for which `check` raises nothing, and all of services that are open."""
 
     def __init__(self, check: Callable[[Metadata], object], open_services: tuple[str, ...]) -> None:
-        """`check` raises a PagewireError; `open_services` are paths such as HEALTH."""
+        """`check` raises Unauthenticated; `open_services` are paths such as HEALTH."""
         self._check = check
         self._open_services = open_services
 
@@ -33,15 +33,15 @@ class Gate(grpc.aio.ServerInterceptor):
         if not details.method.startswith(self._open_services):
             try:
                 self._check(details.invocation_metadata)
-            except PagewireError as error:
+            except Unauthenticated as error:
                 return _refusal(error)
         return await continuation(details)
 
 
-def _refusal(error: PagewireError) -> Handler:
+def _refusal(error: Unauthenticated) -> Handler:
     """A handler that ends a call of any kind at once: one for streams reads no message first."""
 
     async def refuse(_: Any, context: Any) -> None:
-        await abort(context, error)
+        await COMMON.abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

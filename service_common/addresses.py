@@ -10,15 +10,10 @@ import os
 import socket
 import stat
 
+from service_common.errors import CannotListen
+
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107
-
-
-class CannotListen(Exception):
-    """The address is taken, or not ours to listen on."""
-
-    def __init__(self, address: str, why: str) -> None:
-        super().__init__(f"cannot listen on {address}: {why}")
 
 
 def check_address(address: str) -> None:
@@ -55,7 +50,7 @@ def split_host_port(address: str) -> tuple[str, int]:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         well_formed = False
     if not colon or not well_formed:
-        raise ValueError(f"{address!r}: expected HOST:PORT or unix:PATH")
+        raise ValueError(f"expected HOST:PORT or unix:PATH, got {address!r}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

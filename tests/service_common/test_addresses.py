@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.addresses import CannotListen, check_address, ensure_free
+from service_common.addresses import check_address, ensure_free
+from service_common.errors import CannotListen
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Errors as gRPC statuses: each service has a table of codes, and this makes statuses of it.
+
+Every status carries `google.rpc` details: an `ErrorInfo` always, a `BadRequest` that names the
+field for `InvalidArgument`, and a `RetryInfo` when the error tells a delay.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from service_common import errors
+
+DOMAIN = "pagewire"
+DETAILS_KEY = "grpc-status-details-bin"
+
+MAX_MESSAGE_CHARS = 1000
+"""A message travels twice in the trailers, which peers limit to a few KiB."""
+
+COMMON_CODES: Mapping[type[errors.PagewireError], grpc.StatusCode] = {
+    errors.PagewireError: grpc.StatusCode.INTERNAL,
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+}
+
+
+class Statuses:
+    """What callers are told of errors."""
+
+    def __init__(self, codes: Mapping[type[errors.PagewireError], grpc.StatusCode]) -> None:
+        """`codes`: of every class of error that may end a call."""
+        self._codes = codes
+
+    def code(self, error: Exception) -> grpc.StatusCode:
+        """The code of `error`; whatever is not ours is INTERNAL."""
+        if isinstance(error, errors.PagewireError):
+            return self._codes[type(error)]
+        return grpc.StatusCode.INTERNAL
+
+    def status(self, error: Exception) -> status_pb2.Status:
+        """`error` with its details.
+
+        An error that is not ours is a bug: its text may hold anything, so callers see none of it.
+        """
+        if not isinstance(error, errors.PagewireError):
+            error = errors.PagewireError("internal error")
+        status = status_pb2.Status(
+            code=self.code(error).value[0], message=error.message[:MAX_MESSAGE_CHARS]
+        )
+        for detail in _details(error):
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return status
+
+    async def abort(
+        self, context: grpc.aio.ServicerContext[Any, Any], error: Exception
+    ) -> NoReturn:
+        """End the call with the status of `error`; raises what gRPC raises for it."""
+        status = self.status(error)
+        trailers = ((DETAILS_KEY, status.SerializeToString()),)
+        await context.abort(self.code(error), status.message, trailing_metadata=trailers)
+        raise AssertionError("abort returned")
+
+
+def _details(error: errors.PagewireError) -> list[Any]:
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.details)
+    ]
+    if isinstance(error, errors.InvalidArgument):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.expected[:MAX_MESSAGE_CHARS]
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_delay_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMicroseconds(round(error.retry_delay_s * 1e6))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details
+
+
+COMMON = Statuses(COMMON_CODES)
+"""For what refuses calls before they reach a service."""
