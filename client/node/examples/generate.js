@@ -20,6 +20,8 @@ const { values, positionals } = parseArgs({
     "recovery-timeout": { type: "string", default: "60" },
     "api-key": { type: "string" },
     "tls-ca": { type: "string" },
+    "tls-cert": { type: "string" },
+    "tls-key": { type: "string" },
     chat: { type: "boolean", default: false },
     json: { type: "boolean", default: false },
   },
@@ -34,7 +36,7 @@ if (values.timeout !== undefined) options.timeoutMs = 1000 * Number(values.timeo
 
 const client = new Client(values.address, {
   apiKey: values["api-key"] ?? process.env.PAGEWIRE_API_KEY,
-  credentials: values["tls-ca"] && grpc.credentials.createSsl(readFileSync(values["tls-ca"])),
+  credentials: credentials(),
   recoveryTimeoutMs: 1000 * Number(values["recovery-timeout"]),
 });
 try {
@@ -51,4 +53,11 @@ try {
   process.exitCode = 1;
 } finally {
   client.close();
+}
+
+/** TLS where an authority is given, with this client's certificate where the server asks for one. */
+function credentials() {
+  const files = ["tls-ca", "tls-key", "tls-cert"].map((name) => values[name]);
+  if (files.every((file) => file === undefined)) return undefined;
+  return grpc.credentials.createSsl(...files.map((file) => (file ? readFileSync(file) : null)));
 }

@@ -148,15 +148,9 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoreConnection:
-    """How to reach a scheduler core."""
+class Membership:
+    """What to show a scheduler core."""
 
-    core: Annotated[
-        str,
-        typer.Option(
-            envvar="PAGEWIRE_CORE", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the core."
-        ),
-    ] = DEFAULT_CORE
     cluster_token_file: Annotated[
         Path | None,
         typer.Option(
@@ -182,7 +176,7 @@ class CoreConnection:
         ),
     ] = None
 
-    def options(self) -> ConnectionOptions:
+    def connection_to(self, core: str) -> ConnectionOptions:
         """As channels and calls take them. Raises OSError for a file that cannot be read."""
         tls = None
         if self.cluster_ca or self.cluster_cert or self.cluster_key:
@@ -192,12 +186,28 @@ class CoreConnection:
                 private_key=self.cluster_key,
                 server_name=MEMBER_NAME,
             )
-        return connection_options(self.core, tls, self._token())
+        return connection_options(core, tls, self._token())
 
     def _token(self) -> str | None:
         """The first of the file, which is the one to show."""
         tokens = self.cluster_token_file.read_text().split() if self.cluster_token_file else []
         return tokens[0] if tokens else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConnection(Membership):
+    """How to reach a scheduler core."""
+
+    core: Annotated[
+        str,
+        typer.Option(
+            envvar="PAGEWIRE_CORE", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the core."
+        ),
+    ] = DEFAULT_CORE
+
+    def options(self) -> ConnectionOptions:
+        """As channels and calls take them. Raises OSError for a file that cannot be read."""
+        return self.connection_to(self.core)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +336,7 @@ def _engine_parameter(flag: flags.Flag) -> inspect.Parameter:
 
 CONNECTION = _group_of(Connection)
 CORE_CONNECTION = _group_of(CoreConnection)
+MEMBERSHIP = _group_of(Membership)
 SAMPLING = _group_of(Sampling)
 ANSWERS = _group_of(Answers)
 ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(

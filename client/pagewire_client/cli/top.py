@@ -12,19 +12,26 @@ from rich.live import Live
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
-from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_client.cli.options import (
+    CONNECTION,
+    MEMBERSHIP,
+    Connection,
+    Membership,
+    with_options,
+)
 from pagewire_client.cli.top_rates import Rates
 from pagewire_client.cli.top_screen import Screen
-from pagewire_client.connection import connection_options, sync_channel
+from pagewire_client.connection import Metadata, sync_channel
 from pagewire_client.errors import from_call
 
 _DETAIL = StatusDetail(include_requests=True, include_blocks=True)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
 
 
-@with_options(connection=CONNECTION)
+@with_options(connection=CONNECTION, membership=MEMBERSHIP)
 def top(
     connection: Connection,
+    membership: Membership,
     core: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Ask a core, HOST:PORT or unix:PATH, not a frontend."),
@@ -43,7 +50,7 @@ def top(
     picture is printed, as with --once. Ctrl-C ends it.
     """
     console = Console()
-    with _statuses(connection, core, interval) as statuses:
+    with _statuses(connection, membership, core, interval) as statuses:
         if once or not console.is_terminal:
             _print_once(console, statuses)
         else:
@@ -75,23 +82,26 @@ def _has_colours(console: Console) -> bool:
 
 @contextmanager
 def _statuses(
-    connection: Connection, core: str | None, interval_s: float
+    connection: Connection, membership: Membership, core: str | None, interval_s: float
 ) -> Iterator[Iterator[EngineStatus]]:
     """Status after status, from a frontend, over reconnects, or from a core."""
     if core is None:
         with connection.client() as client:
             yield client.watch_status(interval_s, detail=_DETAIL)
         return
-    with sync_channel(connection_options(core, tls=None, api_key=None), core) as channel:
-        yield _core_statuses(SchedulerServiceStub(channel), interval_s)
+    options = membership.connection_to(core)
+    with sync_channel(options, core) as channel:
+        yield _core_statuses(SchedulerServiceStub(channel), interval_s, options.metadata)
 
 
-def _core_statuses(stub: SchedulerServiceStub, interval_s: float) -> Iterator[EngineStatus]:
+def _core_statuses(
+    stub: SchedulerServiceStub, interval_s: float, metadata: Metadata
+) -> Iterator[EngineStatus]:
     request = pb.SchedulerServiceWatchStatusRequest(
         interval_ms=round(interval_s * 1000), detail=_DETAIL
     )
     try:
-        for response in stub.WatchStatus(request):
+        for response in stub.WatchStatus(request, metadata=metadata):
             yield response.status
     except grpc.RpcError as error:
         raise from_call(error) from None
