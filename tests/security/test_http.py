@@ -1,8 +1,10 @@
 """HTTP by TLS, with keys, and with limits on what a connection may cost."""
 
 import asyncio
+import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -58,6 +60,57 @@ async def test_http_asks_for_certificates_where_clients_must_have_them(tmp_path:
             async with client(frontend, ours.cert, stranger) as https:
                 with pytest.raises(httpx.TransportError):
                     await https.get("/health")
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_whom_http_lets_in_follows_the_authority_on_disk(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Nor does a session that was begun before get a client of the former authority in."""
+    ours, later = Authority(tmp_path, "ours"), Authority(tmp_path, "later")
+    issued = ours.issue("public", "127.0.0.1")
+    ca = tmp_path / "clients.pem"
+    copy(ours.cert, ca)
+    tls = TlsFiles(cert=issued.cert, key=issued.key, ca=ca)
+    former = client_context(ours.cert, ours.issue("former", "former"), version)
+    newer = client_context(ours.cert, later.issue("newer", "newer"), version)
+    async with FakeCore() as core, http_frontend(core.address, tls=tls) as frontend:
+        assert frontend.http is not None
+        address = frontend.http.address
+        session = await asyncio.to_thread(get_health, address, former)
+        await is_cut_off(address, newer)
+        copy(later.cert, ca)
+        await asyncio.to_thread(get_health, address, newer)
+        await is_cut_off(address, former)
+        await is_cut_off(address, former, session)
+
+
+async def is_cut_off(address: str, *shown: Any) -> None:
+    """With TLS 1.3 a client hears of it only when it reads."""
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        await asyncio.to_thread(get_health, address, *shown)
+
+
+def client_context(ca: Path, issued: Issued, version: ssl.TLSVersion) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca)
+    context.load_cert_chain(issued.cert, issued.key)
+    context.minimum_version = context.maximum_version = version
+    return context
+
+
+def get_health(
+    address: str, context: ssl.SSLContext, session: ssl.SSLSession | None = None
+) -> ssl.SSLSession | None:
+    """The session after an answer. Raises OSError unless there is one."""
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=20) as plain,
+        context.wrap_socket(plain, server_hostname=host, session=session) as secured,
+    ):
+        secured.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        if not secured.recv(1):
+            raise ConnectionError("closed without an answer")
+        return secured.session
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])

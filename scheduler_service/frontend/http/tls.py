@@ -7,8 +7,8 @@ from service_common.watched_files import WatchedFiles
 
 
 def http_context(files: TlsFiles) -> ssl.SSLContext:
-    """For an HTTP server: each new connection gets the certificate that is on disk then. Whom
-    `files.ca` lets in is read once."""
+    """For an HTTP server: each new connection gets the certificate, and is held to the authority,
+    that are on disk then."""
     watched = WatchedFiles(files.paths, lambda: _context(files))
     context = _context(files)
 
@@ -28,4 +28,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     if files.ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(files.ca)
+        # Who resumes a session shows no certificate again: the former authority's clients could.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
     return context
