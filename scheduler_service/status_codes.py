@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from scheduler_service import errors
-from service_common.statuses import COMMON_CODES, Statuses
+from service_common.statuses import COMMON_CODES, Statuses, unless_over
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ async def errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> Asy
     An error that is not ours is a bug; its traceback stays in our log.
     """
     try:
-        yield
+        with unless_over():
+            yield
     except (grpc.aio.AbortError, asyncio.CancelledError):
         raise
     except errors.PagewireError as error:

@@ -4,7 +4,9 @@ Every status carries `google.rpc` details: an `ErrorInfo` always, a `BadRequest`
 field for `InvalidArgument`, and a `RetryInfo` when the error tells a delay.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -62,8 +64,22 @@ class Statuses:
         """End the call with the status of `error`; raises what gRPC raises for it."""
         status = self.status(error)
         trailers = ((DETAILS_KEY, status.SerializeToString()),)
-        await context.abort(self.code(error), status.message, trailing_metadata=trailers)
+        with unless_over():
+            await context.abort(self.code(error), status.message, trailing_metadata=trailers)
         raise AssertionError("abort returned")
+
+
+@contextmanager
+def unless_over() -> Iterator[None]:
+    """Around what a call's handler does with its context: a call that is over is cancelled.
+
+    Its caller may go at the very moment in which something is written to it, before gRPC has
+    cancelled the handler. Then the write fails, which is nobody's error.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def _details(error: errors.PagewireError) -> list[Any]:

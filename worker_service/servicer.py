@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
+from service_common.statuses import unless_over
 from worker_service import wire
 from worker_service.clock import monotonic_us
 from worker_service.config import WorkerConfig
@@ -34,7 +35,8 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
         self: "WorkerServicer", request: Any, context: grpc.aio.ServicerContext
     ) -> Any:
         try:
-            return await rpc(self, request, context)
+            with unless_over():
+                return await rpc(self, request, context)
         except WorkerError as error:
             logger.warning("call refused rpc=%s error=%s", rpc.__name__, error)
             await abort(context, error)

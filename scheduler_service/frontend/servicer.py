@@ -23,6 +23,7 @@ from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.request_stream import RequestStream
 from scheduler_service.status_codes import abort
 from service_common.metadata import TRACEPARENT, authorization, traceparent
+from service_common.statuses import unless_over
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def _rpc(method: Method[R]) -> Rpc[R]:
     async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
         try:
             TRACEPARENT.set(traceparent(context.invocation_metadata()))
-            return await method(self, request, context, self.tenant_of(context))
+            with unless_over():
+                return await method(self, request, context, self.tenant_of(context))
         except grpc.aio.AbortError:
             raise
         except Exception as error:

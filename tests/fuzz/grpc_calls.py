@@ -14,7 +14,8 @@ from pagewire.v1 import worker_service_pb2 as worker_pb
 from tests.fuzz.mutation import mutated_bytes, mutated_message
 from tests.fuzz.outcome import Outcome
 
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 180.0
+"""Longer than a machine with other work may keep a call waiting."""
 STREAM_TIMEOUT_S = 0.2
 """For streams that have no end of their own."""
 
