@@ -163,6 +163,20 @@ async def test_a_head_that_does_not_come_in_time_costs_its_sender_the_connection
         assert await raw(served.frontend, data) == b""
 
 
+@pytest.mark.parametrize("data", [b"", b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_a_handshake_that_does_not_come_in_time_costs_its_sender_the_connection(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "HANDSHAKE_TIMEOUT_S", 0.2)
+    authority = Authority(tmp_path, "authority")
+    issued = authority.issue("public", "127.0.0.1")
+    tls = TlsFiles(cert=issued.cert, key=issued.key)
+    async with FakeCore() as core, http_frontend(core.address, tls=tls) as frontend:
+        async with client(frontend, authority.cert) as https:
+            await https.get("/health")  # it has started
+        assert b"HTTP" not in await raw(frontend, data)
+
+
 async def test_a_head_without_end_costs_its_sender_the_connection() -> None:
     async with http_served() as served:
         head = b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 2 * patience.MAX_HEAD_BYTES
@@ -190,3 +204,38 @@ async def test_more_connections_than_allowed_are_closed() -> None:
         assert await raw(served.frontend, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n") == b""
         second.close()
         assert (await served.client.get("/health")).status_code == 200
+
+
+DEEP = "[" * 100_000
+NESTED = "[" * 900 + "]" * 900
+BODIES = [
+    DEEP,
+    NESTED,
+    '{"model": "m", "prompt": ' + NESTED + "}",
+    '{"model": "m", "messages": [{"role": "user", "content": ' + NESTED + "}]}",
+    '{"model": "m", "messages": [], "chat_template_kwargs": {"a": ' + NESTED + "}}",
+    '{"model": "m", "messages": [], "tools": [{"function": {"name": "f", "parameters": {"a": '
+    + NESTED
+    + "}}}]}",
+    '{"model": "m", "messages": [], "response_format": {"type": "json_schema", "json_schema": '
+    '{"name": "a", "schema": {"a": ' + NESTED + "}}}}",
+    '{"model": "m", "prompt": "a", "max_tokens": ' + "9" * 5000 + "}",
+    '{"model": "m", "prompt": "a", "temperature": 1e999}',
+    '{"prompt": "\\ud800"}',
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    '{"model": "\\ud800", "prompt": "a"}',
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_a_body_nested_or_long_beyond_sense_is_refused(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with http_served() as served:
+        for body in BODIES:
+            answer = await served.client.post(
+                path, content=body, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code in (400, 404), (body[:100], answer.text[:300])
+            assert len(answer.content) < 4096
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

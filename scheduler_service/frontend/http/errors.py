@@ -53,7 +53,8 @@ TYPES = {
 OPENAI_CODES = {
     "UNKNOWN_MODEL": "model_not_found",
     "PROMPT_TOO_LONG": "context_length_exceeded",
-    "UNAUTHENTICATED": "invalid_api_key",
+    "UNKNOWN_API_KEY": "invalid_api_key",
+    "EXPIRED_API_KEY": "invalid_api_key",
     "QUEUE_FULL": "rate_limit_exceeded",
     "TENANT_LIMIT": "rate_limit_exceeded",
 }
@@ -174,6 +175,11 @@ def handle_errors(app: FastAPI) -> None:
         body = _body(error.status_code, message, None, None)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
+    async def on_no_text(_: Request, error: Exception) -> JSONResponse:
+        message = "the body has half of a surrogate pair, which is no character"
+        return JSONResponse(_body(400, message, None, "invalid_field"), 400)
+
+    app.add_exception_handler(UnicodeEncodeError, on_no_text)
     app.add_exception_handler(PagewireError, on_pagewire_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)

@@ -16,6 +16,20 @@ MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 20.0
 """From the connection, or from a request's first byte, to the end of its head."""
 
+HANDSHAKE_TIMEOUT_S = 10.0
+"""From the connection to TLS; before, it does not count as one. asyncio's own is a minute."""
+
+FAREWELL_TIMEOUT_S = 5.0
+"""For a client to say that it has noticed the end of TLS. asyncio's own is half a minute."""
+
+
+def handshake_timeouts() -> dict[str, float]:
+    """As asyncio's servers take them, where they speak TLS."""
+    return {
+        "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
+        "ssl_shutdown_timeout": FAREWELL_TIMEOUT_S,
+    }
+
 
 def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
     """One of uvicorn's protocols with these limits; who exceeds them is cut off."""

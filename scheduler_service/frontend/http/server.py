@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler_service.frontend.http import sockets
-from scheduler_service.frontend.http.patience import patient
+from scheduler_service.frontend.http.patience import handshake_timeouts, patient
 from scheduler_service.frontend.http.services import HttpServices
 
 if TYPE_CHECKING:
@@ -98,6 +98,24 @@ def _make_server(
             """The frontend has its own signal handlers."""
             yield
 
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """Answer at the sockets, with less patience for handshakes than uvicorn has."""
+            await super().startup(sockets=[])
+            timeouts = {} if tls is None else handshake_timeouts()
+            loop = asyncio.get_running_loop()
+            for listening in sockets or []:
+                self.servers.append(
+                    await loop.create_server(
+                        self._make_protocol, sock=listening, ssl=self.config.ssl, **timeouts
+                    )
+                )
+
+        def _make_protocol(self) -> asyncio.Protocol:
+            protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return protocol
+
     config = uvicorn.Config(
         make_app(services),
         log_config=None,
@@ -107,7 +125,6 @@ def _make_server(
         ws="none",
         server_header=False,
         timeout_keep_alive=IDLE_TIMEOUT_S,
-        backlog=sockets.BACKLOG,
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     config.load()
