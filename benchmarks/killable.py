@@ -1,9 +1,6 @@
 """A deployment of processes of which any can be killed and started again."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +9,7 @@ from typing import Self
 
 from pagewire.v1 import status_pb2
 from pagewire_client import AsyncClient, PagewireError
-from pagewire_client.local.programs import COMMANDS, environment
+from tools import launch
 
 NUM_WORKERS = 2
 NUM_FRONTENDS = 2
@@ -29,17 +26,16 @@ class KillableServices:
     def __init__(self, worker_flags: Sequence[str]) -> None:
         """`worker_flags`: what the workers serve."""
         self._folder = TemporaryDirectory(prefix="pagewire-")
-        self._commands = {"core": [*COMMANDS["scheduler"], "--listen", self._address("core")]}
-        to_core = ("--core", self._address("core"))
+        core, quiet = self._address("core"), ("--log-level", "warning")
+        self._commands = {"core": launch.scheduler(core, *quiet)}
         for index in range(NUM_FRONTENDS):
             name = f"frontend-{index}"
-            listen = ("--listen", self._address(name))
-            self._commands[name] = [*COMMANDS["frontend"], *to_core, *listen]
+            self._commands[name] = launch.frontend(self._address(name), core, *quiet)
         for index in range(NUM_WORKERS):
             name = f"worker-{index}"
-            listen = ("--listen", self._address(name), "--group-id", name)
-            self._commands[name] = [*COMMANDS["worker"], *to_core, *listen, *worker_flags]
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+            flags = ("--group-id", name, *worker_flags, *quiet)
+            self._commands[name] = launch.worker(self._address(name), core, *flags)
+        self._services: dict[str, launch.Service] = {}
         self.addresses = [self._address(f"frontend-{index}") for index in range(NUM_FRONTENDS)]
 
     async def __aenter__(self) -> Self:
@@ -53,27 +49,18 @@ class KillableServices:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
+        for service in self._services.values():
+            service.kill()
         self._folder.cleanup()
 
     def start(self, name: str) -> None:
         """Start a service that is not running."""
-        self._processes[name] = subprocess.Popen(
-            [sys.executable, "-m", *self._commands[name], "--log-level", "warning"],
-            env=environment(),
-            cwd=self._folder.name,
-            stdout=subprocess.DEVNULL,
-            stderr=None if os.environ.get("PAGEWIRE_SHOW_LOGS") else subprocess.DEVNULL,
-        )
+        log = Path(self._folder.name) / f"{name}.log"
+        self._services[name] = launch.Service(name, self._commands[name], log)
 
     def kill(self, name: str) -> None:
         """SIGKILL; the process is gone when this returns."""
-        process = self._processes.pop(name)
-        process.kill()
-        process.wait()
+        self._services.pop(name).kill()
 
     async def wait_whole(self) -> None:
         """Wait until each frontend answers, and tells of every worker that it is ready.
@@ -88,9 +75,9 @@ class KillableServices:
                         await asyncio.sleep(_POLL_S)
 
     def _require_alive(self) -> None:
-        for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise RuntimeError(f"the {name} ended with exit code {process.returncode}")
+        for name, service in self._services.items():
+            if service.exit_code is not None:
+                raise RuntimeError(f"the {name} ended with {service.exit_code}:\n{service.log}")
 
     def _address(self, name: str) -> str:
         return f"unix:{Path(self._folder.name) / name}.sock"

@@ -6,9 +6,6 @@ what the results tell of their time.
 """
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +29,12 @@ from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.tasks import run_until_first
 from service_common.grpc_options import channel_options
+from tools.launch import Service, module
 
 GROUP = "g"
 FRONTEND = "f"
 START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +113,8 @@ class ObservedWorker:
 
     def __init__(self, folder: Path, flags: Sequence[str]) -> None:
         self._address = f"unix:{folder}/worker.sock"
-        command = [sys.executable, "-m", "worker_service", "--listen", self._address, *flags]
-        with (folder / "worker.log").open("wb") as log:
-            self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+        command = module("worker_service", "--listen", self._address, *flags)
+        self._service = Service("worker", command, folder / "worker.log")
         self._epoch = 0
 
     async def __aenter__(self) -> Self:
@@ -128,8 +126,7 @@ class ObservedWorker:
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
-        self._process.terminate()
-        await asyncio.to_thread(self._process.wait, 30)
+        await asyncio.to_thread(self._service.end, END_TIMEOUT_S)
 
     async def _wait_loaded(self) -> worker_pb.GetInfoResponse:
         while True:
@@ -197,10 +194,3 @@ class ObservedWorker:
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
         )
-
-
-def environment() -> dict[str, str]:
-    """Ours, for a process that finds the packages of this checkout."""
-    root = Path(__file__).parents[1]
-    roots = [str(root / name) for name in (".", "kernels", "client", "protos")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(roots)}

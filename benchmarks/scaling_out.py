@@ -28,12 +28,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.composed import FRONTEND, SCHEDULER, WORKER, Composed, Process
+from benchmarks.composed import END_TIMEOUT_S, FRONTEND, SCHEDULER, WORKER, Composed
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
 from pagewire.v1.status_pb2 import WORKER_STATE_READY
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
 from pagewire_client.local.health import is_serving
+from tools.launch import Service
 
 FEW, MANY = 1, 4
 """Workers at the ends and in between."""
@@ -145,10 +146,10 @@ class Fleet:
     """The workers that serve, the one that has served longest first."""
 
     def __init__(self, composed: Composed, client: AsyncClient) -> None:
-        self.ended: list[Process] = []
+        self.ended: list[Service] = []
         self._composed = composed
         self._client = client
-        self._workers: list[Process] = []
+        self._workers: list[Service] = []
 
     def start_first(self) -> None:
         """Before anybody could tell who is ready."""
@@ -160,7 +161,7 @@ class Fleet:
             self._workers.append(self._composed.start(WORKER))
         leaving = self._workers[: len(self._workers) - num_workers]
         del self._workers[: len(leaving)]
-        await asyncio.gather(*(asyncio.to_thread(process.end) for process in leaving))
+        await asyncio.gather(*(asyncio.to_thread(worker.end, END_TIMEOUT_S) for worker in leaving))
         self.ended += leaving
         async with asyncio.timeout(_START_TIMEOUT_S):
             while await self._num_ready() != num_workers:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
-from benchmarks.observed_worker import environment
 from service_common.grpc_options import channel_options, server_options
+from tools.launch import ROOT, environment, module
 
 SERVICE, METHOD = "benchmarks.Echo", "Echo"
 SETTLING_ROUNDS = 50
@@ -27,11 +26,11 @@ class Echo:
     def __init__(self, address: str) -> None:
         """`address`: `HOST:0` for a free port, or `unix:PATH`."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.wire_echo", address],
+            module("benchmarks.wire_echo", address),
             stdout=subprocess.PIPE,
             text=True,
             env=environment(),
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
         )
 
     async def __aenter__(self) -> Self:

@@ -16,7 +16,8 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire_client import AsyncClient, SamplingParams
-from tests.support.cluster import Cluster, Service
+from tests.support.cluster import Cluster
+from tools.launch import Service
 
 DETAIL = status_pb2.StatusDetail(include_requests=True, include_blocks=True)
 Job = tuple[list[int], SamplingParams]

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,9 @@ from pagewire.v1.status_pb2 import EngineStatus
 from tests.chaos.network import CLIENT, Network
 from tests.chaos.ticks import ticks
 from tests.chaos.timeline import Timeline
-from tests.support.cluster import ROOT, SERVING, Service, environment, health
+from tests.support.cluster import SERVING, health
+from tools import launch
+from tools.launch import ROOT, Service, environment
 
 CORE = "core"
 
@@ -146,23 +147,20 @@ class ChaosCluster:
 
     def _make(self, host: str) -> Member:
         def start() -> Service:
-            program = [*self.network.program(host), sys.executable, "-m"]
-            return Service(
-                host, self._command(host), self._folder / f"{host}.log", program, _variables()
-            )
+            command = [*self.network.program(host), *self._command(host)]
+            return Service(host, command, self._folder / f"{host}.log", _variables())
 
         return Member(host, start, self.network.address(CLIENT, host))
 
     def _command(self, host: str) -> list[str]:
-        listen = ["--listen", self.network.listen_address(host)]
-        role = host.partition("-")[0]
+        listen, role = self.network.listen_address(host), host.partition("-")[0]
         if role == CORE:
-            return ["scheduler_service", "scheduler", *listen, *self._flags.core]
-        core = ["--core", self.network.address(host, CORE)]
+            return launch.scheduler(listen, *self._flags.core)
+        core = self.network.address(host, CORE)
         if role == "frontend":
-            return ["scheduler_service", "frontend", *listen, *core, *self._flags.frontend]
-        advertise = ["--advertise", self.network.address(CORE, host)]
-        return ["worker_service", *listen, *core, *advertise, *self._flags.worker]
+            return launch.frontend(listen, core, *self._flags.frontend)
+        advertise = ("--advertise", self.network.address(CORE, host))
+        return launch.worker(listen, core, *advertise, *self._flags.worker)
 
 
 def _variables() -> dict[str, str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import ROOT
 from tests.support.fake_frontend import DRAWN_SEED, Break, FakeFrontend, piece, token
+from tools.launch import ROOT
 
 PROTOS = ROOT / "protos"
 GO_CLIENT = ROOT / "client/go"

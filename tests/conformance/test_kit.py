@@ -12,8 +12,8 @@ from conformance.generation import Generation, Sampled, first_difference
 from conformance.sampler import draw, expected_token, philox4x32
 from conformance.sequence import sampler_params
 from tests.support.certificates import Authority
-from tests.support.cluster import ROOT
 from tests.support.processes import python_worker, run_kit, running
+from tools.launch import ROOT
 
 
 def comments(file: str) -> str:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from pagewire_client.cli.app import app as pagewire
 from scheduler_service.__main__ import make_app
-from tests.support.cluster import ROOT
 from tests.support.compose import COMPOSE_FILE, ComposedService, services, started
+from tools.launch import ROOT
 from worker_service.__main__ import app as worker_app
 
 NAMES = sorted(services())

@@ -11,8 +11,8 @@ from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.cluster import ROOT
 from tools import image_pins
+from tools.launch import ROOT
 
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
 IMAGES = ("scheduler", "worker-cpu", "worker-cuda")

@@ -14,7 +14,6 @@ import typer
 import yaml
 
 from scheduler_service.__main__ import make_app
-from tests.support.cluster import ROOT
 from tests.support.manifests import (
     KUBERNETES,
     LEADER_WORKER_SET,
@@ -25,6 +24,7 @@ from tests.support.manifests import (
     overlay,
     pod_template,
 )
+from tools.launch import ROOT
 from worker_service.__main__ import app as worker_app
 
 VERSIONS = ("1.27", kubernetes_validate.latest_version())

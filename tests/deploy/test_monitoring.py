@@ -8,7 +8,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.support.cluster import ROOT
+from tools.launch import ROOT
 from tools.metrics import dashboard, reference
 
 PROMETHEUS = ROOT / "deploy/prometheus"

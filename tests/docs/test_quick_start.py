@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import ROOT, environment
 from tests.support.containers import can_contain
+from tools.launch import ROOT, environment
 
 PAGE = ROOT / "docs/quick-start.md"
 ALONE = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]

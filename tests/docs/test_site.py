@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.cluster import ROOT, environment
 from tools.docs.command_line import commands
+from tools.launch import ROOT, environment
 
 DOCS = ROOT / "docs"
 

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.support.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
 from tests.support.requests import inference_stub
+from tools.launch import ROOT
 
 EMBEDDED = ROOT / "worker_service/embedded_model"
 

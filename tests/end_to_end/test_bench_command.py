@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from pagewire_client import Client
 from pagewire_client.cli.app import app
-from tests.support.cluster import Cluster, environment
+from tests.support.cluster import Cluster
+from tools.launch import environment
 
 
 @pytest.fixture

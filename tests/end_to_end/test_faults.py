@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.end_to_end.conftest import EMBEDDED
-from tests.support.cluster import SERVING, Cluster, Service, health
+from tests.support.cluster import SERVING, Cluster, health
 from tests.support.requests import (
     bad_field,
     fold,
@@ -28,6 +28,8 @@ from tests.support.requests import (
     reason,
     request_for,
 )
+from tools import launch
+from tools.launch import Service
 
 GREETING = request_for("Once upon a time", temperature=0, max_tokens=4)
 
@@ -174,7 +176,7 @@ def test_requests_wait_for_a_worker_until_their_deadline(tmp_path: Path) -> None
 
 
 def exit_message(folder: Path, *command: str) -> tuple[int, str]:
-    service = Service("failing", command, folder / "failing.log")
+    service = Service("failing", launch.module(*command), folder / "failing.log")
     return service.wait(), service.log
 
 

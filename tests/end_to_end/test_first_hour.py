@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import ROOT, Cluster, environment
+from tests.support.cluster import Cluster
+from tools.launch import ROOT, environment
 
 
 def run(

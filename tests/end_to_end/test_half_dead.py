@@ -19,8 +19,9 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2, status_pb2
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from tests.support.cluster import Cluster, Service
+from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
+from tools.launch import Service
 
 READY, HUNG = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_HUNG
 NUM_STREAMS = 4

@@ -9,9 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.cluster import SERVING, Cluster, Service
+from tests.support.cluster import SERVING, Cluster
 from tests.support.manifests import containers, overlay
 from tests.support.requests import generate, inference_stub, request_for
+from tools import launch
+from tools.launch import Service
 from worker_service.launchers.rank_process import free_port
 
 HERE = "127.0.0.1"
@@ -39,7 +41,7 @@ class Pods:
         if name == "worker":
             words += ["--model", "embedded", "--dtype", "float32", "--kv-cache-memory", "64MiB"]
         log = self._folder / f"{name}-{index}.log"
-        self.processes.append(Service(name, ["pagewire_client.cli", *words], log))
+        self.processes.append(Service(name, launch.module("pagewire_client.cli", *words), log))
 
     def address(self, name: str, index: int = 0) -> str:
         return self._local(f"{HERE}:{self._containers[name].port}", index)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pagewire_client import Client, SamplingParams, errors
-from tests.support.cluster import Cluster, Service
+from tests.support.cluster import Cluster
 from tests.support.waiting import wait_until
+from tools.launch import Service
 
 JSON_LOGS = ("--log-format", "json", "--log-level", "debug")
 SECRET = "Once upon a midnight dreary"

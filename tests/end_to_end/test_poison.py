@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.test_draining import SLOW
 from tests.end_to_end.test_recovery import Facts, facts_of
-from tests.support.cluster import Cluster, Service
+from tests.support.cluster import Cluster
 from tests.support.poisoned_worker import POISON
 from tests.support.requests import (
     Answer,
@@ -21,6 +21,7 @@ from tests.support.requests import (
     reason,
     request_for,
 )
+from tools.launch import Service
 
 NUM_LOSSES = 3
 """`--max-worker-losses`, by default."""

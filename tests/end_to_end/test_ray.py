@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from tests.support.cluster import Cluster, environment
+from tests.support.cluster import Cluster
 from tests.support.ray_nodes import RayNodes
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
+from tools.launch import environment
 
 NUM_TOKENS = 300
 LAUNCH = ("--launcher", "ray", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")

@@ -13,8 +13,9 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.end_to_end.conftest import Reference
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, Service
+from tests.support.cluster import Cluster
 from tests.support.requests import fold, inference_stub, request_for
+from tools.launch import Service
 
 EMBEDDED, TINY = "embedded", "tiny"
 PROMPT = "Once upon a time"

@@ -1,13 +1,8 @@
 """Real services as real processes, on unix sockets in a test's own folder."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,17 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from tools import launch
+from tools.launch import Service
 
-ROOT = Path(__file__).parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 READY = status_pb2.WORKER_STATE_READY
-
-
-def environment() -> dict[str, str]:
-    """This process's environment, with the packages of the checkout on the path."""
-    roots = os.pathsep.join(str(ROOT / root) for root in (".", "kernels", "client", "protos"))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
-    return clean | {"PYTHONPATH": roots, "PYTHONUNBUFFERED": "1"}
+_END_TIMEOUT_S = 15.0
 
 
 def health(address: str) -> int | None:
@@ -39,45 +29,6 @@ def health(address: str) -> int | None:
             return health_pb2_grpc.HealthStub(channel).Check(request, timeout=2).status
         except grpc.RpcError:
             return None
-
-
-class Service:
-    """One process with its log."""
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        program: Sequence[str] = (sys.executable, "-m"),
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        """`command`: what follows the program, for our own services a module and its flags;
-        `variables`: of its environment, besides those of `environment`."""
-        self.name = name
-        self.log_path = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*program, *command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment() | dict(variables or {}),
-                cwd=log.parent,
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    def kill(self, how: int = signal.SIGKILL) -> None:
-        """Send a signal and wait for the process to end."""
-        with suppress(ProcessLookupError):
-            self.process.send_signal(how)
-        self.process.wait(timeout=40)
-
-    def wait(self, timeout_s: float = 60) -> int:
-        """The exit code of a process that ends by itself."""
-        return self.process.wait(timeout=timeout_s)
 
 
 def _num_frontends(stub: SchedulerServiceStub, request: Any) -> int:
@@ -113,8 +64,8 @@ class Cluster:
         self.workers: list[Service] = []
         self.frontends: list[Service] = []
 
-    def _start(self, name: str, command: Sequence[str], **program: Sequence[str]) -> Service:
-        service = Service(name, command, self.folder / f"{name}.log", **program)
+    def _start(self, name: str, command: Sequence[str]) -> Service:
+        service = Service(name, command, self.folder / f"{name}.log")
         self.services.append(service)
         return service
 
@@ -127,10 +78,7 @@ class Cluster:
         return f"http://{found}"
 
     def start_core(self) -> Service:
-        self.core = self._start(
-            "core",
-            ["scheduler_service", "scheduler", "--listen", self.core_address, *self.core_flags],
-        )
+        self.core = self._start("core", launch.scheduler(self.core_address, *self.core_flags))
         return self.core
 
     def start_frontend(self) -> Service:
@@ -138,8 +86,8 @@ class Cluster:
         return self.frontends[-1]
 
     def _start_frontend(self, index: int) -> Service:
-        flags = ["--core", self.core_address, "--listen", self.frontend_address(index)]
-        command = ["scheduler_service", "frontend", *flags, *self.frontend_flags]
+        address = self.frontend_address(index)
+        command = launch.frontend(address, self.core_address, *self.frontend_flags)
         return self._start(f"frontend-{index}", command)
 
     def restart_frontend(self, index: int) -> Service:
@@ -150,20 +98,19 @@ class Cluster:
     def start_worker(self, *flags: str) -> Service:
         index = len(self.workers)
         address = f"unix:{self.folder}/worker-{index}.sock"
-        command = ["worker_service", "--core", self.core_address, "--listen", address]
-        command += ["--model", self.model, *self.worker_flags, *flags]
+        flags = ("--model", self.model, *self.worker_flags, *flags)
+        command = launch.worker(address, self.core_address, *flags)
         self.workers.append(self._start(f"worker-{index}", command))
         return self.workers[-1]
 
     def start_foreign_worker(self, command: Sequence[str]) -> Service:
         """Start a worker that is not ours; its flags must name the core's address."""
-        self.workers.append(self._start(f"worker-{len(self.workers)}", command, program=()))
+        self.workers.append(self._start(f"worker-{len(self.workers)}", command))
         return self.workers[-1]
 
     def start_program(self, command: Sequence[str]) -> Service:
         """Start another worker, a module and its arguments."""
-        self.workers.append(self._start(f"worker-{len(self.workers)}", command))
-        return self.workers[-1]
+        return self.start_foreign_worker(launch.module(*command))
 
     def start(self, *, num_workers: int = 1, num_frontends: int = 1) -> Self:
         """Start everything and wait until it serves."""
@@ -218,15 +165,7 @@ class Cluster:
 
     def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what does not end."""
-        for service in reversed(self.services):
-            with suppress(ProcessLookupError):
-                service.process.terminate()
-        for service in self.services:
-            try:
-                service.process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                service.process.kill()
-                service.process.wait()
+        launch.end_all(reversed(self.services), _END_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.cluster import ROOT
+from tools.launch import ROOT
 
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 DOTENV = ROOT / ".env"

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.support.cluster import ROOT
 from tests.support.compose import ComposedService
+from tools.launch import ROOT
 
 UNSHARE = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
 PYTHON = f"/opt/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.cluster import ROOT
+from tools.launch import ROOT
 
 KUBERNETES = ROOT / "deploy/kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())

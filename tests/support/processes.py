@@ -2,12 +2,11 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.cluster import ROOT, environment
+from tools.launch import ROOT, Service, environment, module
 
 NODE_WORKER = ROOT / "tests/conformance/node_worker/worker.js"
 NODE_MODULES = ROOT / "client/node/node_modules"
@@ -21,27 +20,23 @@ def node_worker(*flags: str) -> list[str]:
 
 def python_worker(*flags: str) -> list[str]:
     """The command that starts our own worker."""
-    return [sys.executable, "-m", "worker_service", *flags]
+    return module("worker_service", *flags)
 
 
 @contextmanager
 def running(command: Sequence[str], folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process, with its log in the folder; killed at the end if it is still there."""
-    with (folder / "worker.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment(), cwd=folder
-        )
+    service = Service("worker", command, folder / "worker.log")
     try:
-        yield process
+        yield service.process
     finally:
-        process.kill()
-        process.wait(timeout=10)
+        service.kill()
 
 
 def run_kit(*arguments: str, timeout_s: float = 200) -> "subprocess.CompletedProcess[str]":
     """`python -m conformance`, run to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "conformance", *arguments],
+        module("conformance", *arguments),
         env=environment() | {"COLUMNS": "200", "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,

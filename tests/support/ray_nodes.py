@@ -11,7 +11,7 @@ from typing import Self
 
 import psutil
 
-from tests.support.cluster import Service
+from tools.launch import Service
 from worker_service.launchers.rank_process import free_port
 
 PROGRAM = (
@@ -81,7 +81,7 @@ class RayNodes:
             port = free_port("127.0.0.1")
             command += ["--include-dashboard=false", f"--ray-client-server-port={port}"]
         log = Path(self._folder.name) / f"{name}.log"
-        node = Service(name, [*command, *flags], log, program=PROGRAM)
+        node = Service(name, [*PROGRAM, *command, *flags], log)
         self._nodes.append(node)
         return node
 

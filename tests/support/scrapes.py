@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.cluster import Service
+from tools.launch import Service
 
 TOLD = re.compile(r"listening for prometheus address=(\S+)")
 OF_PROMETHEUS_2 = (

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.checkpoints import checkpoint
-from tests.support.cluster import SERVING, environment, health
+from tests.support.cluster import SERVING, health
 from tests.support.worker_driver import PlanBuilder
+from tools.launch import environment
 from worker_service.__main__ import app
 from worker_service.command_line.cache_flags import CacheFlags
 from worker_service.command_line.options import parse_bytes

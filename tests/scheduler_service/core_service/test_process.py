@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from scheduler_service.core_service.service import SERVICE_NAME
 from tests.support.attached_frontend import AttachedFrontend
-from tests.support.cluster import environment
 from tests.support.fake_worker import FakeWorker, counted
 from tests.support.waiting import until
+from tools.launch import environment
 
 
 async def start(*arguments: str) -> Process:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pagewire_client import Client, SamplingParams
-from tests.support.cluster import Cluster, environment
+from tests.support.cluster import Cluster
 from tests.support.waiting import until
+from tools.launch import environment
 
 WORKER = ["--simulate", "--simulate-vocab-size", "997", "--simulate-gpu-blocks", "24"]
 

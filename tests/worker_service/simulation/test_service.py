@@ -16,11 +16,12 @@ import pytest
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from tests.support.cluster import SERVING, environment, health
+from tests.support.cluster import SERVING, health
 from tests.support.requests import bad_field
 from tests.support.running_worker import RunningWorker, Steps
 from tests.support.simulated import undisturbed
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, values
+from tools.launch import environment
 from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.lifecycle import Worker

@@ -1,0 +1,119 @@
+"""The services of this checkout as processes, for benchmarks and for tests.
+
+Nothing happens to such a process but what its owner does to it: it may be killed, stopped, ended or
+started again at any moment. (`pagewire_client.local`, which users' deployments are made of, keeps
+its services alive instead.)
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_SOURCES = (".", "kernels", "client", "protos")
+_KILL_TIMEOUT_S = 40.0
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the packages of the checkout on the path and without
+    settings of whoever runs this."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
+    roots = os.pathsep.join(str(ROOT / source) for source in _SOURCES)
+    return ours | {"PYTHONPATH": roots, "PYTHONUNBUFFERED": "1"}
+
+
+def module(*words: str) -> list[str]:
+    """The command that runs a module with its arguments."""
+    return [sys.executable, "-m", *words]
+
+
+def scheduler(listen: str, *flags: str) -> list[str]:
+    """The command that starts a scheduler core."""
+    return module("scheduler_service", "scheduler", "--listen", listen, *flags)
+
+
+def frontend(listen: str, core: str, *flags: str) -> list[str]:
+    """The command that starts a frontend of the core at an address."""
+    return module("scheduler_service", "frontend", "--listen", listen, "--core", core, *flags)
+
+
+def worker(listen: str, core: str, *flags: str) -> list[str]:
+    """The command that starts a worker of the core at an address."""
+    return module("worker_service", "--listen", listen, "--core", core, *flags)
+
+
+class Service:
+    """One process with its log."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts it, in the log's folder. `log`: what it says is added to this file. `variables`:
+        of its environment, besides those of `environment`."""
+        self.name = name
+        self.log_path = log
+        self.leaving_s: float | None = None
+        """What it took to `end` it."""
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment() | dict(variables or {}),
+                cwd=log.parent,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self.process.poll()
+
+    @property
+    def log(self) -> str:
+        """What it has said."""
+        return self.log_path.read_text(errors="replace")
+
+    def kill(self, how: int = signal.SIGKILL) -> None:
+        """Send a signal and wait for the process to end."""
+        with suppress(ProcessLookupError):
+            self.process.send_signal(how)
+        self.process.wait(timeout=_KILL_TIMEOUT_S)
+
+    def end(self, timeout_s: float) -> int:
+        """SIGTERM, and SIGKILL if it does not end in time; the exit code."""
+        started_at = time.monotonic()
+        self.process.terminate()
+        code = self.wait_or_kill(timeout_s)
+        self.leaving_s = time.monotonic() - started_at
+        return code
+
+    def wait_or_kill(self, timeout_s: float) -> int:
+        """The exit code of a process that was told to end."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.process.wait()
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """The exit code of a process that ends by itself."""
+        return self.process.wait(timeout=timeout_s)
+
+
+def end_all(services: Iterable[Service], timeout_s: float) -> None:
+    """SIGTERM to all at once, SIGKILL to what does not end in time."""
+    services = list(services)
+    for service in services:
+        service.process.terminate()
+    for service in services:
+        service.wait_or_kill(timeout_s)
