@@ -21,9 +21,12 @@ How it is made, from the outside in:
 
     core.py           SchedulerCore: requests from submission to end; groups come and go
     registry.py       live requests by id and by frontends' handles
-    admission.py      what is checked before a request is accepted
+    submission.py     what may refuse a request, in order; admission.py and takeover.py say why
     deadlines.py      whether a request can still meet its deadline; drain.py knows how queues move
+    deadline_watch.py when to look at which
+    losses.py         whom to blame for a worker's death
     tenants.py        what tenants have under way, and what they may have
+    fleet.py          all worker groups, and the models that they serve
     models.py         per model: its worker groups, and what waits for them
     lanes.py          who waits for a worker group; policies/ says who is next
     placing.py        who goes to a worker group now; placement.py says to which

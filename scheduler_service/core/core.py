@@ -6,18 +6,14 @@ from collections.abc import Iterable
 
 from scheduler_service.attempts import taken_over
 from scheduler_service.core import delivery
-from scheduler_service.core.admission import (
-    Queue,
-    check_queue,
-    check_request,
-    check_tenant,
-    why_not,
-)
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_capacity
-from scheduler_service.core.deadlines import check_deadline, next_look, passed, why_too_late
-from scheduler_service.core.heap import RemovableHeap
+from scheduler_service.core.admission import why_not
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.deadline_watch import DeadlineWatch
+from scheduler_service.core.deadlines import passed, why_too_late
+from scheduler_service.core.fleet import Fleet
 from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.latency_histogram import summed
+from scheduler_service.core.losses import Losses
 from scheduler_service.core.models import Model
 from scheduler_service.core.outbox import Outbox
 from scheduler_service.core.plan import StepPlan, StepResult
@@ -28,18 +24,11 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.request_clock import to_us
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.snapshot import CoreSnapshot, ModelSnapshot, Totals
-from scheduler_service.core.takeover import check_takes_over, continuation
+from scheduler_service.core.snapshot import CoreSnapshot
+from scheduler_service.core.submission import Submission
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.core.timeline import RequestEvent, TracedRequest
-from scheduler_service.errors import (
-    DuplicateRequest,
-    GenerationFailed,
-    PagewireError,
-    RequestAborted,
-    UnknownModel,
-    UnknownRequest,
-)
+from scheduler_service.errors import PagewireError, RequestAborted, UnknownRequest
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +43,15 @@ class SchedulerCore:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._policy = POLICIES[config.policy]
         self._tenants = Tenants(config.default_tenant, config.tenants)
-        self._registry = Registry(self._policy.rank, self._tenants)
-        self._models: dict[str, Model] = {}
-        self._schedulers: dict[str, Scheduler] = {}
-        self._deadlines: RemovableHeap[SequenceGroup] = RemovableHeap()
-        self._inspector = Inspector(self._schedulers)
+        self._registry = Registry(POLICIES[config.policy].rank, self._tenants)
+        self._fleet = Fleet(config, self._tenants)
+        self._submission = Submission(config, self._registry, self._fleet)
+        self._losses = Losses(config)
+        self._deadlines = DeadlineWatch()
+        self._inspector = Inspector(self._fleet.schedulers)
         self._num_finished = 0
         self._traced: list[TracedRequest] = []
-        self._totals: dict[str, Totals] = {}
-        """By model, of all that worker groups have ever served."""
 
     # Worker groups.
 
@@ -74,14 +61,7 @@ class SchedulerCore:
         Raises ValueError if a group of this id is there, or could not work with the
         configuration.
         """
-        if group.group_id in self._schedulers:
-            raise ValueError(f"group {group.group_id} is there already")
-        check_capacity(self._config, group)
-        model = self._model(group.model)
-        totals = self._totals.setdefault(group.model, Totals())
-        scheduler = Scheduler(self._config, group, model.policy, totals, to_us(now))
-        self._schedulers[group.group_id] = scheduler
-        model.add(scheduler)
+        model = self._fleet.add(group, to_us(now))
         model.move_on(to_us(now))
         self._refuse_hopeless(model, now)
 
@@ -89,41 +69,39 @@ class SchedulerCore:
         """A worker group is gone: what it had goes to the head of the queue, with the tokens it
         has. What a worker was computing at its death, once too often, fails; one that drained was
         to go, and does not count. Unknown: no effect."""
-        scheduler = self._schedulers.pop(group_id, None)
+        scheduler = self._fleet.remove(group_id)
         if scheduler is None:
             return
-        model = self._models[scheduler.capacity.model]
-        model.remove(scheduler)
         groups, computing = scheduler.lose(to_us(now))
         # One without requests was drained, most likely: nobody is hurt.
         level = logging.WARNING if groups else logging.INFO
         logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
+        model = self._fleet.model_of(scheduler)
         model.queue_again(groups)
-        self._totals[model.name].num_recovered += len(groups)
+        self._fleet.totals[model.name].num_recovered += len(groups)
         if not scheduler.is_draining:
-            for group in self._to_blame([group for group in groups if group in computing]):
-                self._count_loss(group, now)
+            self._blame([group for group in groups if group in computing], now)
 
     def drain_group(self, group_id: str, now: float) -> None:
         """Give a group nothing new, and have what it has go on in other groups of its model, with
         the tokens it has, as soon as the results of its steps under way are in. What no other can
         hold goes on there until one joins that can. Unknown: no effect."""
-        scheduler = self._schedulers.get(group_id)
+        scheduler = self._fleet.schedulers.get(group_id)
         if scheduler is not None:
             scheduler.is_draining = True
-            model = self._models[scheduler.capacity.model]
+            model = self._fleet.model_of(scheduler)
             model.reopen()
             model.move_on(to_us(now))
 
     def is_drained(self, group_id: str) -> bool:
         """Whether a group is draining and has nothing left, or is gone. One that has is not while
         there is a request that has begun, and that no group can go on with that does not drain."""
-        scheduler = self._schedulers.get(group_id)
+        scheduler = self._fleet.schedulers.get(group_id)
         if scheduler is None:
             return True
         if scheduler.groups or not scheduler.is_draining:
             return False
-        return not self._models[scheduler.capacity.model].is_needed(scheduler)
+        return not self._fleet.model_of(scheduler).is_needed(scheduler)
 
     # Requests.
 
@@ -135,32 +113,11 @@ class SchedulerCore:
         TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if
         it had never been.
         """
-        check_request(request, self._config)
-        former = self._registry.find(request.tenant, request.request_id)
+        group, former = self._submission.check(request, now)
         if former is not None:
-            check_takes_over(request, former.request)
-            request = continuation(request, former, to_us(now))
-        if self._registry.has_handles_of(request):
-            raise DuplicateRequest(
-                f"the frontend has a live request of handle {request.handle}",
-                reason="DUPLICATE_HANDLE",
-                details={"request_id": request.request_id},
-            )
-        self._check_model(request.model)
-        group = self._registry.make_group(request, to_us(now))
-        model = self._models.get(request.model)
-        error = why_not(group, model.capacities()) if model is not None else None
-        if error is not None:
-            raise error
-        drains = [model.drain for model in self._models.values()]
-        check_tenant(group, drains, self._config)
-        check_queue(request, self._queues(), drains, self._config)
-        check_deadline(group, model, self._registry.groups, now)
-        if former is not None:
-            group.is_charged = former.is_charged
             error = taken_over(request.request_id, request.attempt)
             self._end(former, ABORTED, error, now)
-        self._suspect(group)
+        self._losses.suspect(group)
         self._accept(group, now)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
@@ -196,27 +153,24 @@ class SchedulerCore:
     def expire(self, now: float) -> None:
         """End the requests whose deadlines have come, and those that wait and can no longer meet
         theirs."""
-        while (first := self._deadlines.peek()) is not None and first[0][0] <= now:
-            group = first[1]
+        while (group := self._deadlines.due(now)) is not None:
             deadline = group.request.deadline
             assert deadline is not None
             if now >= deadline:
                 self._end(group, ABORTED, passed(), now)
             elif group.num_running or not self._end_if_late(group, now):
-                self._deadlines.remove(group)
-                self._watch(group, deadline, now)
+                self._deadlines.watch(group, self._fleet.models[group.request.model], now)
 
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if no request has a deadline."""
-        first = self._deadlines.peek()
-        return first[0][0] if first is not None else None
+        return self._deadlines.next_look
 
     # Steps.
 
     def schedule(self, group_id: str, now: float) -> StepPlan | None:
         """A group's next step; None if there is nothing to do, or its pipeline is full."""
-        scheduler = self._schedulers[group_id]
-        model = self._models[scheduler.capacity.model]
+        scheduler = self._fleet.schedulers[group_id]
+        model = self._fleet.model_of(scheduler)
         if scheduler.is_full(is_awaited=bool(model.waiting)):
             return None
         self.expire(now)
@@ -231,12 +185,12 @@ class SchedulerCore:
 
     def newest_work(self, group_id: str) -> StepWork:
         """What the step that was planned last for a group, and is open, takes its worker."""
-        return self._schedulers[group_id].newest_work
+        return self._fleet.schedulers[group_id].newest_work
 
     def add_plan_time(self, group_id: str, seconds: float) -> None:
         """Time the caller spent on planning for a group (schedule, serialise, update) and has not
         told yet. It shows in timings as far as the worker waited for it. Unknown: no effect."""
-        scheduler = self._schedulers.get(group_id)
+        scheduler = self._fleet.schedulers.get(group_id)
         if scheduler is not None:
             scheduler.clock.unassigned_plan_us += to_us(seconds)
 
@@ -245,21 +199,16 @@ class SchedulerCore:
 
         Raises ResultMismatch, with nothing changed, if it is not that: the group should be removed.
         """
-        scheduler = self._schedulers[group_id]
+        scheduler = self._fleet.schedulers[group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
-        self._models[scheduler.capacity.model].queue_again(scheduler.take_gone())
+        self._fleet.model_of(scheduler).queue_again(scheduler.take_gone())
 
     # News.
 
     def take_stirred(self) -> set[str]:
         """Worker groups that a `schedule` of any has given requests to since the last call."""
-        stirred: set[str] = set()
-        for model in self._models.values():
-            if model.stirred:
-                stirred |= model.stirred
-                model.stirred = set()
-        return stirred
+        return self._fleet.take_stirred()
 
     def take_outboxes(self) -> dict[str, Outbox]:
         """News by frontend since the last call; frontends without news are absent."""
@@ -270,18 +219,9 @@ class SchedulerCore:
         traced, self._traced = self._traced, []
         return traced
 
-    def _keep_trace(self, group: SequenceGroup) -> None:
-        request, timeline = group.request, group.timeline
-        if request.traceparent:
-            self._traced.append(
-                TracedRequest(
-                    request.request_id, request.traceparent, timeline.entries, timeline.placements
-                )
-            )
-
     def snapshot(self) -> CoreSnapshot:
         """Counts of the present state. Linear in the live requests."""
-        models = self._model_snapshots()
+        models = self._fleet.model_snapshots(self._registry.groups())
         totals = [model.totals for model in models.values()]
         return CoreSnapshot(
             num_waiting=sum(model.num_waiting for model in models.values()),
@@ -295,86 +235,35 @@ class SchedulerCore:
             num_swapped_in_blocks=sum(each.num_swapped_in_blocks for each in totals),
             first_token_counts=summed(each.first_token for each in totals),
             inter_token_counts=summed(each.inter_token for each in totals),
-            models=[models[name] for name in self._totals],
+            models=[models[name] for name in self._fleet.totals],
             num_by_tenant=Counter(group.tenant.name for group in self._registry.groups()),
-            groups=[scheduler.snapshot() for scheduler in self._schedulers.values()],
+            groups=[scheduler.snapshot() for scheduler in self._fleet.schedulers.values()],
         )
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
         """Requests one by one, and memory block by block; linear in what is asked for."""
         return self._inspector.look(self._registry.groups(), detail)
 
-    def _model_snapshots(self) -> dict[str, ModelSnapshot]:
-        """Those that were served, and those that somebody waits for."""
-        known = {name: ModelSnapshot(name=name, totals=t) for name, t in self._totals.items()}
-        for group in self._registry.groups():
-            name = group.request.model
-            model = known.setdefault(name, ModelSnapshot(name=name, totals=Totals()))
-            model.num_running += group.num_running > 0
-            model.num_waiting += group.num_running == 0
-        for scheduler in self._schedulers.values():  # what is swapped out does not run
-            model = known[scheduler.capacity.model]
-            model.num_swapped += len(scheduler.swapping)
-            model.num_waiting -= len(scheduler.swapping)
-        return known
-
     def check(self) -> None:
         """Assert the invariants that hold between calls. Linear in all live state."""
         groups = self._registry.groups()
         for group in groups:
             group.check()
-            model = self._models[group.request.model]
-            places = [group in model.waiting, group in model.stranded]
-            assert group.is_placed == (not any(places))
-            places += [group in scheduler.groups for scheduler in model.schedulers]
-            assert sum(places) == 1, "a live request is in one place"
-        num_placed = sum(len(scheduler.groups) for scheduler in self._schedulers.values())
-        num_unplaced = sum(len(m.waiting) + len(m.stranded) for m in self._models.values())
-        assert num_placed + num_unplaced == len(groups), "a place holds a request that has ended"
-        assert set(self._deadlines) <= set(groups)
-        for model in self._models.values():
-            model.check()
-        for scheduler in self._schedulers.values():
-            scheduler.check()
+        self._fleet.check(groups)
+        self._deadlines.check(set(groups))
         self._check_tenants(groups)
 
     # Inside.
 
     def _check_tenants(self, groups: list[SequenceGroup]) -> None:
         self._tenants.check()
-        queued = {group for queue in self._queues() for group in queue}
+        queued = {group for queue in self._fleet.queues() for group in queue}
         for tenant in {group.tenant for group in groups}:
             own = [group for group in groups if group.tenant is tenant]
             assert tenant.num_requests == len(own)
             assert tenant.num_kv_blocks == sum(group.num_reserved_blocks for group in own)
             tokens = sum(group.num_prompt_tokens for group in own if group in queued)
             assert tenant.num_queued_tokens == tokens
-
-    def _model(self, name: str) -> Model:
-        """The model of this name, made if it is new."""
-        model = self._models.get(name)
-        if model is None:
-            model = self._models[name] = Model(name, self._policy(self._tenants))
-        return model
-
-    def _check_model(self, name: str) -> None:
-        """Raise UnknownModel if other models are served, and this one never was."""
-        model = self._models.get(name)
-        if self._schedulers and (model is None or not model.was_served):
-            served = ", ".join(sorted({s.capacity.model for s in self._schedulers.values()}))
-            raise UnknownModel(
-                f"no model named {name!r} is served; there is: {served}",
-                details={"model": name, "served": served},
-            )
-
-    def _queues(self) -> list[Queue]:
-        """All places in which requests wait."""
-        queues: list[Queue] = []
-        for scheduler in self._schedulers.values():
-            queues += (scheduler.waiting, scheduler.ahead)
-        for model in self._models.values():
-            queues += (model.waiting, model.stranded)
-        return queues
 
     def _accept(self, group: SequenceGroup, now: float) -> None:
         request = group.request
@@ -387,18 +276,13 @@ class SchedulerCore:
         if group.num_unfinished == 0:
             self._close(group, now)
             return
-        self._model(request.model).waiting.add(group)
-        if request.deadline is not None:
-            self._watch(group, request.deadline, now)
-
-    def _watch(self, group: SequenceGroup, deadline: float, now: float) -> None:
-        """Look at a live group when it may no longer meet its deadline."""
-        due = next_look(group, self._models[group.request.model], deadline, now)
-        self._deadlines.push((due, group.rank), group)
+        model = self._fleet.model(request.model)
+        model.waiting.add(group)
+        self._deadlines.watch(group, model, now)
 
     def _end_if_late(self, group: SequenceGroup, now: float) -> bool:
         """End a group that is in no batch and can no longer meet its deadline; whether it is so."""
-        model = self._models[group.request.model]
+        model = self._fleet.models[group.request.model]
         error = why_too_late(group, model, self._registry.groups, now)
         if error is None:
             return False
@@ -414,42 +298,12 @@ class SchedulerCore:
             if error is not None:
                 self._end(group, SequenceStatus.FINISHED_IGNORED, error, now)
 
-    def _to_blame(self, computing: list[SequenceGroup]) -> list[SequenceGroup]:
-        """Those that may be the cause of a worker's death. Where it was computing a suspect, one
-        that was as near to its end, but has come past the point where it would have been the cause
-        before, is not."""
-        if not any(group.is_suspect for group in computing):
-            return computing
-        return [group for group in computing if group.is_suspect or not self._is_last_time(group)]
-
-    def _is_last_time(self, group: SequenceGroup) -> bool:
-        """Whether the next worker's death would fail a group."""
-        return 0 < group.num_worker_losses == self._config.max_worker_losses - 1
-
-    def _count_loss(self, group: SequenceGroup, now: float) -> None:
-        """Note that a worker died that was computing a group; it may be the cause."""
-        group.num_worker_losses += 1
-        if group.num_worker_losses >= self._config.max_worker_losses:
-            error = GenerationFailed(
-                f"the request was on {group.num_worker_losses} workers when they were lost",
-                reason="WORKERS_LOST",
-                details={"num_worker_losses": group.num_worker_losses},
-            )
-            self._end(group, SequenceStatus.FINISHED_ERROR, error, now)
-        else:
-            group.frontend.outbox.worker_losses.append(group.request.handle)
-            self._suspect(group)
-
-    def _suspect(self, group: SequenceGroup) -> None:
-        """Keep a group that the next worker's death would fail from others of its kind, until it
-        is past the steps that were in flight."""
-        if self._is_last_time(group) and group.num_unfinished:
-            group.suspect_length = group.max_known_tokens + self._config.max_steps_ahead
-
-    def _scheduler_of(self, group: SequenceGroup) -> Scheduler | None:
-        """Where a live group is placed."""
-        model = self._models[group.request.model]
-        return next((s for s in model.schedulers if group in s.groups), None)
+    def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
+        """A worker died that was computing these: one of them may be the cause."""
+        for group in self._losses.blamed(computed):
+            error = self._losses.count(group)
+            if error is not None:
+                self._end(group, SequenceStatus.FINISHED_ERROR, error, now)
 
     def _end(
         self, group: SequenceGroup, status: SequenceStatus, error: PagewireError | None, now: float
@@ -461,14 +315,14 @@ class SchedulerCore:
 
     def _end_sequence(self, seq: Sequence, status: SequenceStatus, now: float) -> None:
         """End a sequence of a live group, and the group with the last of them."""
-        scheduler = self._scheduler_of(seq.group)
+        scheduler = self._fleet.scheduler_of(seq.group)
         if scheduler is not None:
             scheduler.end_sequence(seq, status, to_us(now))
             self._close_ended([scheduler], now)
             return
         seq.group.end(seq, status)
         if seq.group.num_unfinished == 0:
-            self._models[seq.group.request.model].discard(seq.group)
+            self._fleet.models[seq.group.request.model].discard(seq.group)
             self._close(seq.group, now)
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
@@ -485,17 +339,28 @@ class SchedulerCore:
         self._keep_trace(group)
         self._inspector.note_end(group, to_us(now))
         self._registry.remove(group, to_us(now))
-        if group in self._deadlines:
-            self._deadlines.remove(group)
-        model = self._models.get(group.request.model)
+        self._deadlines.forget(group)
+        self._settle_accounts(group)
+        self._num_finished += 1
+
+    def _settle_accounts(self, group: SequenceGroup) -> None:
+        """What its model learns of a group that has ended."""
+        model = self._fleet.models.get(group.request.model)
         if model is not None:
             for seq in group.choices():
                 model.placement.note_answer(len(seq.output_token_ids))
             model.release(group)
-            if model.is_unused:
-                del self._models[model.name]
-        totals = self._totals.get(group.request.model)
+            self._fleet.drop_if_unused(model)
+        totals = self._fleet.totals.get(group.request.model)
         if totals is not None and group.has_begun and self._config.enable_prefix_caching:
             totals.num_prefix_queries += group.num_prompt_tokens
             totals.num_prefix_hits += group.num_cached_tokens
-        self._num_finished += 1
+
+    def _keep_trace(self, group: SequenceGroup) -> None:
+        request, timeline = group.request, group.timeline
+        if request.traceparent:
+            self._traced.append(
+                TracedRequest(
+                    request.request_id, request.traceparent, timeline.entries, timeline.placements
+                )
+            )

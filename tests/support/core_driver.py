@@ -41,6 +41,20 @@ class WorkerLink:
     results: deque[StepResult] = field(default_factory=deque)
 
 
+def make_request(**changes: object) -> Request:
+    """A small one of frontend f0."""
+    values: dict[str, object] = {
+        "frontend_id": "f0",
+        "handle": 1,
+        "request_id": "r1",
+        "model": "m",
+        "prompt_token_ids": [1, 2, 3, 4, 5],
+        "max_tokens": 4,
+        "sampling": Sampling(seed=1),
+    }
+    return Request(**(values | changes))  # type: ignore[arg-type]
+
+
 def make_capacity(group_id: str = "g0", **changes: object) -> GroupCapacity:
     """A small worker group."""
     values: dict[str, object] = {

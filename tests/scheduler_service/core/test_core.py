@@ -1,4 +1,4 @@
-"""What the scenarios do not show of the core: errors in full, resumed requests, timings, bounds."""
+"""What the scenarios do not show of the core: failing rows, mismatches, timings, bounds."""
 
 import dataclasses
 import gc
@@ -7,8 +7,6 @@ import tracemalloc
 import pytest
 
 from scheduler_service.core import (
-    GeneratedTokens,
-    Request,
     ResultMismatch,
     RowError,
     RowPromptLogprobs,
@@ -19,141 +17,18 @@ from scheduler_service.core import (
 from scheduler_service.core.delivery import deliver_prompt_logprobs
 from scheduler_service.core.registry import Registry
 from scheduler_service.errors import (
-    DuplicateRequest,
-    InvalidArgument,
-    PromptTooLong,
-    QueueFull,
-    RequestAborted,
-    UnknownModel,
     UnknownRequest,
 )
-from tests.support.core_driver import CoreDriver, make_capacity
-from tests.support.symbolic_worker import Sampling, undisturbed
+from tests.support.core_driver import CoreDriver, make_capacity, make_request
+from tests.support.symbolic_worker import Sampling
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-
-
-def make_request(**changes: object) -> Request:
-    values: dict[str, object] = {
-        "frontend_id": "f0",
-        "handle": 1,
-        "request_id": "r1",
-        "model": "m",
-        "prompt_token_ids": [1, 2, 3, 4, 5],
-        "max_tokens": 4,
-        "sampling": Sampling(seed=1),
-    }
-    return Request(**(values | changes))  # type: ignore[arg-type]
 
 
 def make_driver(**changes: object) -> CoreDriver:
     driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
     driver.add_group(make_capacity())
     return driver
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"prompt_token_ids": []}, "prompt"),
-        ({"prompt_token_ids": [1, 32]}, "prompt"),
-        ({"prompt_token_ids": [-1]}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"num_choices": 0}, "num_choices"),
-        ({"num_choices": 5}, "num_choices"),
-        ({"generated": {1: GeneratedTokens(token_ids=[1])}}, "resume"),
-        ({"generated": {0: GeneratedTokens(token_ids=[1] * 5)}}, "resume"),
-    ],
-)
-def test_a_wrong_field_is_refused_by_name(changes: dict[str, object], field: str) -> None:
-    core = make_driver().core
-    with pytest.raises(InvalidArgument) as caught:
-        core.submit(make_request(**changes), 0.0)
-    assert caught.value.field == field
-    assert core.snapshot().num_waiting == 0
-
-
-def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_the_numbers() -> None:
-    core = make_driver().core
-    with pytest.raises(PromptTooLong) as caught:
-        core.submit(make_request(prompt_token_ids=[1] * 64), 0.0)
-    assert caught.value.reason == "PROMPT_TOO_LONG"
-    assert caught.value.details == {"num_prompt_tokens": "64", "max_model_len": "64"}
-
-
-def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
-    driver = CoreDriver(CONFIG)
-    driver.add_group(make_capacity(num_gpu_blocks=3))
-    driver.core.submit(make_request(prompt_token_ids=[1] * 12), 0.0)
-    with pytest.raises(PromptTooLong) as caught:
-        driver.core.submit(make_request(request_id="r2", handle=2, prompt_token_ids=[1] * 13), 0.0)
-    assert caught.value.reason == "PROMPT_LARGER_THAN_CACHE"
-    assert caught.value.details["num_cache_tokens"] == "12"
-
-
-def test_a_prompt_that_fits_one_group_of_several_is_taken_there() -> None:
-    driver = CoreDriver(CONFIG)
-    driver.add_group(make_capacity("small", num_gpu_blocks=2))
-    driver.add_group(make_capacity("large", num_gpu_blocks=16))
-    driver.submit(prompt=[1] * 20, max_tokens=1)
-    assert driver.schedule("small") is None
-    assert driver.schedule("large") is not None
-
-
-def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() -> None:
-    driver = CoreDriver(CONFIG)
-    long = driver.submit(prompt=[1] * 70, max_tokens=1)
-    foreign = driver.submit(prompt=[99], max_tokens=1)
-    good = driver.submit(prompt=[1], max_tokens=1)
-    driver.add_group(make_capacity())
-    driver.run_until_idle()
-    assert isinstance(long.error, PromptTooLong)
-    assert isinstance(foreign.error, InvalidArgument)
-    assert good.finished is not None
-    driver.check_empty()
-
-
-def test_any_model_is_waited_for_until_a_group_is_known() -> None:
-    driver = CoreDriver(CONFIG)
-    driver.submit(prompt=[1], max_tokens=1, model="later")
-    driver.add_group(make_capacity(model="m"))
-    with pytest.raises(UnknownModel) as caught:
-        driver.submit(prompt=[1], max_tokens=1, model="never")
-    assert caught.value.details == {"model": "never", "served": "m"}
-
-
-def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
-    driver = CoreDriver(CONFIG)
-    driver.add_group(make_capacity("a", model="m"))
-    driver.add_group(make_capacity("b", model="other"))
-    driver.lose_group("a")
-    record = driver.submit(prompt=[1], max_tokens=1, model="m")
-    driver.add_group(make_capacity("a", model="m"))
-    driver.run_until_idle()
-    assert record.finished is not None
-
-
-def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:
-    core = SchedulerCore(CONFIG)
-    core.submit(make_request(num_choices=3), 0.0)
-    with pytest.raises(DuplicateRequest):
-        core.submit(make_request(handle=9), 0.0)
-    with pytest.raises(DuplicateRequest):
-        core.submit(make_request(request_id="r2", handle=3), 0.0)
-    core.submit(make_request(request_id="r2", handle=3, frontend_id="f1"), 0.0)
-    core.cancel("f0", 1, 0.0)
-    core.submit(make_request(handle=9), 0.0)
-
-
-def test_a_full_queue_says_when_to_come_again_but_takes_what_was_accepted_before() -> None:
-    core = SchedulerCore(dataclasses.replace(CONFIG, max_queue_requests=1, queue_retry_delay_s=2.5))
-    core.submit(make_request(), 0.0)
-    with pytest.raises(QueueFull) as caught:
-        core.submit(make_request(request_id="r2", handle=2), 0.0)
-    assert caught.value.retry_delay_s == 2.5
-    generated = {0: GeneratedTokens(token_ids=[1])}
-    core.submit(make_request(request_id="r2", handle=2, generated=generated), 0.0)
-    assert core.take_outboxes()["f0"].accepted == [1, 2]
 
 
 def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> None:
@@ -165,78 +40,6 @@ def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> 
     core.remove_frontend("f0", 0.0)
     core.remove_group("g0", 0.0)
     assert core.take_outboxes() == {}
-
-
-# Resumed requests.
-
-
-def resume(generated: dict[int, GeneratedTokens], **changes: object) -> CoreDriver:
-    driver = make_driver()
-    driver.core.submit(make_request(generated=generated, **changes), driver.now)
-    return driver
-
-
-def test_resumed_choices_go_on_from_their_tokens_and_ended_ones_stay_ended() -> None:
-    prompt, sampling = [1, 2, 3, 4, 5], Sampling(seed=1)
-    expected = [undisturbed(prompt, choice, sampling, frozenset(), 4) for choice in range(4)]
-    generated = {
-        0: GeneratedTokens(token_ids=expected[0][:2]),
-        1: GeneratedTokens(token_ids=expected[1][:1], finished=True),
-    }
-    driver = resume(generated, num_choices=4)
-    plan = driver.schedule("g0")
-    assert plan is not None
-    # Choices 2 and 3 have nothing yet and share a prefill; choice 0 waits for the block that it
-    # will find then, and computes the rest on its own.
-    origins = [(new.choice_index, new.parent_seq_id) for new in plan.new_sequences]
-    assert origins == [(2, None), (3, 3)]
-    tokens: dict[int, list[int]] = {}
-    late = []
-    while driver.deliver("g0"):
-        for plan in (driver.schedule("g0"), driver.schedule("g0")):
-            late += plan.new_sequences if plan else []
-        outbox = driver.core.take_outboxes()["f0"]
-        for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
-            tokens.setdefault(handle, []).append(token)
-    assert [new.token_ids for new in late] == [prompt + expected[0][:2]]
-    assert (late[0].num_prompt_tokens, late[0].num_computed_tokens) == (5, 4)
-    assert tokens == {1: expected[0][2:], 3: expected[2], 4: expected[3]}
-    assert outbox.requests_finished[0].timings.queue_us == 0
-
-
-@pytest.mark.parametrize(
-    ("generated", "stop_token_ids", "finish"),
-    [
-        (GeneratedTokens(token_ids=[7] * 4), frozenset(), ("length", None)),
-        (GeneratedTokens(token_ids=[7, 9]), frozenset({9}), ("stop", 9)),
-        (GeneratedTokens(token_ids=[7, 7], finished=True), frozenset(), None),
-    ],
-)
-def test_a_resumed_request_with_all_its_tokens_ends_at_once(
-    generated: GeneratedTokens,
-    stop_token_ids: frozenset[int],
-    finish: tuple[str, int | None] | None,
-) -> None:
-    driver = resume({0: generated}, stop_token_ids=stop_token_ids)
-    outbox = driver.core.take_outboxes()["f0"]
-    finished = [(end.reason, end.stop_token_id) for end in outbox.choices_finished]
-    assert finished == ([finish] if finish else [])
-    assert [end.handle for end in outbox.requests_finished] == [1]
-    assert driver.schedule("g0") is None
-
-
-def test_a_resumed_choice_at_the_models_length_ends_when_a_group_is_known() -> None:
-    core = SchedulerCore(CONFIG)
-    generated = {0: GeneratedTokens(token_ids=[7] * 59)}
-    core.submit(make_request(generated=generated, max_tokens=100), 0.0)
-    core.add_group(make_capacity(), 0.0)
-    assert core.schedule("g0", 0.0) is None
-    outbox = core.take_outboxes()["f0"]
-    assert [end.reason for end in outbox.choices_finished] == ["length"]
-    assert [end.handle for end in outbox.requests_finished] == [1]
-
-
-# Log probabilities and errors of rows.
 
 
 def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -> None:
@@ -321,9 +124,6 @@ def test_a_result_without_an_open_plan_is_a_mismatch() -> None:
         make_driver().core.update("g0", StepResult(step_id=1, token_ids=[]), 0.0)
 
 
-# Worker groups.
-
-
 def test_a_group_id_is_not_taken_twice() -> None:
     core = make_driver().core
     with pytest.raises(ValueError, match="g0 is there already"):
@@ -352,23 +152,6 @@ def test_a_group_is_drained_when_what_it_has_begun_is_done() -> None:
     assert driver.core.is_drained("g0")
     driver.lose_group("g0")
     assert driver.core.is_drained("g0")
-
-
-def test_a_request_with_rows_in_flight_was_on_the_worker_though_it_is_preempted() -> None:
-    config = dataclasses.replace(CONFIG, watermark=0.0, pipeline_depth=3, max_worker_losses=1)
-    driver = CoreDriver(config)
-    driver.add_group(make_capacity(num_gpu_blocks=5))
-    records = [driver.submit(prompt=[1] * count, max_tokens=9) for count in (7, 8, 1)]
-    for _ in range(3):
-        driver.schedule("g0")
-    assert driver.core.snapshot().num_preemptions == 1
-    driver.lose_group("g0")
-    driver.collect()
-    errors = [record.error.reason if record.error else None for record in records]
-    assert errors == ["WORKERS_LOST", "WORKERS_LOST", None]
-
-
-# Deadlines, timings, bounds.
 
 
 def test_the_next_deadline_is_that_of_the_live_request_that_is_due_first() -> None:
@@ -457,51 +240,3 @@ def test_memory_does_not_grow_with_requests_that_have_ended() -> None:
     finally:
         tracemalloc.stop()
     assert grown < 20 * 1200
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-        ({"max_num_batched_tokens": 3}, "max_num_batched_tokens must be at least 4"),
-        ({"watermark": 1.0}, "watermark must be in"),
-        ({"pipeline_depth": 0}, "pipeline_depth must be at least 1"),
-        ({"queue_retry_delay_s": 0.0}, "queue_retry_delay_s must be above 0"),
-    ],
-)
-def test_contradictory_configuration_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_gpu_blocks": 0},
-        {"block_size": 0},
-        {"vocab_size": 0},
-        {"num_cpu_blocks": -1},
-        {"max_model_len": 1},
-    ],
-)
-def test_impossible_capacities_are_refused(changes: dict[str, object]) -> None:
-    [name] = changes
-    with pytest.raises(ValueError, match=name):
-        make_capacity(**changes)
-
-
-# Tenants.
-
-
-def test_request_ids_are_a_tenants_own() -> None:
-    core = SchedulerCore(CONFIG)
-    core.submit(make_request(request_id="r", handle=1, tenant="one"), 0.0)
-    core.submit(make_request(request_id="r", handle=2, tenant="two"), 0.0)
-    with pytest.raises(DuplicateRequest):
-        core.submit(make_request(request_id="r", handle=3, tenant="two"), 0.0)
-    with pytest.raises(UnknownRequest):
-        core.abort("three", "r", 0.0)
-    core.abort("two", "r", 0.0)
-    failed = core.take_outboxes()["f0"].requests_failed
-    assert [(handle, type(error)) for handle, error in failed] == [(2, RequestAborted)]
-    assert core.snapshot().num_waiting == 1

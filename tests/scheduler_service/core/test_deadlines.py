@@ -28,7 +28,7 @@ class Estimating(Simulation):
         handle = len(self.served)
         group = self._core._registry.find(arrival.tenant, f"r{handle}")
         assert group is not None
-        model = self._core._models["m"]
+        model = self._core._fleet.models["m"]
         self.estimates[handle] = _least_wait_us(group, model) / 1e6, _own_us(group, model) / 1e6
 
 

@@ -143,11 +143,11 @@ def test_measured_costs_decide() -> None:
     for us_per_moved_block, swaps in ((1, True), (10_000, False)):
         driver = make_driver(PreemptionMode.AUTO, num_gpu_blocks=6)
         rates = measured(us_per_prefill_token=100, us_per_moved_block=us_per_moved_block)
-        driver.core._schedulers["g0"].rates.__dict__.update(rates.__dict__)
+        driver.core._fleet.schedulers["g0"].rates.__dict__.update(rates.__dict__)
         for i in range(2):
             driver.submit(prompt=[i + 1] * 9, max_tokens=14)
         for _ in run(driver):
-            driver.core._schedulers["g0"].rates.__dict__.update(rates.__dict__)
+            driver.core._fleet.schedulers["g0"].rates.__dict__.update(rates.__dict__)
         assert (driver.core.snapshot().num_swapped_out_blocks > 0) is swaps
         assert driver.core.snapshot().num_preemptions > 0
 

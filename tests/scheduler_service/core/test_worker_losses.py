@@ -130,3 +130,17 @@ def test_a_stream_of_others_does_not_keep_a_suspect_waiting_once_it_may_go() -> 
     assert suspects[1].finished is not None
     assert any(record.is_live for record in others), "they were there all the time"
     driver.run_until_idle()
+
+
+def test_a_request_with_rows_in_flight_was_on_the_worker_though_it_is_preempted() -> None:
+    config = replace(CONFIG, watermark=0.0, pipeline_depth=3, max_worker_losses=1)
+    driver = CoreDriver(config)
+    driver.add_group(make_capacity(num_gpu_blocks=5))
+    records = [driver.submit(prompt=[1] * count, max_tokens=9) for count in (7, 8, 1)]
+    for _ in range(3):
+        driver.schedule("g0")
+    assert driver.core.snapshot().num_preemptions == 1
+    driver.lose_group("g0")
+    driver.collect()
+    errors = [record.error.reason if record.error else None for record in records]
+    assert errors == ["WORKERS_LOST", "WORKERS_LOST", None]

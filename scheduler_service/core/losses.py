@@ -1,0 +1,54 @@
+"""Who may be to blame when a worker dies: a request that kills workers must not walk through all.
+
+Every request that a worker was computing at its death counts the loss, and fails at the last one
+that the configuration allows. Before that it is a suspect for as long as it may do what it did: it
+is computed alone, so that it can neither hide behind others nor be taken for them. Where a suspect
+was computed, others that are as near to their ends are not to blame.
+"""
+
+from collections.abc import Iterable
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.errors import GenerationFailed
+
+
+class Losses:
+    """Counts requests' lost workers."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_worker_losses = config.max_worker_losses
+        self._num_steps_in_flight = config.max_steps_ahead
+
+    def blamed(self, computed: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Those of what a worker computed at its death that may be the cause. Where a suspect is
+        among them, one that was as near to its end, but has come past the point where it would have
+        been the cause before, is not."""
+        computed = list(computed)
+        if not any(group.is_suspect for group in computed):
+            return computed
+        return [group for group in computed if group.is_suspect or not self._is_last_time(group)]
+
+    def count(self, group: SequenceGroup) -> GenerationFailed | None:
+        """Note that a worker died for which a group is blamed; its error if that was once too
+        often."""
+        group.num_worker_losses += 1
+        if group.num_worker_losses >= self._max_worker_losses:
+            return GenerationFailed(
+                f"the request was on {group.num_worker_losses} workers when they were lost",
+                reason="WORKERS_LOST",
+                details={"num_worker_losses": group.num_worker_losses},
+            )
+        group.frontend.outbox.worker_losses.append(group.request.handle)
+        self.suspect(group)
+        return None
+
+    def suspect(self, group: SequenceGroup) -> None:
+        """Keep a group that the next worker's death would fail from others of its kind, until it
+        is past the steps that were in flight."""
+        if self._is_last_time(group) and group.num_unfinished:
+            group.suspect_length = group.max_known_tokens + self._num_steps_in_flight
+
+    def _is_last_time(self, group: SequenceGroup) -> bool:
+        """Whether the next worker's death would fail a group."""
+        return 0 < group.num_worker_losses == self._max_worker_losses - 1

@@ -1,0 +1,147 @@
+"""What is refused at the door, and what waits: errors in full."""
+
+import dataclasses
+
+import pytest
+
+from scheduler_service.core import (
+    GeneratedTokens,
+    SchedulerConfig,
+    SchedulerCore,
+)
+from scheduler_service.errors import (
+    DuplicateRequest,
+    InvalidArgument,
+    PromptTooLong,
+    QueueFull,
+    RequestAborted,
+    UnknownModel,
+    UnknownRequest,
+)
+from tests.support.core_driver import CoreDriver, make_capacity, make_request
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+
+
+def make_driver(**changes: object) -> CoreDriver:
+    driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
+    driver.add_group(make_capacity())
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [1, 32]}, "prompt"),
+        ({"prompt_token_ids": [-1]}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"num_choices": 0}, "num_choices"),
+        ({"num_choices": 5}, "num_choices"),
+        ({"generated": {1: GeneratedTokens(token_ids=[1])}}, "resume"),
+        ({"generated": {0: GeneratedTokens(token_ids=[1] * 5)}}, "resume"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+    core = make_driver().core
+    with pytest.raises(InvalidArgument) as caught:
+        core.submit(make_request(**changes), 0.0)
+    assert caught.value.field == field
+    assert core.snapshot().num_waiting == 0
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_the_numbers() -> None:
+    core = make_driver().core
+    with pytest.raises(PromptTooLong) as caught:
+        core.submit(make_request(prompt_token_ids=[1] * 64), 0.0)
+    assert caught.value.reason == "PROMPT_TOO_LONG"
+    assert caught.value.details == {"num_prompt_tokens": "64", "max_model_len": "64"}
+
+
+def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
+    driver = CoreDriver(CONFIG)
+    driver.add_group(make_capacity(num_gpu_blocks=3))
+    driver.core.submit(make_request(prompt_token_ids=[1] * 12), 0.0)
+    with pytest.raises(PromptTooLong) as caught:
+        driver.core.submit(make_request(request_id="r2", handle=2, prompt_token_ids=[1] * 13), 0.0)
+    assert caught.value.reason == "PROMPT_LARGER_THAN_CACHE"
+    assert caught.value.details["num_cache_tokens"] == "12"
+
+
+def test_a_prompt_that_fits_one_group_of_several_is_taken_there() -> None:
+    driver = CoreDriver(CONFIG)
+    driver.add_group(make_capacity("small", num_gpu_blocks=2))
+    driver.add_group(make_capacity("large", num_gpu_blocks=16))
+    driver.submit(prompt=[1] * 20, max_tokens=1)
+    assert driver.schedule("small") is None
+    assert driver.schedule("large") is not None
+
+
+def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() -> None:
+    driver = CoreDriver(CONFIG)
+    long = driver.submit(prompt=[1] * 70, max_tokens=1)
+    foreign = driver.submit(prompt=[99], max_tokens=1)
+    good = driver.submit(prompt=[1], max_tokens=1)
+    driver.add_group(make_capacity())
+    driver.run_until_idle()
+    assert isinstance(long.error, PromptTooLong)
+    assert isinstance(foreign.error, InvalidArgument)
+    assert good.finished is not None
+    driver.check_empty()
+
+
+def test_any_model_is_waited_for_until_a_group_is_known() -> None:
+    driver = CoreDriver(CONFIG)
+    driver.submit(prompt=[1], max_tokens=1, model="later")
+    driver.add_group(make_capacity(model="m"))
+    with pytest.raises(UnknownModel) as caught:
+        driver.submit(prompt=[1], max_tokens=1, model="never")
+    assert caught.value.details == {"model": "never", "served": "m"}
+
+
+def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
+    driver = CoreDriver(CONFIG)
+    driver.add_group(make_capacity("a", model="m"))
+    driver.add_group(make_capacity("b", model="other"))
+    driver.lose_group("a")
+    record = driver.submit(prompt=[1], max_tokens=1, model="m")
+    driver.add_group(make_capacity("a", model="m"))
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
+def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:
+    core = SchedulerCore(CONFIG)
+    core.submit(make_request(num_choices=3), 0.0)
+    with pytest.raises(DuplicateRequest):
+        core.submit(make_request(handle=9), 0.0)
+    with pytest.raises(DuplicateRequest):
+        core.submit(make_request(request_id="r2", handle=3), 0.0)
+    core.submit(make_request(request_id="r2", handle=3, frontend_id="f1"), 0.0)
+    core.cancel("f0", 1, 0.0)
+    core.submit(make_request(handle=9), 0.0)
+
+
+def test_a_full_queue_says_when_to_come_again_but_takes_what_was_accepted_before() -> None:
+    core = SchedulerCore(dataclasses.replace(CONFIG, max_queue_requests=1, queue_retry_delay_s=2.5))
+    core.submit(make_request(), 0.0)
+    with pytest.raises(QueueFull) as caught:
+        core.submit(make_request(request_id="r2", handle=2), 0.0)
+    assert caught.value.retry_delay_s == 2.5
+    generated = {0: GeneratedTokens(token_ids=[1])}
+    core.submit(make_request(request_id="r2", handle=2, generated=generated), 0.0)
+    assert core.take_outboxes()["f0"].accepted == [1, 2]
+
+
+def test_request_ids_are_a_tenants_own() -> None:
+    core = SchedulerCore(CONFIG)
+    core.submit(make_request(request_id="r", handle=1, tenant="one"), 0.0)
+    core.submit(make_request(request_id="r", handle=2, tenant="two"), 0.0)
+    with pytest.raises(DuplicateRequest):
+        core.submit(make_request(request_id="r", handle=3, tenant="two"), 0.0)
+    with pytest.raises(UnknownRequest):
+        core.abort("three", "r", 0.0)
+    core.abort("two", "r", 0.0)
+    failed = core.take_outboxes()["f0"].requests_failed
+    assert [(handle, type(error)) for handle, error in failed] == [(2, RequestAborted)]
+    assert core.snapshot().num_waiting == 1
