@@ -338,17 +338,18 @@ class SchedulerCore:
         group.note(RequestEvent.ENDED, to_us(now))
         self._keep_trace(group)
         self._inspector.note_end(group, to_us(now))
-        self._registry.remove(group, to_us(now))
-        self._deadlines.forget(group)
         self._settle_accounts(group)
+        self._deadlines.forget(group)
+        self._registry.remove(group, to_us(now))  # last: it has no sequences any more
         self._num_finished += 1
 
     def _settle_accounts(self, group: SequenceGroup) -> None:
         """What its model learns of a group that has ended."""
         model = self._fleet.models.get(group.request.model)
         if model is not None:
-            for seq in group.choices():
-                model.placement.note_answer(len(seq.output_token_ids))
+            if group.has_begun:
+                for seq in group.choices():
+                    model.placement.note_answer(len(seq.output_token_ids))
             model.release(group)
             self._fleet.drop_if_unused(model)
         totals = self._fleet.totals.get(group.request.model)

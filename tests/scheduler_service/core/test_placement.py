@@ -17,7 +17,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.snapshot import Totals
 from scheduler_service.core.tenants import Tenants
-from tests.support.core_driver import make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.steps import make_work
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
@@ -227,6 +227,23 @@ def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
     deployment.now_us += 1
     deployment.place()
     assert deployment.where(turn) == "idle"
+
+
+@pytest.mark.parametrize(("answers_before", "place"), [(2, "a"), (90, "b")])
+def test_an_answer_is_taken_to_be_as_long_as_those_of_late(answers_before: int, place: str) -> None:
+    driver = CoreDriver(CONFIG)
+    for group_id in ("a", "b"):
+        driver.add_group(make_capacity(group_id, num_gpu_blocks=512, max_model_len=1024))
+    conversation = prompt(1, 40)
+    driver.submit(prompt=conversation, max_tokens=answers_before)
+    driver.run_until_idle()
+    driver.submit(prompt=[*conversation, 2], max_tokens=500)
+    assert driver.schedule("a") is not None, "where its blocks are"
+    # Beside what runs there, each token of a long answer costs more than the blocks are worth.
+    driver.submit(prompt=[*conversation, 3], max_tokens=100)
+    driver.schedule(place)
+    counts = {g.group_id: g.num_running_sequences for g in driver.core.snapshot().groups}
+    assert counts == ({"a": 2, "b": 0} if place == "a" else {"a": 1, "b": 1})
 
 
 def test_small_requests_do_not_keep_a_large_one_waiting() -> None:
