@@ -83,6 +83,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.fairness
 	$(BIN)/python -m benchmarks.pipelining
 	$(BIN)/python -m benchmarks.many_groups
+	$(BIN)/python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.kernels
