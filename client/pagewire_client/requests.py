@@ -8,7 +8,7 @@ from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client.prompts import Messages, Prompt, chat_proto, fill_prompt
 from pagewire_client.sampling_params import SamplingParams
 
-MAX_HOLD_MS = 100
+MAX_HOLD_MS = 1000
 """How long the tokens of requests that are answered as a whole may wait on their way, to come in
 fewer messages. It delays no answer: the end of one is told at once."""
 
