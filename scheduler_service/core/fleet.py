@@ -98,7 +98,7 @@ class Fleet:
         if self._schedulers and (model is None or not model.was_served):
             served = ", ".join(sorted({s.capacity.model for s in self._schedulers.values()}))
             raise UnknownModel(
-                f"no model named {name!r} is served, but {served}",
+                f"no model named {name!r} is served; there is: {served}",
                 details={"model": name, "served": served},
             )
 

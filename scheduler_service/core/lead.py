@@ -43,7 +43,7 @@ class Lead:
 
     def depth(self, num_together: int) -> int:
         """Steps that may be open: those that come back together, and one to go on with."""
-        return max(self._depth, num_together + 1)
+        return self._depth if num_together == 1 else max(self._depth, num_together + 1)
 
     def _patience(self) -> int:
         """How long all that decodes may wait for its tokens, in microseconds."""

@@ -6,7 +6,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scheduler_service.frontend.http import sockets
 from scheduler_service.frontend.http.patience import handshake_timeouts, patient
@@ -101,7 +101,7 @@ def _make_server(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Answer at the sockets, with less patience for handshakes than uvicorn has."""
             await super().startup(sockets=[])
-            timeouts = {} if tls is None else handshake_timeouts()
+            timeouts: dict[str, Any] = {} if tls is None else handshake_timeouts()
             loop = asyncio.get_running_loop()
             for listening in sockets or []:
                 self.servers.append(

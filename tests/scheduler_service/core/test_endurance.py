@@ -184,8 +184,8 @@ def memory() -> tuple[int, int]:
 def test_thousands_of_requests_leave_nothing_behind() -> None:
     traffic = Traffic()
     num_objects, num_bytes = growth(traffic, 3_000)
-    assert abs(num_objects) < 50
-    assert abs(num_bytes) < 20_000
+    assert abs(num_objects) < 300, "a tenth of an object a request"
+    assert abs(num_bytes) < 60_000
     assert traffic.num_finished > 2_000
     assert traffic.num_refused > 50
     assert traffic.num_failed > 50

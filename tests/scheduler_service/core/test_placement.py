@@ -88,7 +88,7 @@ class Deployment:
         """Some steps of all worker groups."""
         for _ in range(num_steps):
             for scheduler in self.schedulers:
-                plan = scheduler.schedule(self.now_us)
+                plan = scheduler.schedule(self.now_us, is_awaited=False)
                 if plan is not None:
                     num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
                     result = StepResult(step_id=plan.step_id, token_ids=[3] * num_tokens)
@@ -387,7 +387,7 @@ def test_groups_that_have_not_changed_are_not_looked_at_again() -> None:
 def test_a_group_that_has_changed_is_looked_at_once_for_each_that_is_waited_for() -> None:
     deployment, waiting = without_blocks()
     changed = deployment.schedulers[NUM_FULL // 2]
-    plan = changed.schedule(0)
+    plan = changed.schedule(0, is_awaited=False)
     assert plan is not None
     changed.update(StepResult(step_id=plan.step_id, token_ids=[3]), 0)
     assert 0 < count_looks(deployment) <= NUM_FULL

@@ -75,7 +75,7 @@ def test_one_that_kills_its_workers_does_not_take_its_neighbours_along(place: in
 
 def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
     driver = make_driver(replace(CONFIG, max_worker_losses=2))
-    records = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(2)]
+    records = [driver.submit(prompt=[k] * 4, max_tokens=19) for k in range(2)]
     lose_with(driver, 1)
     rows = []
     driver.on_plan = lambda _, plan: rows.append(len(plan.seq_ids))
