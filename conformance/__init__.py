@@ -14,6 +14,9 @@ it cites from the .proto files, and prints one line. docs/writing-a-worker.md ex
     sequence.py     what the kit remembers of a sequence; rows
     generation.py   tokens with their log probabilities, and when two of them are the same
     sampler.py      which token a distribution, parameters and a draw lead to
+    constrained.py  which tokens a constraint allows
+    language.py     texts of which it is easy to say what may become one of them
+    token_texts.py  the text of each token, from tokenizer.json
     desk.py         the core's side of a registration
     runner.py, report.py   one case after another; lines and a JUnit file
     columns.py      int32 columns

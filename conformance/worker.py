@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import grpc
@@ -12,6 +13,7 @@ from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.sequence import GREEDY
 from conformance.session import Refusal, Session
+from conformance.token_texts import token_texts
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
@@ -73,6 +75,20 @@ class Worker:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.info.model.vocab_size
+
+    @cached_property
+    def token_texts(self) -> list[bytes]:
+        """By token id. Raises Failed without a tokenizer.json, Skipped for one of unknown kind."""
+        data = b"".join(
+            response.chunk.data
+            for response in self.stub.GetModelAssets(
+                pb.WorkerServiceGetModelAssetsRequest(), timeout=self.timeout_s
+            )
+            if response.chunk.file_name == "tokenizer.json"
+        )
+        if not data:
+            raise Failed("there is no tokenizer.json among the model's files")
+        return token_texts(data, self.vocab_size)
 
     def get_info(self) -> pb.GetInfoResponse:
         """Who the worker says it is."""

@@ -158,13 +158,19 @@ def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerP
         bias_values=_decode_bias_values(message.logit_bias, path),
         seed=message.seed,
         min_tokens=message.min_tokens,
-        suppressed_token_ids=_column(message.suppressed_token_ids, f"{path}.suppressed_token_ids"),
+        suppressed_token_ids=_decode_suppressed(message, path),
         bad_words=_decode_bad_words(message.bad_words, path),
         num_logprobs=_decode_count(message, "logprobs", path),
         num_prompt_logprobs=_decode_count(message, "prompt_logprobs", path),
         num_candidates=_decode_num_candidates(message, path),
         constraint=_decode_constraint(message, path),
     )
+
+
+def _decode_suppressed(message: sampling_pb2.SamplerParams, path: str) -> Int32Array:
+    """None beside a constraint, which says itself what min_tokens holds back."""
+    suppressed = _column(message.suppressed_token_ids, f"{path}.suppressed_token_ids")
+    return suppressed[:0] if message.HasField("constraint") else suppressed
 
 
 def _decode_bias_values(

@@ -6,8 +6,9 @@ from conformance.cases import (
     beams,
     blocks,
     cache_operations,
-    constraints,
+    constrained_rows,
     draws,
+    edits,
     epochs,
     errors,
     forks,
@@ -21,6 +22,7 @@ from conformance.cases import (
     sequences,
     setup,
     steps,
+    structured_output,
     swaps,
 )
 
@@ -38,10 +40,12 @@ _TOPICS = (
     swaps,
     sampling,
     draws,
-    constraints,
+    edits,
     logprobs,
     prompt_logprobs,
     beams,
+    structured_output,
+    constrained_rows,
     errors,
     robustness,
     registration,  # last, since it stops the worker

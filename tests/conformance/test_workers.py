@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance import cases
 from tests.support.processes import node_worker, python_worker, run_kit, running
 
 COMMANDS = {
@@ -12,7 +13,14 @@ COMMANDS = {
     "node": node_worker(),
 }
 NO_PROFILER = ["info: a profile can be started and stopped"]
-SKIPPED = {"model": [], "simulated": NO_PROFILER, "node": NO_PROFILER}
+NO_TEXTS = [
+    case.full_name for case in cases.ALL if case.group in ("structured output", "constrained rows")
+]
+SKIPPED = {
+    "model": [],
+    "simulated": [*NO_PROFILER, *NO_TEXTS],
+    "node": [*NO_PROFILER, *NO_TEXTS],
+}
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

@@ -1,0 +1,181 @@
+"""Sequences with a constraint beside others, ahead of results, forked, recomputed, and failing."""
+
+from typing import Any
+
+from conformance.case import case, expect, expect_true
+from conformance.constrained import Asked, asks, choice, end_of, offered, texts_of
+from conformance.generation import Generation
+from conformance.language import texts
+from conformance.sampler import draw, expected_token
+from conformance.sequence import GREEDY
+from conformance.token_texts import spell
+from conformance.worker import Worker
+from pagewire.v1 import plan_pb2
+
+NUM_LETTERS = 12
+LETTERS = "abcdefghij"
+NUM_DRAWS = 24
+
+
+def letters(worker: Worker, **fields: Any) -> Asked:
+    """Twelve letters of the first ten: many ways to go on, and an end that is far away."""
+    pattern = f"[{LETTERS[0]}-{LETTERS[-1]}]{{{NUM_LETTERS}}}"
+    return asks(worker, {"regex": pattern}, texts(*LETTERS), **fields)
+
+
+def expect_letters(worker: Worker, what: str, tokens: list[int]) -> None:
+    """Fail unless these tokens read as the beginning of what `letters` asks for."""
+    known = texts_of(worker)
+    text = b"".join(known[token] for token in tokens if token != end_of(worker))
+    is_right = len(text) <= NUM_LETTERS and set(text) <= set(LETTERS.encode())
+    expect_true(is_right and bool(text), f"{what}: the output {text!r} does not match")
+
+
+@case("sampling", "tokens that the constraint does not allow are excluded")
+def the_most_probable_of_the_allowed_tokens_is_chosen(worker: Worker) -> None:
+    asked = letters(worker)
+    (found,) = offered(worker, asked, [[]])
+    chosen = worker.alone(worker.prompt(1), 1, asked.params(temperature=0.0)).tokens[0]
+    expect("the token chosen at temperature 0", chosen, found.token_ids[0])
+
+
+@case("sampling", "the first is taken at which their cumulative probability exceeds the draw")
+def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
+    known = texts_of(worker)
+    asked = asks(worker, choice(*"abcdefgh"), texts(*"abcdefgh"))
+    (found,) = offered(worker, asked, [[]])
+    logprobs = dict(zip(found.token_ids, found.logprobs, strict=True))
+    num_predicted = 0
+    with worker.open() as session:
+        sequences = [
+            session.new(worker.prompt(1), sampling=asked.params(seed=seed, temperature=3.0))
+            for seed in range(NUM_DRAWS)
+        ]
+        result = session.step(*(each.row() for each in sequences))
+    for each in sequences:
+        seed = each.sampling.seed
+        wanted = expected_token(logprobs, each.sampling, draw(seed, 0, 0))
+        if wanted is not None:
+            num_predicted += 1
+            got = result.token(each)
+            expect(f"the token drawn with seed {seed}, which reads {known[got]!r}", got, wanted)
+    expect_true(num_predicted > NUM_DRAWS // 2, "hardly any draw could be predicted")
+
+
+@case("sampling", "the tokens allowed are a function of the constraint and the output tokens")
+def steps_planned_ahead_follow_the_constraint(worker: Worker) -> None:
+    params = letters(worker).params(seed=5)
+    prompt = worker.prompt(2)
+    with worker.open() as session:
+        sequence = session.new(prompt, sampling=params)
+        for _ in range(4):
+            session.send(sequence.row())
+        steps = [session.receive().sampled[sequence.seq_id] for _ in range(4)]
+    expect_letters(worker, "four steps sent at once", [step.token for step in steps])
+    worker.expect_as_alone("four steps sent at once", Generation(steps), prompt, params)
+
+
+@case("sampling", "goes on where the other left off")
+def a_recomputed_sequence_goes_on_where_it_was(worker: Worker) -> None:
+    params = letters(worker).params(seed=7, temperature=2.0)
+    prompt = worker.prompt(3)
+    alone = worker.alone(prompt, 5, params)
+    expect_letters(worker, "a constrained sequence", alone.tokens)
+    with worker.open() as session:
+        tokens = [*prompt, *alone.tokens[:2]]
+        again = session.new(tokens, num_prompt_tokens=len(prompt), sampling=params)
+        found = session.generate(again, 3)
+    worker.expect_as_alone("a recomputed sequence", found, prompt, params, start=2)
+
+
+@case("sampling", "the tokens allowed are a function of the constraint and the output tokens")
+def a_fork_follows_its_own_output(worker: Worker) -> None:
+    known = texts_of(worker)
+    words = ["ab", "cd"]
+    asked = asks(worker, choice(*words), texts(*words))
+    params = asked.params(temperature=0.0)
+    with worker.open() as session:
+        parent = session.new(
+            worker.prompt(1), sampling=asked.params(num_candidates=min(8, worker.vocab_size))
+        )
+        session.step(parent.row())
+        forks = []
+        for word in words:
+            (first,) = spell(known, word[0])
+            blocks = session.take_blocks(len(parent.blocks))
+            forks.append(session.fork(parent, [first], blocks=blocks, sampling=params))
+        copies = [pair for fork in forks for pair in zip(parent.blocks, fork.blocks, strict=True)]
+        result = session.step(*(each.row() for each in forks), copy=copies)
+    found = [known[result.token(each)].decode() for each in forks]
+    expect("what follows `a` and `c` in forks of one sequence", found, [word[1] for word in words])
+
+
+@case("plan", "Rows that failed; the rest of the batch is unaffected.")
+def rows_without_a_constraint_are_unaffected(worker: Worker) -> None:
+    params = letters(worker).params(seed=1)
+    prompt = worker.prompt(0)
+    with worker.open() as session:
+        free = session.new(prompt)
+        bound = [session.new(worker.prompt(number), sampling=params) for number in (1, 2)]
+        steps = []
+        for _ in range(3):
+            result = session.step(bound[0].row(), free.row(), bound[1].row())
+            steps.append(result.sampled[free.seq_id])
+    for each in bound:
+        expect_letters(worker, "a constrained row beside others", each.output)
+    worker.expect_as_alone("a row between constrained ones", Generation(steps), prompt)
+
+
+@case("plan", "log softmax of the model's own logits, before penalties and temperature")
+def log_probabilities_are_those_of_before_the_constraint(worker: Worker) -> None:
+    prompt = worker.prompt(1)
+    free = worker.alone(prompt, 1, GREEDY)
+    bound = worker.alone(prompt, 1, letters(worker).params(temperature=0.0))
+    expect("the most probable tokens", bound.steps[0].top_ids, free.steps[0].top_ids)
+    expect_letters(worker, "a constrained sequence", bound.tokens)
+
+
+@case("sampling", "What comes after such a token does not matter.")
+def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
+    end, prompt = end_of(worker), worker.prompt(0)
+    known = texts_of(worker)
+    asked = asks(worker, choice("ab"), texts("ab"))
+    ended = [*worker.prompt(1), *spell(known, "ab"), end]
+    with worker.open() as session:
+        late = session.new(
+            ended, num_prompt_tokens=len(ended) - 3, sampling=asked.params(temperature=0.0)
+        )
+        other = session.new(prompt)
+        steps = [session.step(late.row(), other.row()).sampled[other.seq_id]]
+        steps += session.generate(other, 2, forget=[late]).steps
+    worker.expect_as_alone("a row beside one that has ended", Generation(steps), prompt)
+
+
+@case("plan", "or the tokens generated elsewhere do not follow it.")
+def an_output_that_does_not_follow_fails_alone(worker: Worker) -> None:
+    known, prompt = texts_of(worker), worker.prompt(0)
+    wrong = [*worker.prompt(1), *spell(known, "zz")]
+    with worker.open() as session:
+        bad = session.new(
+            wrong, num_prompt_tokens=len(wrong) - 2, sampling=letters(worker).params()
+        )
+        good = session.new(prompt)
+        result = session.step(bad.row(), good.row())
+        reason = plan_pb2.ROW_ERROR_REASON_CONSTRAINT
+        expect("the rows' errors", result.errors, {bad.seq_id: reason})
+        expect("the failed row's token", result.token(bad), -1)
+        steps = [result.sampled[good.seq_id], *session.generate(good, 2, forget=[bad]).steps]
+    worker.expect_as_alone("a row beside a failed one", Generation(steps), prompt)
+
+
+@case("plan", "Every token was excluded by the request's own constraints.")
+def bad_words_may_leave_nothing_of_what_is_allowed(worker: Worker) -> None:
+    known = texts_of(worker)
+    asked = asks(worker, choice("a"), texts("a"))
+    (letter,) = spell(known, "a")
+    words = [{"token_ids": letter.to_bytes(4, "little")}]
+    with worker.open() as session:
+        sequence = session.new(worker.prompt(1), sampling=asked.params(bad_words=words))
+        result = session.step(sequence.row())
+    reason = plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES
+    expect("the row's error", result.errors, {sequence.seq_id: reason})

@@ -1,0 +1,122 @@
+"""Which tokens a constraint allows, by sampling.proto's own words, and which a worker offers.
+
+A worker is asked by rows with candidates: they show all tokens allowed, not only the one chosen.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance import columns
+from conformance.case import Skipped, expect, expect_true
+from conformance.language import Language
+from conformance.sequence import sampler_params
+from conformance.session import Candidates
+from conformance.token_texts import spell
+from conformance.worker import Worker
+from pagewire.v1 import sampling_pb2
+
+MAX_CANDIDATES = 256
+"""Of a row. Where fewer tokens are allowed, they must be just these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A constraint, and what the kit knows of it."""
+
+    kind: dict[str, Any]
+    """The field of `Constraint` that states it."""
+
+    language: Language
+    """The texts that match."""
+
+    ends: Collection[int]
+    lasts: Collection[int] = ()
+    min_tokens: int = 0
+    others: dict[str, Any] = field(default_factory=dict)
+    """Further parameters."""
+
+    def params(self, **fields: Any) -> sampling_pb2.SamplerParams:
+        """As a plan carries them."""
+        constraint = sampling_pb2.Constraint(
+            end_token_ids=columns.pack(sorted(self.ends)),
+            last_token_ids=columns.pack(sorted(self.lasts)),
+            **self.kind,
+        )
+        mine = {"constraint": constraint, "min_tokens": self.min_tokens}
+        return sampler_params(**(mine | self.others | fields))
+
+    def allowed(self, texts: Sequence[bytes], output: Sequence[int]) -> set[int]:
+        """The tokens that may follow an output that has not ended."""
+        so_far = b"".join(texts[token] for token in output)
+        ending = {*self.ends, *self.lasts}
+        as_text = {
+            token
+            for token, text in enumerate(texts)
+            if text and token not in ending and self.language.begins(so_far + text)
+        }
+        allowed = set(as_text)
+        if self.language.has(so_far):
+            if len(output) >= self.min_tokens or not as_text:
+                allowed |= set(self.ends)
+            if not as_text:
+                allowed |= set(self.lasts)
+        return allowed
+
+
+def choice(*texts: str) -> dict[str, Any]:
+    """One of these texts."""
+    return {"choice": sampling_pb2.ChoiceList(choices=texts)}
+
+
+def asks(worker: Worker, kind: dict[str, Any], language: Language, **fields: Any) -> Asked:
+    """A constraint that a token without a text may end. Raises Skipped as `texts_of` does."""
+    texts_of(worker)
+    return Asked(kind=kind, language=language, **({"ends": [end_of(worker)]} | fields))
+
+
+def texts_of(worker: Worker) -> list[bytes]:
+    """Token texts of a worker that keeps to constraints. Raises Skipped for others."""
+    if not worker.info.model.structured_output:
+        raise Skipped("the worker does not say that it keeps to constraints")
+    return worker.token_texts
+
+
+def end_of(worker: Worker) -> int:
+    """A token that may end an output: the model's own, or one that has no text."""
+    if ends := columns.unpack(worker.info.model.eos_token_ids):
+        return ends[0]
+    texts = texts_of(worker)
+    return next((token for token, text in enumerate(texts) if not text), len(texts) - 1)
+
+
+def offered(worker: Worker, asked: Asked, outputs: Sequence[Sequence[int]]) -> list[Candidates]:
+    """The candidates that the worker reports after each of these outputs."""
+    prompt = worker.prompt(1)
+    params = asked.params(num_candidates=min(MAX_CANDIDATES, worker.vocab_size))
+    with worker.open() as session:
+        sequences = [
+            session.new([*prompt, *output], num_prompt_tokens=len(prompt), sampling=params)
+            for output in outputs
+        ]
+        result = session.step(*(each.row() for each in sequences))
+        expect("rows that failed", result.errors, {})
+        return [result.candidates[each.seq_id] for each in sequences]
+
+
+def expect_allowed(worker: Worker, asked: Asked, *outputs: str | Sequence[int]) -> None:
+    """Fail unless the worker offers just what is allowed after each of these outputs.
+
+    A text is an output of the shortest tokens that it can be spelt with.
+    """
+    texts = texts_of(worker)
+    spelt = [spell(texts, each) if isinstance(each, str) else each for each in outputs]
+    for output, found in zip(spelt, offered(worker, asked, spelt), strict=True):
+        got, wanted = set(found.token_ids), asked.allowed(texts, output)
+        where = repr(b"".join(texts[token] for token in output))
+        wrong, missing = sorted(got - wanted), sorted(wanted - got)
+        told = ", ".join(f"{token} {texts[token]!r}" for token in wrong[:4])
+        expect_true(not wrong, f"after {where} these tokens may not come, and are offered: {told}")
+        if len(wanted) <= MAX_CANDIDATES:
+            told = ", ".join(f"{token} {texts[token]!r}" for token in missing[:4])
+            expect_true(not missing, f"after {where} these tokens may come, and are not: {told}")
