@@ -11,8 +11,6 @@ from pagewire.v1 import status_pb2 as pb
 BLOCK_SIZE = 16
 GROWTH = 3
 """Blocks that a request grows by in a second: 48 tokens."""
-ENDING = 0.03
-"""The share of requests that end in a second, and are followed by others."""
 CACHED = -1
 
 
@@ -30,7 +28,17 @@ class Request:
 class MadeUpEngine:
     """Worker groups whose memory is nearly full, of requests that grow, end and begin."""
 
-    def __init__(self, *, num_groups: int, num_blocks: int, num_requests: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_groups: int,
+        num_blocks: int,
+        num_requests: int,
+        ending: float = 0.03,
+        seed: int = 1,
+    ) -> None:
+        """`ending`: the share of requests that end in a second, and are followed by others."""
+        self._ending = ending
         self._draw = random.Random(seed)
         self._num_blocks = num_blocks
         self._owners: list[NDArray[np.int32]] = [
@@ -38,7 +46,7 @@ class MadeUpEngine:
         ]
         self._references = [np.zeros(num_blocks, np.uint8) for _ in range(num_groups)]
         self._free = [self._shuffled(num_blocks) for _ in range(num_groups)]
-        self._prompt_blocks = num_blocks * num_groups * 8 // 10 // num_requests
+        self._prompt_blocks = num_blocks * num_groups * 8 // 10 // max(1, num_requests)
         self._num_begun = self._num_ended = 0
         self._uptime_s = 100.0
         self._requests = [self._begin(index % num_groups) for index in range(num_requests)]
@@ -47,7 +55,7 @@ class MadeUpEngine:
         """The state after one more second, with requests and block maps."""
         self._uptime_s += 1.0
         for place, request in enumerate(self._requests):
-            if self._draw.random() < ENDING:
+            if self._draw.random() < self._ending:
                 self._end(request)
                 self._requests[place] = self._begin(request.group)
             else:

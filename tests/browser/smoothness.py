@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15)
     args = parser.parse_args()
     engine = MadeUpEngine(
-        num_groups=args.groups, num_blocks=args.blocks, num_requests=args.requests, seed=1
+        num_groups=args.groups, num_blocks=args.blocks, num_requests=args.requests
     )
     stopwatch = Stopwatch()
     program = chromium.find()

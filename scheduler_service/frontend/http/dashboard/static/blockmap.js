@@ -9,6 +9,9 @@ import { element, setText } from "./dom.js";
 import { count, plural } from "./format.js";
 import { hideTip, showTip } from "./tip.js";
 
+const MAX_HEIGHT = 300;
+const MAX_HEIGHT_OF_MANY = 130;
+
 export class BlockMap {
   // `key`: "group/gpu"; `choose(number)` is called with the request of a block.
   constructor(view, key, title, choose) {
@@ -47,7 +50,8 @@ export class BlockMap {
   draw(everything = false) {
     if (!this.width) return;
     const touched = ["owners", "references"].map((name) => this.view.touched.get(`${this.key}/${name}`));
-    if (this.cells.layOut(this.width, this.owners.length)) {
+    const maxHeight = this.map.closest("[data-many]") ? MAX_HEIGHT_OF_MANY : MAX_HEIGHT;
+    if (this.cells.layOut(this.width, maxHeight, this.owners.length)) {
       everything = true;
       Object.assign(this.map.dataset, { cell: this.cells.cell, perRow: this.cells.perRow });
     }

@@ -8,7 +8,6 @@ import { element } from "./dom.js";
 import { colourOf, colourOfRequest, pixelOf } from "./theme.js";
 
 const MAX_CELL = 18;
-const MAX_HEIGHT = 300;
 const DRAWN_FROM = 8; // pixels of a cell
 const DIMMED = 0.18;
 export const CACHED = -1;
@@ -20,12 +19,15 @@ export class Cells {
     this.width = this.total = this.scale = this.cell = this.perRow = 0;
   }
 
-  // Makes room for `total` cells in `width` pixels; whether anything is another than before.
-  layOut(width, total) {
-    if (width === this.width && total === this.total && devicePixelRatio === this.scale) return false;
+  // Makes room for `total` cells in `width` pixels, as high as said at most if they can be as small;
+  // whether anything is another than before.
+  layOut(width, maxHeight, total) {
+    const layout = [width, maxHeight, total, devicePixelRatio];
+    if (layout.every((value, i) => value === this.layout?.[i])) return false;
+    this.layout = layout;
     [this.width, this.total, this.scale] = [width, total, devicePixelRatio];
     let cell = MAX_CELL;
-    while (cell > 2 && Math.ceil(total / Math.floor(width / cell)) * cell > MAX_HEIGHT) cell -= 1;
+    while (cell > 2 && Math.ceil(total / Math.floor(width / cell)) * cell > maxHeight) cell -= 1;
     this.cell = cell;
     this.gap = cell >= 8 ? 2 : cell >= 4 ? 1 : 0;
     this.perRow = Math.max(1, Math.floor(width / cell));
@@ -70,7 +72,7 @@ export class Cells {
       const x = (block % perRow) * cell;
       const y = Math.floor(block / perRow) * cell;
       context.clearRect(x, y, cell, cell);
-      context.globalAlpha = owners[block] > 0 && own && !own[block] ? DIMMED : 1;
+      context.globalAlpha = owners[block] && own && !own[block] ? DIMMED : 1;
       context.fillStyle = this.#colour(owners[block]);
       context.fillRect(x, y, cell - gap, cell - gap);
       if (references[block] > 1) this.#mark(x, y, cell - gap, references[block]);
@@ -115,7 +117,7 @@ export class Cells {
         known = owners[block];
         colour = pixelOf(this.#colour(known));
       }
-      const pixel = known > 0 && own && !own[block] ? dimmed(colour) : colour;
+      const pixel = known && own && !own[block] ? dimmed(colour) : colour;
       const isShared = references[block] > 1;
       const [left, top] = [(block % perRow) * this.cell * scale, Math.floor(block / perRow) * this.cell * scale];
       const [right, bottom] = [Math.round(left + side), Math.round(top + side)];

@@ -5,6 +5,8 @@ import { $, element, fillPairs, keyed, setText } from "./dom.js";
 import { count, duration, plural, seconds, short } from "./format.js";
 
 const LOST_SHOWN_S = 300;
+const MANY = 4; // more groups are drawn smaller, and beside each other where there is room
+const inOrder = new Intl.Collator("en", { numeric: true }).compare; // worker-2 before worker-10
 
 export class Groups {
   constructor(view, choose) {
@@ -16,7 +18,8 @@ export class Groups {
   draw() {
     const groups = this.view.facts.groups ?? {};
     const lost = this.#lost(groups);
-    const names = [...Object.keys(groups), ...Object.keys(lost)].sort();
+    const names = [...Object.keys(groups), ...Object.keys(lost)].sort(inOrder);
+    $("groups").toggleAttribute("data-many", names.length > MANY);
     for (const node of keyed($("groups"), names, (name) => this.#make(name))) {
       const name = node.dataset.key;
       if (groups[name]) this.#fill(node, name, groups[name]);

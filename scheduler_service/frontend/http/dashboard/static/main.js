@@ -52,7 +52,8 @@ function onState(state, why) {
   $("connection").dataset.state = state;
   setText($("connection-text"), { live: "live", lost: "connection lost", refused: "key needed" }[state]);
   $("banner").hidden = state !== "lost";
-  if (state === "lost") setText($("banner"), `${why[0].toUpperCase()}${why.slice(1)}. What is shown is the last that was known; trying again.`);
+  const shown = view.facts.engine ? "What is shown is the last that was known; trying again." : "Trying again.";
+  if (state === "lost") setText($("banner"), `${why[0].toUpperCase()}${why.slice(1)}. ${shown}`);
 }
 
 function askKey(why) {

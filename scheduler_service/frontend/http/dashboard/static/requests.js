@@ -23,6 +23,7 @@ export class Requests {
       const number = row.dataset.key;
       this.#fill(row, number, requests[number] ?? ended[number], !requests[number]);
     }
+    $("requests-none").hidden = numbers.length > 0;
     const unlisted = engine.unlisted ?? 0;
     setText($("requests-count"), `${count(live.length + unlisted)} live, ${plural(engine.finished ?? 0, "request")} ended, ${plural(engine.preemptions ?? 0, "preemption")}`);
   }
