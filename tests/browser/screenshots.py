@@ -8,15 +8,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
 from pagewire_client import SamplingParams
 from tests.browser import chromium
 from tests.browser.deployment import Deployment, Job
 
 FOLDER = Path(__file__).parents[2] / "docs/images"
-LOAD_S = 45
+LOAD_S = 95
 """How long the load runs before the pictures are taken, so that charts have something to show."""
+SETTLE_MS = 2_500
+FRESH = """async (group) => {
+  const { choose, view } = await import("/dashboard/main.js");
+  const left = (request) => request.maxTokens * request.sequences - request.output;
+  const lasts = ([, request]) => request.group === group && left(request) > 150;
+  const there = Object.entries(view.facts.requests).filter(lasts);
+  choose(Number(there.sort((a, b) => b[1].events.length - a[1].events.length)[0][0]));
+  document.querySelector(".group:last-child").scrollIntoView();
+}"""
+"""Chooses the request of a worker group to which most has happened and that goes on for a while."""
 
 NUM_REQUESTS = 56
 WORKER_FLAGS = (
@@ -26,11 +36,16 @@ WORKER_FLAGS = (
     *("--simulate-gpu-blocks", "768"),
     *("--simulate-cpu-blocks", "192"),
 )
-VIEWS = (
-    ("dashboard-light.png", 1360, 1760, "light"),
-    ("dashboard-dark.png", 1360, 1760, "dark"),
+OVERVIEWS = (
+    ("dashboard-light.png", 1360, 1128, "light"),
+    ("dashboard-dark.png", 1360, 1128, "dark"),
     ("dashboard-phone.png", 390, 1560, "dark"),
 )
+REQUESTS = (
+    ("dashboard-request-light.png", 1360, 1010, "light"),
+    ("dashboard-request-dark.png", 1360, 1010, "dark"),
+)
+"""Of the last worker group, and what is beneath it, with a request chosen."""
 
 
 def jobs() -> Sequence[Job]:
@@ -52,17 +67,20 @@ def jobs() -> Sequence[Job]:
 
 
 def take(browser: Browser, url: str) -> None:
-    """All views, of one time."""
-    pages: list[Page] = []
-    for _, width, height, scheme in VIEWS:
+    """All views, one after the other: each page is told of the minutes before."""
+    for view in (*OVERVIEWS, *REQUESTS):
+        name, width, height, scheme = view
         viewport = {"width": width, "height": height}
         page = browser.new_page(viewport=viewport, color_scheme=scheme)  # type: ignore[arg-type]
-        page.goto(url)
-        pages.append(page)
-    pages[0].wait_for_timeout(LOAD_S * 1_000)
-    for page, (name, *_) in zip(pages, VIEWS, strict=True):
+        page.goto(url, timeout=120_000)
+        page.locator("#requests tbody tr").first.wait_for(timeout=120_000)
+        page.wait_for_timeout(SETTLE_MS)
+        if view in REQUESTS:
+            page.evaluate(FRESH, "worker-1")
+            page.wait_for_timeout(SETTLE_MS)
         page.screenshot(path=FOLDER / name, timeout=120_000)
         print(name, (FOLDER / name).stat().st_size // 1024, "KB")
+        page.close()
 
 
 def main() -> None:
@@ -75,6 +93,9 @@ def main() -> None:
         chromium.running(program) as browser,
     ):
         deployment.start(2)
+        with browser.new_page() as watching:  # the frontend keeps points while somebody looks
+            watching.goto(deployment.url)
+            watching.wait_for_timeout(LOAD_S * 1_000)
         take(browser, deployment.url)
 
 
