@@ -1,8 +1,7 @@
 """Each response's timings add up to the time its client waited, and each part is true."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -10,92 +9,22 @@ from typing import Any
 
 import pytest
 
-from pagewire_client import Client, RequestOutput, SamplingParams, Timings
+from pagewire_client import Client, SamplingParams
+from tests.support.attribution import (
+    PROMPT,
+    STEP_S,
+    STEP_US,
+    Result,
+    account,
+    accounts,
+    computing_us,
+    greedy,
+    in_parallel,
+    steps_us,
+    timed,
+)
 from tests.support.cluster import Cluster
 from tests.support.waiting import wait_until
-
-STEP_S = 0.005
-STEP_US = str(STEP_S * 1e6)
-TOLERANCE = 0.01
-CALL_S = 0.02
-"""For a call's way there and back, and for what its client does: no part of the account."""
-MAX_TRIES = 8
-PROMPT = list(range(3, 67))
-
-
-def total_of_parts(timings: Timings) -> int:
-    return sum(value for name, value in asdict(timings).items() if name != "total_us")
-
-
-Result = tuple[RequestOutput, float]
-"""An answer, and the seconds that its client waited for it."""
-
-
-def account(output: RequestOutput, wall_s: float) -> Timings:
-    """An answer's timings, whose parts add up to a total that the client has waited at least."""
-    timings = output.timings
-    assert timings is not None
-    assert total_of_parts(timings) == timings.total_us
-    assert timings.total_us <= wall_s * 1e6
-    return timings
-
-
-def computing_us(timings: Timings) -> int:
-    """A simulated step takes its time for both together."""
-    return timings.forward_us + timings.sample_us
-
-
-def steps_us(num_tokens: int) -> float:
-    """The least time for that many tokens. The first one's step, a prompt's, takes less; and where
-    a step's result was late, part of the next one's time is told as the wire's."""
-    return 0.8 * (num_tokens - 1) * STEP_S * 1e6
-
-
-def accounts(call: Callable[[], list[Result]]) -> list[Timings]:
-    """Those of all answers to a call, of which one's total is what its client has waited.
-
-    Others may not be: this process is a client that is kept from its work now and then. So it is
-    called again, up to a limit: what is missing from the account would be missing every time.
-    """
-    gaps = []
-    for _ in range(MAX_TRIES):
-        results = call()
-        timings = [account(*result) for result in results]
-        gaps += [
-            1 - (each.total_us / 1e6 + CALL_S) / wall_s
-            for each, (_, wall_s) in zip(timings, results, strict=True)
-        ]
-        if min(gaps) <= TOLERANCE:
-            return timings
-    raise AssertionError(f"no total within {TOLERANCE:.0%} of what the client waited: {gaps}")
-
-
-def timed(call: Callable[[], RequestOutput]) -> Result:
-    started_at = time.perf_counter()
-    output = call()
-    return output, time.perf_counter() - started_at
-
-
-def greedy(num_tokens: int, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0, **more)
-
-
-def in_parallel(client: Client, requests: list[tuple[list[int], SamplingParams]]) -> list[Result]:
-    """All at once, each on a call of its own."""
-    results: list[Result | None] = [None] * len(requests)
-
-    def run(index: int, prompt: list[int], params: SamplingParams) -> None:
-        results[index] = timed(lambda: client.generate(prompt, params))
-
-    threads = [
-        threading.Thread(target=run, args=(index, *request))
-        for index, request in enumerate(requests)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return [result for result in results if result is not None]
 
 
 @contextmanager
@@ -163,20 +92,26 @@ def test_choices_and_beams_and_held_tokens_add_up(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_costs_recovery_and_the_rest_stays_true(tmp_path: Path) -> None:
-    with deployment(tmp_path) as (cluster, client):
+    away_s = 0.0
+
+    def killed_on_the_way() -> list[Result]:
+        nonlocal away_s
         started_at = time.perf_counter()
         stream = client.stream(PROMPT, greedy(60))
         deltas = iter(stream)
         for _ in range(20):
             next(deltas)
         killed_at = time.perf_counter()
-        cluster.workers[0].kill()
+        cluster.workers[-1].kill()
         cluster.start_worker()
         next(deltas)
         away_s = time.perf_counter() - killed_at
         for _ in deltas:
             pass
-        timings = account(stream.output, time.perf_counter() - started_at)
+        return [(stream.output, time.perf_counter() - started_at)]
+
+    with deployment(tmp_path) as (cluster, client):
+        [timings] = accounts(killed_on_the_way)
     assert timings.recovery_us >= 0.5 * away_s * 1e6
     assert computing_us(timings) >= steps_us(60)
     assert timings.unaccounted_us == 0
