@@ -112,6 +112,11 @@ class SteadyCore:
         assert {g.num_running_sequences for g in self._core.snapshot().groups} == {rows}
         gc.collect()
 
+    @property
+    def core(self) -> SchedulerCore | RecordingCore:
+        """The core itself, to be asked only."""
+        return self._core
+
     def round(self) -> list[StepTimes]:
         """A step of each group."""
         return [self._step(group_id) for group_id in self._group_ids]
