@@ -22,7 +22,7 @@ from service_common.gate import HEALTH, Gate
 from service_common.grpc_options import Options, channel_options
 from service_common.metadata import AUTHORIZATION, authorization
 from service_common.tls import TlsFiles, channel_credentials, server_credentials
-from service_common.watched_files import WatchedFiles, read_file
+from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
 
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
@@ -77,6 +77,7 @@ class Cluster:
         self._tokens: WatchedFiles[list[str]] | None = None
         if config.token_file is not None:
             path = config.token_file
+            warn_if_shared(path)
             self._tokens = WatchedFiles([path], lambda: _read_tokens(path))
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from service_common.watched_files import WatchedFiles, read_file
+from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +63,7 @@ def _no_passphrase() -> str:
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """For a gRPC server. Each new connection gets what the files say then; if `files.ca` is set,
     only callers with a certificate of it are let in. TLS 1.2 and 1.3, as gRPC has it."""
+    warn_if_shared(files.key)
     watched = WatchedFiles(files.paths, lambda: _configuration(files))
     return grpc.dynamic_ssl_server_credentials(
         watched.get(),

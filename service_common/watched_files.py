@@ -6,6 +6,7 @@ that what was revoked is revoked at once and no process has to be told.
 
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -56,6 +57,17 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def warn_if_shared(path: Path) -> None:
+    """Say in the log that others on this machine can read a file that holds a secret."""
+    mode = path.stat().st_mode
+    if mode & stat.S_IROTH:
+        logger.warning(
+            "other users of this machine can read a secret file=%s mode=%o",
+            path,
+            stat.S_IMODE(mode),
+        )
 
 
 def read_file(what: str, path: Path) -> bytes:
