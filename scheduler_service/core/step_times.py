@@ -134,7 +134,12 @@ class StepWatch:
 
     def answered(self, rank: int, now: float) -> list[float]:
         """A rank has answered its oldest open step. Seconds that the steps took which are done by
-        it."""
+        it.
+
+        A result that waited for others has a `now` of before; it is taken for no earlier than the
+        answer before it, which the core may have read late.
+        """
+        now = max(now, self._since)
         self._num_answers[rank] += 1
         taken = []
         while self._num_done < min(self._num_answers):

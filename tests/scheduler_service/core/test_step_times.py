@@ -110,6 +110,15 @@ def test_a_result_that_may_come_with_others_may_take_as_long_as_they() -> None:
     assert watch.overdue_at == pytest.approx(102.2)
 
 
+def test_no_step_takes_less_than_no_time() -> None:
+    """Both results came together; the core was late to read the one before them."""
+    watch = StepWatch(seen((decode(1), 0.2)), num_ranks=1)
+    for _ in range(3):
+        watch.sent(decode(1), 100.0)
+    taken = [watch.answered(0, now) for now in (101.0, 100.8, 101.2)]
+    assert taken == [[1.0], [0.0], [pytest.approx(0.2)]]
+
+
 def test_a_step_is_done_when_every_rank_has_answered_it() -> None:
     watch = StepWatch(StepTimes(TIMEOUT), num_ranks=2)
     watch.sent(decode(1), 0.0)
