@@ -1,14 +1,18 @@
 """The OpenAPI document tells the truth: requests made up from it are answered as it says."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error, positive_data_acceptance
 
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from tests.support.cluster import Cluster
 
 OPERATIONS = (
@@ -22,16 +26,82 @@ OPERATIONS = (
     ("/v1/chat/completions", "POST"),
 )
 NUM_EXAMPLES = 20
+NOT_JSON = ("/metrics",)
+"""Prometheus's text, which its own tests read."""
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A deadline ends what a made-up request would have go on for long."""
     folder = tmp_path_factory.mktemp("openapi")
     flags = ["--http", "127.0.0.1:0", "--default-timeout", "1"]
     with Cluster(folder, frontend_flags=flags, worker_flags=["--dtype", "float32"]) as cluster:
         cluster.start()
-        yield schemathesis.openapi.from_url(f"{cluster.http_url()}/openapi.json")
+        yield cluster.http_url()
+
+
+@pytest.fixture(scope="module")
+def api(url: str) -> Any:
+    """The document, and requests made up from it."""
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def test_every_endpoint_of_the_document_is_tried(api: Any) -> None:
+    told = {
+        (path, method.upper())
+        for path, methods in api.raw_schema["paths"].items()
+        for method in methods
+        if path not in NOT_JSON
+    }
+    assert told == set(OPERATIONS)
+
+
+def test_no_answer_is_told_that_never_comes(api: Any) -> None:
+    """Malformed requests are answered with 400, not with FastAPI's 422."""
+    codes = {
+        code
+        for methods in api.raw_schema["paths"].values()
+        for operation in methods.values()
+        for code in operation["responses"]
+    }
+    assert codes == {"200", *map(str, ERROR_RESPONSES)}
+    assert "HTTPValidationError" not in api.raw_schema["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("path", "wish", "schema"),
+    [
+        ("/v1/completions", {"prompt": "One day", "logprobs": 2, "echo": True}, "Completion"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "What is 27 + 45?"}],
+                "logprobs": True,
+                "top_logprobs": 2,
+            },
+            "ChatCompletionChunk",
+        ),
+    ],
+)
+def test_chunks_of_streams_are_as_the_document_says(
+    api: Any, url: str, path: str, wish: dict[str, Any], schema: str
+) -> None:
+    """And have no field that it does not name."""
+    every = {"stream": True, "max_tokens": 4, "prompt_logprobs": 1, "return_token_ids": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = httpx.post(f"{url}{path}", json=wish | every | {"stream_options": options}, timeout=60)
+    *lines, done = [line for line in answer.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    schemas = api.raw_schema["components"]["schemas"]
+    closed = {
+        name: each | {"additionalProperties": False} if "properties" in each else each
+        for name, each in schemas.items()
+    }
+    told = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": closed}}
+    validator = Draft202012Validator(told)
+    assert len(lines) > 3
+    for line in lines:
+        validator.validate(json.loads(line.removeprefix("data: ")))
 
 
 CASES = [

@@ -16,7 +16,6 @@ What a frontend answers at its `--http` address, from its own OpenAPI document (
 """
 
 _SCHEMA = "#/components/schemas/"
-_HAS_LITTLE_TO_SAY = ("HTTPValidationError", "ValidationError")  # FastAPI's own, never sent
 
 Json = Mapping[str, Any]
 
@@ -40,8 +39,7 @@ def _parts(openapi: Json) -> Iterator[str]:
             yield from _endpoint(f"{method.upper()} {path}", operation)
     yield "## Bodies\n"
     for name, schema in openapi["components"]["schemas"].items():
-        if name not in _HAS_LITTLE_TO_SAY:
-            yield from _body(name, schema)
+        yield from _body(name, schema)
 
 
 def _endpoint(title: str, operation: Json) -> Iterator[str]:

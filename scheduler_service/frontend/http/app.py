@@ -8,6 +8,7 @@ from scheduler_service.frontend.http import chat, completions, health, metrics, 
 from scheduler_service.frontend.http.body_limit import BodyLimit
 from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.dashboard import router as dashboard
+from scheduler_service.frontend.http.document import correct_document
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.trace_context import TraceContext
@@ -41,6 +42,7 @@ def make_app(services: HttpServices) -> FastAPI:
     for make_router in ROUTERS:
         app.include_router(make_router(services))
     handle_errors(app)
+    correct_document(app)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
     app.add_middleware(TraceContext)
     app.add_middleware(
