@@ -31,7 +31,7 @@ const CHANNEL_OPTIONS = {
   "grpc.max_reconnect_backoff_ms": 2000,
 };
 
-const MAX_HOLD_MS = 100; // tokens of an answer that is wanted whole may wait for others so long
+const MAX_HOLD_MS = 1000; // tokens of an answer that is wanted whole may wait for others so long
 
 const FINISH_REASONS = {
   FINISH_REASON_STOP: "stop",
