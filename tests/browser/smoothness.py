@@ -56,7 +56,7 @@ class Stopwatch:
             self.times_ms.append((time.thread_time() - before) * 1000)
             return result
 
-        Hub._tell = timed  # type: ignore[method-assign]
+        Hub._tell = timed  # type: ignore[method-assign, assignment]
 
 
 @contextmanager
