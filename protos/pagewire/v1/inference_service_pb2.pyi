@@ -67,6 +67,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. While
     it is live, on whichever frontend, a second one with the key is refused with
@@ -97,6 +98,10 @@ class GenerateRequest(_message.Message):
     tenant, takes the request over: the former stream ends with ABORTED and the reason
     TAKEN_OVER, and this one goes on from `resume`. A lower number than that of the
     live one ends so itself: it has been on its way for too long.
+    """
+    add_special_tokens: _builtins.bool
+    """Whether the model's special tokens are added around `text`: not where the text has
+    them already, as one that a chat template has rendered. Default true.
     """
     @_builtins.property
     def token_ids(self) -> Global___PromptTokens:
@@ -130,11 +135,14 @@ class GenerateRequest(_message.Message):
         resume: _abc.Iterable[Global___ResumedChoice] | None = ...,
         max_hold_ms: _builtins.int | None = ...,
         attempt: _builtins.int = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "attempt", b"attempt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_hold_ms: _TypeAlias = _typing.Literal["max_hold_ms"]  # noqa: Y015
     _WhichOneofArgType__max_hold_ms: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -145,6 +153,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hold_ms) -> _WhichOneofReturnType__max_hold_ms | None: ...
     @_typing.overload
