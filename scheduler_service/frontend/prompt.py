@@ -22,7 +22,9 @@ def _whole_prompt(request: inference_pb.GenerateRequest, model: ServedModel) -> 
     if kind == "token_ids":
         return list(request.token_ids.ids)
     if kind == "text":
-        tokens = model.require_tokenizer("text prompt").encode(request.text)
+        adds = not request.HasField("add_special_tokens") or request.add_special_tokens
+        tokenizer = model.require_tokenizer("text prompt")
+        tokens = tokenizer.encode(request.text, add_special_tokens=adds)
     else:
         tokens = chat_tokens(request.chat, model)
     if not tokens:

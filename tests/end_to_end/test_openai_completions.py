@@ -117,6 +117,7 @@ def test_log_likelihoods_are_those_of_prompt_logprobs_over_grpc(
         temperature=0,
         max_tokens=max_tokens,
         logprobs=1,
+        seed=1234,
         echo=True,
     )
     for ids, choice in zip(tokenized, answer.choices, strict=True):

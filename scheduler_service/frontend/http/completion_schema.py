@@ -33,8 +33,8 @@ class CompletionRequest(SamplingFields):
         None, ge=0, le=20, description="Log probabilities of so many most probable tokens."
     )
     suffix: None = Field(None, description="Text is not inserted, only continued.")
-    add_special_tokens: Literal[True] | None = Field(
-        None, description="Texts get the model's special tokens; for others send token ids."
+    add_special_tokens: bool | None = Field(
+        None, description="False: texts have the model's special tokens already."
     )
 
 

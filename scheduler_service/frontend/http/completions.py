@@ -61,6 +61,8 @@ def generate_requests(
         request = make_request(body, params)
         if isinstance(prompt, str):
             request.text = prompt
+            if body.add_special_tokens is not None:
+                request.add_special_tokens = body.add_special_tokens
         else:
             request.token_ids.ids.extend(prompt)
         requests.append(request)

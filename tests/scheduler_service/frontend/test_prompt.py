@@ -25,6 +25,13 @@ def test_prompts_of_every_kind_become_tokens() -> None:
     assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
 
 
+def test_a_text_may_have_its_special_tokens_already() -> None:
+    request = generate_request(f"{BOS}hello")
+    assert prompt_tokens(request, MODEL)[:2] == [byte_level().token_to_id(BOS)] * 2
+    request.add_special_tokens = False
+    assert prompt_tokens(request, MODEL) == byte_level().encode("hello").ids
+
+
 def test_a_text_that_makes_no_token_is_refused() -> None:
     template = model_files(byte_level()) | {"chat_template.jinja": b"{% if false %}{% endif %}"}
     chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))

@@ -119,6 +119,13 @@ async def test_without_the_wish_no_token_ids_are_told(served: HttpServed) -> Non
         assert "token_ids" not in answer.text
 
 
+@pytest.mark.parametrize("adds", [True, False])
+async def test_special_tokens_may_be_in_the_text_already(served: HttpServed, adds: bool) -> None:
+    request, _ = await submitted(served, COMPLETIONS, WISH | {"add_special_tokens": adds})
+    expected = byte_level().encode("hello", add_special_tokens=adds).ids
+    assert request.prompt == expected
+
+
 async def test_of_a_long_prompt_the_end_is_taken_and_echoed(served: HttpServed) -> None:
     wish = WISH | {"prompt": "one two three", "truncate_prompt_tokens": 2, "echo": True}
     request, answer = await submitted(served, COMPLETIONS, wish, ids("!"))
