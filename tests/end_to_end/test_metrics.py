@@ -28,7 +28,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with Client(cluster.frontend_address()) as client:
             params = SamplingParams(n=NUM_CHOICES, max_tokens=NUM_TOKENS, ignore_eos=True)
             for _ in range(NUM_REQUESTS):
-                client.generate(PROMPT, params)
+                for _ in client.stream(PROMPT, params):
+                    pass
         yield cluster
 
 
