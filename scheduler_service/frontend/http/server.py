@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler_service.frontend.http import sockets
 from scheduler_service.frontend.http.patience import handshake_timeouts, patient
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.sockets import BACKLOG
 
 if TYPE_CHECKING:
     import uvicorn
@@ -106,7 +107,11 @@ def _make_server(
             for listening in sockets or []:
                 self.servers.append(
                     await loop.create_server(
-                        self._make_protocol, sock=listening, ssl=self.config.ssl, **timeouts
+                        self._make_protocol,
+                        sock=listening,
+                        ssl=self.config.ssl,
+                        backlog=BACKLOG,
+                        **timeouts,
                     )
                 )
 
