@@ -11,6 +11,7 @@ follows from the gRPC code, as `google/rpc/code.proto` maps them, so that the tw
 import logging
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -156,6 +157,7 @@ def param_of(field: str) -> str:
     """What HTTP calls a field that a complaint names as the proto does."""
     name = field.removeprefix("sampling_params.").removeprefix("chat.")
     name = re.sub(r"^token_ids\.ids", "prompt", name)
+    name = re.sub(r"\.(arguments|parameters)_json$", r".function.\1", name)
     return PROTO_NAMES.get(name, name)
 
 
@@ -190,8 +192,11 @@ def handle_errors(app: FastAPI) -> None:
 
 def _invalid(error: RequestValidationError) -> JSONResponse:
     """The first of what pydantic complains about, by its path in the body."""
-    first = error.errors()[0]
-    path = [part for part in first["loc"] if part not in _NO_FIELDS]
+    first = _most_telling(error.errors())
+    loc = first["loc"]
+    if loc[1:2] == ("response_format",):
+        loc = loc[:2] + loc[3:]  # what comes next is no field, but the kind of format
+    path = [part for part in loc if part not in _NO_FIELDS]
     if not path and first["type"] in ("model_attributes_type", "dict_type"):
         message = "expected a JSON object as body, with the header content-type: application/json"
         return JSONResponse(_body(400, message, None, "invalid_body"), 400)
@@ -202,6 +207,13 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     param = dotted.removeprefix(".") or None
     message = f"{param}: {first['msg']}" if param else first["msg"]
     return JSONResponse(_body(400, message, param, "invalid_field"), 400)
+
+
+def _most_telling(errors: Sequence[Any]) -> Any:
+    """Of the first field's complaints the one that looked deepest: where several types may stand,
+    the others say no more than that it is none of them."""
+    field = errors[0]["loc"][:2]
+    return max((each for each in errors if each["loc"][:2] == field), key=lambda e: len(e["loc"]))
 
 
 def _body(code: int, message: str, param: str | None, reason: str | None) -> dict[str, Any]:
