@@ -96,6 +96,9 @@ def test_ceilings_are_measured_in_another_process() -> None:
     ceilings = measure_apart("float32", "cpu", 1)
     assert ceilings.read_bytes_per_s > 1e8
     assert ceilings.flops_per_s > 1e8
-    assert ceilings.best(Ceilings(read_bytes_per_s=1e20, flops_per_s=0.0)) == Ceilings(
-        read_bytes_per_s=1e20, flops_per_s=ceilings.flops_per_s
-    )
+
+
+def test_the_mean_of_two_ceilings_is_that_of_their_times() -> None:
+    slow = Ceilings(read_bytes_per_s=20.0, flops_per_s=5.0)
+    fast = Ceilings(read_bytes_per_s=60.0, flops_per_s=5.0)
+    assert slow.mean(fast) == Ceilings(read_bytes_per_s=30.0, flops_per_s=5.0)

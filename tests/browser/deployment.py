@@ -17,6 +17,7 @@ from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire_client import AsyncClient, SamplingParams
 from tests.support.cluster import Cluster
+from tools import launch
 from tools.launch import Service
 
 DETAIL = status_pb2.StatusDetail(include_requests=True, include_blocks=True)
@@ -104,8 +105,9 @@ class Deployment:
     def start_worker(self, group_id: str) -> Service:
         """A simulated worker that is a group of its own."""
         address = f"unix:{self.cluster.folder}/{group_id}-{len(self.cluster.services)}.sock"
-        flags = ["--core", self.cluster.core_address, "--listen", address, "--group-id", group_id]
-        service = self.cluster._start(group_id, ["worker_service", *flags, *self._worker_flags])
+        flags = ["--group-id", group_id, *self._worker_flags]
+        command = launch.worker(address, self.cluster.core_address, *flags)
+        service = self.cluster._start(group_id, command)
         self.cluster.workers.append(service)
         return service
 

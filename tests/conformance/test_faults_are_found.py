@@ -295,7 +295,10 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     "ignores presence penalties": (on_params(presence_penalty=0.0), ["a presence penalty"]),
     "ignores frequency penalties": (on_params(frequency_penalty=0.0), ["a frequency penalty"]),
     "ignores repetition penalties": (on_params(repetition_penalty=1.0), ["a repetition penalty"]),
-    "ignores min_tokens": (on_params(min_tokens=0), ["min tokens holds", "without candidates"]),
+    "ignores min_tokens": (
+        on_params(min_tokens=0),
+        ["min tokens holds suppressed tokens back", "without candidates"],
+    ),
     "ignores which tokens to suppress": (
         on_params(suppressed_token_ids=b""),
         ["min tokens holds suppressed tokens back"],

@@ -16,8 +16,8 @@ from conformance.worker import Worker
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.annotated_bytes import annotated, read
-from tests.support.cluster import ROOT
 from tests.support.processes import python_worker, running
+from tools.launch import ROOT
 
 PAGE = ROOT / "docs/writing-a-worker.md"
 TOKENIZER = str(ROOT / "worker_service/embedded_model/tokenizer.json")

@@ -15,7 +15,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from tests.support.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tools.launch import ROOT
 
 PAGES = ("README.md", "docs/clients.md")
 

@@ -21,6 +21,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
+from tools import launch
 from tools.launch import Service
 
 READY, HUNG = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_HUNG
@@ -94,8 +95,8 @@ class SimulatedCluster(Cluster):
     def start_worker(self, *flags: str) -> Service:
         index = len(self.workers)
         address = f"unix:{self.folder}/worker-{index}.sock"
-        command = ["worker_service", "--simulate", "--core", self.core_address]
-        command += ["--listen", address, "--group-id", f"group-{index}", *flags]
+        flags = ("--simulate", "--group-id", f"group-{index}", *flags)
+        command = launch.worker(address, self.core_address, *flags)
         self.workers.append(self._start(f"worker-{index}", command))
         return self.workers[-1]
 
