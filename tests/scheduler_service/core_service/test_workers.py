@@ -185,7 +185,8 @@ async def test_a_worker_that_registers_twice_is_not_told_to_stop(
     worker.register(service.address, last_epoch=worker.epochs[-1])
     await until(lambda: worker.epochs == [1, 2], "it was dialled again")
     await until(lambda: ready_groups(service), "the group is ready again")
-    assert worker.directives == ["serve", "serve"]
+    # The former stream may end under one of its heartbeats, which then fails.
+    assert [each for each in worker.directives if not each.startswith("error")] == ["serve"] * 2
 
 
 @pytest.mark.parametrize("fact", ["fingerprint", "dtype"])
