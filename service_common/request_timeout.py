@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from service_common.errors import DeadlineExceeded, InvalidArgument
-from service_common.statuses import COMMON
+from service_common.statuses import COMMON, unless_over
 
 REQUEST_TIMEOUT_S = 30.0
 """From a call's beginning to its request, which is 16 MiB at most."""
@@ -37,7 +37,9 @@ class RequestTimeout(grpc.aio.ServerInterceptor):
             if handler.response_streaming:
                 await handler.unary_stream(request, context)
             else:
-                await context.write(await handler.unary_unary(request, context))
+                response = await handler.unary_unary(request, context)
+                with unless_over():
+                    await context.write(response)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, handler.request_deserializer, handler.response_serializer
