@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-import pytest_asyncio
 
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served, none_open
@@ -17,12 +16,6 @@ from tests.support.tokenizers import byte_level
 
 PATH = "/v1/completions"
 WISH = {"prompt": "hello", "max_tokens": 50}
-
-
-@pytest_asyncio.fixture
-async def served() -> AsyncIterator[HttpServed]:
-    async with http_served() as served:
-        yield served
 
 
 def ids(text: str) -> list[int]:

@@ -2,29 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from struct import pack, unpack
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.fake_core import FakeRequest
-from tests.support.http_frontends import HttpServed, http_served
+from tests.support.http_frontends import HttpServed
 from tests.support.tokenizers import byte_level
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WISH = {"prompt": "hello", "max_tokens": 50}
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
 BOTH = [(COMPLETIONS, WISH), (CHAT, ASK)]
-
-
-@pytest_asyncio.fixture
-async def served() -> AsyncIterator[HttpServed]:
-    async with http_served() as served:
-        yield served
 
 
 def ids(text: str) -> list[int]:
