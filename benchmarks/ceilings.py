@@ -5,25 +5,29 @@
 Measured in a process of its own, in the same run as what is compared with it: the best of several
 ways to read, and of matrix products of several sizes as the worker makes them. Prints JSON.
 
-The best way is what a short trial of each finds; its rate is the mean of a second. A host that
-others share gives its memory's best moments to nobody for as long as a run lasts: 30 to 57 GB/s
-were seen within six seconds.
+The best way is what a short trial of each finds; its rate is the mean of some tenths of a second.
+A host that others share gives its memory's best moments to nobody for as long as a run lasts: 30
+to 57 GB/s were seen within six seconds. So that process stays (`CeilingsProcess`), to measure in
+the moment before something is timed and in the one after.
 """
 
 import argparse
 import json
 import math
-import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import harmonic_mean
 
 import torch
 from torch import Tensor
 
+from benchmarks.engines import lines
+from benchmarks.line_process import LineProcess
+from benchmarks.processes import send_signal
 from benchmarks.shapes import BYTES_PER_VALUE
 from worker_service.models.onednn_weight import OneDNNWeight
 from worker_service.models.packed_weight import can_pack, pack
@@ -32,8 +36,8 @@ READ_BYTES = 2**30
 """Far more than caches hold."""
 TRIALS = 3
 """Of each way."""
-TRIAL_S, SUSTAINED_S = 0.05, 1.0
-"""At least, of a trial and of what is measured."""
+TRIAL_S, SUSTAINED_S = 0.05, 0.3
+"""At least, of a trial and of each of the three parts of what is measured."""
 
 Way = tuple[float, Callable[[], object]]
 """Bytes or floating-point operations, and how they are read or done."""
@@ -54,32 +58,63 @@ class Ceilings:
         )
 
 
-def measure_apart(dtype: str, device: str, threads: int) -> Ceilings:
-    """Measured in another process, whose threads and memory are gone afterwards."""
-    flags = ["--dtype", dtype, "--device", device, "--threads", str(threads)]
-    command = [sys.executable, "-m", "benchmarks.ceilings", *flags]
-    environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return Ceilings(**json.loads(done.stdout))
+class CeilingsProcess(LineProcess):
+    """Another process that measures when it is asked to, and is stopped in between: its threads
+    would spin."""
+
+    def __init__(self, dtype: str, device: str, threads: int) -> None:
+        flags = ["--dtype", dtype, "--device", device, "--threads", str(threads), "--when-asked"]
+        command = [sys.executable, "-m", "benchmarks.ceilings", *flags]
+        super().__init__(command, {"PYTHONPATH": ":".join(sys.path)})
+        send_signal(self.pid, signal.SIGSTOP)
+
+    def measure(self) -> Ceilings:
+        """Those of the next second."""
+        send_signal(self.pid, signal.SIGCONT)
+        measured = Ceilings(**self.ask({}))
+        send_signal(self.pid, signal.SIGSTOP)
+        return measured
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End it."""
+        send_signal(self.pid, signal.SIGCONT)
+        super().close(timeout_s)
 
 
 @torch.inference_mode()
 def measure(dtype: torch.dtype, device: torch.device) -> Ceilings:
     """The best of all ways."""
-    return Ceilings(
-        read_bytes_per_s=_best_rate(list(_reads(device)), device),
-        flops_per_s=_best_rate(list(_products(dtype, device)), device),
-    )
+    return Measurer(dtype, device).measure()
 
 
-def _best_rate(ways: list[Way], device: torch.device) -> float:
-    """What the best way does in a second."""
+class Measurer:
+    """Knows the best way to read and to multiply, and measures how fast it is at the moment."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._device = device
+        self._read = _best(list(_reads(device)), device)
+        self._product = _best(list(_products(dtype, device)), device)
+
+    def measure(self) -> Ceilings:
+        """Reads come first and last, next to what is timed before and after: they are what
+        drifts."""
+        first = self._rate(self._read)
+        flops_per_s = self._rate(self._product)
+        read_bytes_per_s = harmonic_mean((first, self._rate(self._read)))
+        return Ceilings(read_bytes_per_s=read_bytes_per_s, flops_per_s=flops_per_s)
+
+    def _rate(self, way: Way) -> float:
+        amount, work = way
+        return amount / _mean_seconds(work, SUSTAINED_S, self._device)
+
+
+def _best(ways: list[Way], device: torch.device) -> Way:
+    """By a short trial of each."""
     trials = [
         max(amount / _mean_seconds(work, TRIAL_S, device) for _ in range(TRIALS))
         for amount, work in ways
     ]
-    amount, work = ways[trials.index(max(trials))]
-    return amount / seconds(work, device)
+    return ways[trials.index(max(trials))]
 
 
 def _reads(device: torch.device) -> Iterator[Way]:
@@ -119,7 +154,7 @@ def _products_of(x: Tensor, weight: Tensor) -> Iterator[Callable[[], Tensor]]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What `work` takes, the mean of a second."""
+    """What `work` takes, the mean of some tenths of a second."""
     return _mean_seconds(work, SUSTAINED_S, device)
 
 
@@ -137,15 +172,22 @@ def _timed(work: Callable[[], object], count: int, device: torch.device) -> floa
     return time.perf_counter() - began
 
 
+@torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=list(BYTES_PER_VALUE))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--when-asked", action="store_true", help="again for each line of the standard input"
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    print(json.dumps(asdict(measure(getattr(torch, args.dtype), torch.device(args.device)))))
+    answers = lines.take_stdout() if args.when_asked else sys.stdout
+    measurer = Measurer(getattr(torch, args.dtype), torch.device(args.device))
+    for _ in chain([""], sys.stdin if args.when_asked else []):
+        print(json.dumps(asdict(measurer.measure())), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.agreement import agreements
-from benchmarks.ceilings import Ceilings, measure_apart
+from benchmarks.ceilings import Ceilings, CeilingsProcess
 from benchmarks.comparison import PAGEWIRE, all_runs, ceilings_range, compare, table
 from benchmarks.contest import Gauge, Patience, Run, compete
 from benchmarks.engines import transformers_static
@@ -47,10 +47,12 @@ def run(
 ) -> dict[str, Any]:
     """All engines on one shape and dtype."""
     scale = settings.shape.scale if settings.device == "cpu" else 1.0
-    measure = partial(measure_apart, settings.dtype, settings.device, settings.threads)
     with ExitStack() as stack:
         engines, absent = start_all(names, settings, programs, stack)
-        gauge = Gauge(PAGEWIRE, measure)
+        ceilings = stack.enter_context(
+            CeilingsProcess(settings.dtype, settings.device, settings.threads)
+        )
+        gauge = Gauge(PAGEWIRE, ceilings.measure)
         results = compete(engines, workloads, settings.shape, scale, patience, gauge, _tell)
         agreed = _agreed(engines, settings)
         abouts = {engine.name: asdict(engine.about) for engine in engines}

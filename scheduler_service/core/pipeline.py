@@ -52,6 +52,11 @@ class Pipeline:
         """What the newest open step takes."""
         return self._steps[-1].work
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether an open step computes prompts."""
+        return any(step.prefills for step in self._steps)
+
     def open_rows(self) -> set[Sequence]:
         """Sequences with rows in flight."""
         return {seq for step in self._steps for seq in step.rows}

@@ -361,10 +361,11 @@ class Scheduler:
     # The phases of schedule().
 
     def _num_together(self, is_awaited: bool) -> int:
-        """How many steps may travel together: one where anybody waits for a place."""
+        """How many steps may travel together: one where anybody waits for a place, and while
+        prompts are computed, as requests that come meanwhile are to follow them at once."""
         if is_awaited or self.is_draining or self.waiting or self.ahead or self.swapping:
             return 1
-        return self._lead.num_together()
+        return 1 if self._pipeline.is_prefilling else self._lead.num_together()
 
     def _make_way(self, batch: Batch) -> None:
         """Have others leave the batch for the group that goes ahead of them."""

@@ -71,10 +71,26 @@ def test_steps_travel_alone_while_a_request_waits_or_its_prompt_is_computed() ->
     driver = make_driver(max_num_seqs=2)
     decoding(driver, PATIENT_US)
     driver.submit(prompt=list(range(30)), max_tokens=100, max_hold_us=PATIENT_US)
-    assert lead(driver) == [1, 1] + [8] * 7, "two steps of its prompt"
+    assert lead(driver) == [1, 1], "two steps of its prompt"
     assert lead(driver) == [8] * 9
     driver.submit(prompt=[1], max_tokens=5, max_hold_us=PATIENT_US)
     assert lead(driver) == [1, 1], "it waits for a place"
+
+
+def test_what_comes_while_a_prompt_is_computed_does_not_wait_behind_steps_without_it() -> None:
+    driver = make_driver()
+    decoding(driver, PATIENT_US)
+    while driver.deliver("g"):
+        pass
+    driver.submit(prompt=[1, 2, 3], max_tokens=100, max_hold_us=PATIENT_US)
+    plans = [driver.schedule("g"), driver.schedule("g")]
+    assert all(plan is not None and plan.num_together == 1 for plan in plans)
+    assert driver.schedule("g") is None
+    driver.submit(prompt=[4, 5], max_tokens=100, max_hold_us=PATIENT_US)
+    driver.deliver("g")
+    plan = driver.schedule("g")
+    assert plan is not None
+    assert len(plan.new_sequences) == 1
 
 
 def test_a_worker_gets_one_plan_at_a_time_unless_it_takes_several() -> None:
