@@ -289,7 +289,8 @@ class CoreDriver:
             planned = [self.schedule(group_id) for group_id in self.links]
             delivered = [self.deliver(group_id) for group_id in self.links]
             self.collect()
-            if not any(delivered) and not any(planned):
+            stirred = self.core.take_stirred()
+            if not any(delivered) and not any(planned) and not stirred:
                 self._check_rest()
                 return
         raise AssertionError("the core does not come to rest")
