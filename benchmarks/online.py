@@ -7,7 +7,8 @@ same prompts at the same instants (Poisson arrivals) from the same load generato
 `pagewire bench`. At each rate they take turns, `--repeats` times with other prompts each, the one
 whose turn it is not idle. A figure is the median over the repeats.
 
-Each is called by the interface that is its own: Pagewire by gRPC, vLLM by OpenAI's over HTTP.
+Both are called by the same client of OpenAI's interface over HTTP. With `--grpc` Pagewire takes a
+third turn, by its own interface.
 """
 
 import argparse
@@ -187,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ttft-limit-ms", type=float, default=1000.0)
     parser.add_argument("--itl-limit-ms", type=float, default=100.0)
     parser.add_argument("--vllm-python", type=Path, help="a Python that has vLLM")
+    parser.add_argument("--grpc", action="store_true", help="Pagewire by its own interface, too")
     parser.add_argument("--checkpoints", type=Path, help="folder to make checkpoints in, and keep")
     parser.add_argument("--logs", type=Path, help="folder for what the servers say")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
@@ -214,6 +216,8 @@ def measure(args: argparse.Namespace, checkpoints: Path) -> Row:
         ),
     )
     servers: list[Server] = [ServedPagewire(settings)]
+    if args.grpc:
+        servers.append(ServedPagewire(settings, "gRPC"))
     if args.vllm_python is not None:
         servers.append(ServedVllm(args.vllm_python, settings))
     rows = asyncio.run(climb(servers, ladder, args.repeats))

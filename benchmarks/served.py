@@ -50,27 +50,38 @@ class Server(Protocol):
 
 
 class ServedPagewire:
-    """`pagewire serve`: frontend, core and worker as processes."""
+    """`pagewire serve`: frontend, core and worker as processes, called by OpenAI's interface over
+    HTTP or by our own over gRPC."""
 
-    name = "pagewire"
-    interface = "gRPC"
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, interface: str = "HTTP") -> None:
+        self.interface = interface
+        self.name = "pagewire" if interface == "HTTP" else f"pagewire {interface}"
+        self._model = checkpoint(settings.shape, settings.dtype, settings.checkpoints)
         self._services = LocalServices(
-            str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
+            str(self._model),
             engine_flags=pagewire.flags(settings) | {"log_level": "warning"},
             listen=f"{HOST}:{free_port()}",
+            http=f"{HOST}:{free_port()}" if interface == "HTTP" else None,
         )
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._services.start, START_TIMEOUT_S)
-        self._client = AsyncClient(self._services.addresses[0], retry=NO_RETRIES)
-        self.target: Target = PagewireTarget(self._client)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._services.stop)
+            self.target = await self._open(stack)
+            self._stack = stack.pop_all()
         return self
 
+    async def _open(self, stack: AsyncExitStack) -> Target:
+        http = self._services.http_address
+        if http is not None:
+            target = OpenAITarget(f"http://{http}", self._model.name)
+            return await stack.enter_async_context(target)
+        client = AsyncClient(self._services.addresses[0], retry=NO_RETRIES)
+        return PagewireTarget(await stack.enter_async_context(client))
+
     async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-        await asyncio.to_thread(self._services.stop)
+        await self._stack.aclose()
 
     def pause(self) -> None:
         """It does nothing when idle, and a stopped worker would lose its lease."""

@@ -86,7 +86,12 @@ def are_stopped(pid: int) -> bool:
     return {process.status() for process in tree(pid)} == {psutil.STATUS_STOPPED}
 
 
-async def test_pagewire_is_loaded_through_its_services(settings: Settings) -> None:
+@pytest.mark.parametrize(
+    ("interface", "name"), [("HTTP", "pagewire"), ("gRPC", "pagewire gRPC")]
+)
+async def test_pagewire_is_loaded_through_its_services(
+    settings: Settings, interface: str, name: str
+) -> None:
     ladder = Ladder(
         rates=[100.0],
         seconds=0.05,
@@ -95,8 +100,8 @@ async def test_pagewire_is_loaded_through_its_services(settings: Settings) -> No
         vocab_size=TINY.vocab_size,
         limits=Limits(),
     )
-    [line] = await climb([ServedPagewire(settings)], ladder, repeats=1)
-    assert (line["engine"], line["interface"]) == ("pagewire", "gRPC")
+    [line] = await climb([ServedPagewire(settings, interface)], ladder, repeats=1)
+    assert (line["engine"], line["interface"]) == (name, interface)
     assert (line["num_complete"], line["num_failed"], line["good_share"]) == (5, 0, 1.0)
     assert line["total_ms_p99"] >= line["first_token_ms_p50"] > 0
 
