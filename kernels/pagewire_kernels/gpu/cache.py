@@ -24,9 +24,14 @@ FP8_LIMIT = tl.constexpr(FP8_MAX)
 
 @triton.jit
 def to_cache(values, scale, cache, IS_FP8: tl.constexpr):
-    """Values as the cache stores them: in fp8 divided by the scale, clamped to what is finite."""
+    """Values as the cache stores them: in fp8 divided by the scale, clamped to what is finite.
+
+    Divided as torch divides: fp8 is so coarse that many quotients lie halfway between two of its
+    numbers, where a last bit would decide.
+    """
     if IS_FP8:
-        values = values.to(tl.float32) / scale
+        values = values.to(tl.float32)
+        values = tl.div_rn(values, scale + tl.zeros_like(values))
         values = tl.minimum(tl.maximum(values, -FP8_LIMIT), FP8_LIMIT)
     return values.to(cache.dtype.element_ty)
 

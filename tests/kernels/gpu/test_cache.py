@@ -5,7 +5,7 @@ import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.gpu import gather_kv, move_blocks, write_kv
-from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
+from tests.support.gpu_kernels import DEVICE, DTYPES, INTERPRETED, MARKS, assert_agrees
 
 pytestmark = MARKS
 
@@ -39,6 +39,20 @@ def test_rows_reach_their_slots_and_no_others(dtype: torch.dtype, cache_dtype: t
     )
     assert torch.equal(cache.cpu().float(), expected.float())
     assert bool(expected.float().isfinite().all())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's fp8 does not round")
+def test_fp8_is_rounded_as_in_the_reference_though_quotients_lie_halfway() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = 2.0 ** torch.randint(-4, 3, (24, 4, 20), generator=draw)  # over 0.02: 50 times as much
+    rows[:, ::2] = torch.randn(24, 2, 20, generator=draw)
+    key, value = rows.bfloat16().split(2, dim=1)
+    slots, scales = torch.arange(24), {"key_scale": 0.02, "value_scale": 0.01}
+    expected, cache = _cache(FP8), _cache(FP8).to(DEVICE)
+    reference.write_kv(key, value, expected[:, 1, 0], expected[:, 1, 1], slots, **scales)
+    on_device = [each.to(DEVICE) for each in (key, value)]
+    write_kv(*on_device, cache[:, 1, 0], cache[:, 1, 1], slots.to(DEVICE), **scales)
+    assert torch.equal(cache.cpu().float(), expected.float())
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHE_DTYPES, ids=str)
