@@ -5,6 +5,7 @@ The interpreter takes Python that Triton's compiler does not, so that it alone p
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,36 @@ def test_attention_compiles(case: str, launched: list[Any]) -> None:
     assert WIDE_COPY in launched[0].asm["ptx"], "keys are loaded sixteen bytes at a time"
 
 
+OTHER_SHAPES = {
+    # (heads, KV heads, size of a head), type, type of the cache, tokens of each sequence, splits
+    "split prefill": ((16, 8, 128), torch.bfloat16, torch.bfloat16, 300, 4),
+    "prefill from fp8": ((16, 8, 128), torch.bfloat16, FP8, 300, 1),
+    "split prefill from fp8": ((32, 8, 128), torch.bfloat16, FP8, 300, 4),
+    "decode of float32": ((16, 8, 128), torch.float32, torch.float32, 1, 4),
+    "decode, groups of eight": ((64, 8, 128), torch.float16, torch.float16, 1, 1),
+    "prefill, groups of three": ((12, 4, 64), torch.bfloat16, torch.bfloat16, 300, 1),
+    "decode, heads of 80": ((32, 32, 80), torch.bfloat16, torch.bfloat16, 1, 1),
+    "prefill, heads of 80": ((32, 32, 80), torch.bfloat16, torch.bfloat16, 300, 1),
+    "decode, heads of 256": ((8, 4, 256), torch.bfloat16, torch.bfloat16, 1, 4),
+    "prefill, heads of 256": ((8, 4, 256), torch.bfloat16, torch.bfloat16, 300, 1),
+    "prefill, heads of 256 from fp8": ((8, 4, 256), torch.bfloat16, FP8, 300, 1),
+    "decode of float32, heads of 256": ((2, 1, 256), torch.float32, torch.float32, 1, 1),
+    "prefill of float32, heads of 256": ((2, 1, 256), torch.float32, torch.float32, 300, 1),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SHAPES)
+def test_attention_of_any_shape_fits_into_shared_memory(case: str, launched: list[Any]) -> None:
+    (num_heads, num_kv_heads, size), dtype, cache_dtype, query_len, num_splits = OTHER_SHAPES[case]
+    metadata = _metadata(2, query_len, 600)
+    query = torch.zeros(2 * query_len, num_heads, size, dtype=dtype)
+    cache = torch.zeros(2, 1, 2, 16, num_kv_heads, size).to(cache_dtype)
+    launch = replace(gpu.choose_launch(query, num_kv_heads, metadata), num_splits=num_splits)
+    gpu.paged_attention(query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch)
+    assert len(launched) == 1 + (num_splits > 1)
+    assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
+
+
 def _write_kv(cache_dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 1, 2, 16, 8, 128).to(cache_dtype)
     rows, slots = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
@@ -227,3 +258,10 @@ def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
     launch()
     assert len(launched) == num_kernels
     assert all(kernel.asm["cubin"] for kernel in launched)
+
+
+def test_quotients_are_rounded_as_torch_rounds_before_they_become_fp8(launched: list[Any]) -> None:
+    _write_kv(FP8)
+    _rotate(FP8)
+    assert all("div.rn.f32" in kernel.asm["ptx"] for kernel in launched)
+    assert "div.full.f32" not in launched[0].asm["ptx"]
