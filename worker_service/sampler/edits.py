@@ -80,7 +80,9 @@ def _ban(logits: Tensor, rows: list[EditedRow]) -> None:
     rows = [row for row in rows if row.edits.has_bans(row.output)]
     if rows:
         banned = [row.edits.banned(row.output) for row in rows]
-        logits[_indices(logits, [row.row for row in rows], banned)] = -torch.inf
+        index = _indices(logits, [row.row for row in rows], banned)
+        # Not assigned as a number: torch takes that to a GPU by a copy that the host waits for.
+        logits.index_put_(index, logits.new_full((), -torch.inf))
 
 
 def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
