@@ -77,6 +77,8 @@ def _launch(source: Tensor, target: Tensor, pairs: Tensor, device: torch.device)
     block_words = source.shape[1]
     num_tiles = triton.cdiv(block_words, _TILE_WORDS)
     num_programs = len(pairs) * num_tiles
+    if device.type == "cuda" and not pairs.is_cuda:
+        pairs = pairs.pin_memory()  # a copy from other memory may wait for the stream
     _move[(num_programs if on_device else min(num_programs, _BUS_PROGRAMS),)](
         source,
         target,
