@@ -105,7 +105,7 @@ class Lines:
     def send_on(self, hidden: Tensor) -> None:
         """Hand hidden states to the next stage."""
         while self._sends and (self._sends[0].is_done or len(self._sends) >= _MAX_SENDS):
-            self._sends.popleft().wait()
+            self._finish(self._sends.popleft())
         self._sends.append(self._broadcast(self._to_next, hidden.contiguous(), root=0))
 
     def receive(self, hidden: Tensor) -> Tensor:
