@@ -12,6 +12,7 @@ A batch is filled up to the next size with rows that belong to no sequence: they
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -65,11 +66,25 @@ class CudaRecorder:
             work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            work()
+        )
+        try:
+            # A capture that fails leaves its stream current; the context around it does not.
+            with torch.cuda.stream(current), capture:
+                work()
+        except RuntimeError:
+            self._end_failed_capture()
+            raise
         return graph.replay
+
+    def _end_failed_capture(self) -> None:
+        """Tell torch's allocator, which does not learn it otherwise: until then it gives back
+        nothing of what it caches, and fails every other capture."""
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # it knows, if it was not the capture itself that failed
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
 
 
 class EagerTwin:

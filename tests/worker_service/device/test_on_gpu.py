@@ -81,6 +81,11 @@ PARAMS: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.1,
     },
     "edited": {"temperature": 0.0, "logit_bias": [{"token_id": 3, "bias": 2.0}]},
+    "not to end yet": {
+        "temperature": 0.0,
+        "min_tokens": 50,
+        "suppressed_token_ids": np.array([2, 7], "<i4").tobytes(),
+    },
 }
 
 
@@ -135,3 +140,17 @@ def test_failed_rows_stay_failed_and_say_why(loaded: LoadedModel) -> None:
         result = step.collect()
         assert result.token_ids[0] >= 0
         assert [reason.name for reason in result.errors.values()] == ["NO_CANDIDATES"]
+
+
+def test_what_cannot_be_recorded_leaves_no_trace() -> None:
+    counts = torch.zeros(4, device="cuda")
+    stream = torch.cuda.current_stream()
+    recorder = CudaRecorder(counts.device)
+    with pytest.raises(RuntimeError):
+        recorder.record(lambda: counts.add_(float(counts.sum())))  # waits for the device
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    replay = recorder.record(lambda: counts.add_(1))
+    counts.zero_()
+    replay()
+    assert counts.tolist() == [1.0] * 4
