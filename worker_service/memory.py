@@ -27,6 +27,9 @@ CPU_SHARE = 4
 MAX_DEFAULT_CPU_BYTES = 4 * 2**30
 DEFAULT_GPU_SWAP_BYTES = 4 * 2**30
 _WARM_UP_TOKENS = 32
+_WARM_UP_PROMPT = 512
+"""Tokens of a prompt that is long enough for a GPU to attend over parts of it side by side."""
+
 _BYTES_PER_GRAPH = 8 * 2**20
 """Room for one recording beside the pool: the driver's share, which torch does not see. Generous;
 not measured."""
@@ -56,6 +59,8 @@ def profile_blocks(
         graph_bytes = 0
         if num_graphs:
             graph_bytes = _graph_bytes(model, block_size, device, num_graphs, largest_graph)
+        # A single prompt is computed by other kernels than many: the first is not to wait for them.
+        run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
         held_bytes = 0 if cache is None else cache.device_cache.nbytes
