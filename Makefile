@@ -9,11 +9,16 @@ PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
 CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 NATIVE := kernels/pagewire_kernels/cpu/native
+# Where tests are marked `gpu`: what is there can do without the services' dependencies.
+GPU_TESTS := tests/kernels tests/worker_service/device
 SOURCES := PYTHONPATH=.:kernels:client:protos
 # Engines to compare with, where they are installed; docs/benchmarks.md says how to get each.
 PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
   $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
   $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
+# Those of a run hold their models and KV at once: these fit a GPU of 141 GB, where the padded batches
+# of transformers would not.
+GPU_ENGINES ?= pagewire "pagewire in-process" vllm nano-vllm
 # Test processes beside each other: many tests start services and wait for them.
 JOBS ?= 2
 # Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
@@ -61,9 +66,10 @@ chaos: $(VENV)/.ready
 fuzz: $(VENV)/.ready
 	$(SOURCES) $(BIN)/python -m tests.fuzz $(FUZZ)
 
-## test-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
+## test-gpu: on a machine with a GPU, with the Python that has torch, Triton and pytest; what other
+## versions than ours warn of, of libraries or of options, is told and fails nothing
 test-gpu:
-	$(SOURCES) $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider
+	$(SOURCES) $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider -W default $(GPU_TESTS)
 
 ## lint: style, types and protos
 lint: $(VENV)/.ready
@@ -96,14 +102,16 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.recovery --model simulated
 	$(BIN)/python -m benchmarks.report
 
-## bench-gpu: on a machine with a GPU, with the Python that has torch and the dependencies
+## bench-gpu: on a machine with a GPU, with the Python that has torch and Triton; without the
+## services' dependencies, the scheduler core and the worker are measured in one process
 bench-gpu:
+	$(SOURCES) $(PYTHON) -m benchmarks.kernels --device cuda
 	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape qwen3-0.6b \
 	  --workloads nano-vllm single prefill prefix --max-num-seqs 256 --max-num-batched-tokens 16384 \
-	  --kv-cache-gib 40 $(PEERS)
+	  --kv-cache-gib 24 --logs build/logs --engines $(GPU_ENGINES) $(PEERS)
 	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape llama-8b \
-	  --workloads single mixed --max-num-seqs 256 --kv-cache-gib 40 $(PEERS)
-	$(SOURCES) $(PYTHON) -m benchmarks.kernels --device cuda
+	  --workloads single mixed --max-num-seqs 256 --kv-cache-gib 8 --logs build/logs \
+	  --engines $(GPU_ENGINES) $(PEERS)
 
 ## protos: regenerate the code after a change to a .proto, and store what it added to the contract
 protos: $(VENV)/.ready

@@ -13,16 +13,18 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from service_common.errors import Unauthenticated
-from service_common.gate import HEALTH, Gate
 from service_common.grpc_options import Options, channel_options
 from service_common.metadata import AUTHORIZATION, authorization
 from service_common.tls import TlsFiles, channel_credentials, server_credentials
 from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
+
+if TYPE_CHECKING:
+    from service_common.gate import Gate
 
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
@@ -91,8 +93,10 @@ class Cluster:
         """For a server that members call; None: without TLS."""
         return None if self._tls is None else server_credentials(self._tls)
 
-    def gates(self) -> list[Gate]:
+    def gates(self) -> "list[Gate]":
         """Interceptors of such a server."""
+        from service_common.gate import HEALTH, Gate  # has what only servers need
+
         return [] if self._tokens is None else [Gate(self._check, (HEALTH,))]
 
     def _check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:

@@ -7,13 +7,15 @@ field for `InvalidArgument`, and a `RetryInfo` when the error tells a delay.
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
 
 from service_common import errors
+
+if TYPE_CHECKING:  # and where a status is made: the codes alone do without
+    from google.rpc import status_pb2
 
 DOMAIN = "pagewire"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -42,11 +44,13 @@ class Statuses:
             return self._codes[type(error)]
         return grpc.StatusCode.INTERNAL
 
-    def status(self, error: Exception) -> status_pb2.Status:
+    def status(self, error: Exception) -> "status_pb2.Status":
         """`error` with its details.
 
         An error that is not ours is a bug: its text may hold anything, so callers see none of it.
         """
+        from google.rpc import status_pb2
+
         if not isinstance(error, errors.PagewireError):
             error = errors.PagewireError("internal error")
         status = status_pb2.Status(
@@ -83,6 +87,8 @@ def unless_over() -> Iterator[None]:
 
 
 def _details(error: errors.PagewireError) -> list[Any]:
+    from google.rpc import error_details_pb2
+
     details: list[Any] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.details)
     ]

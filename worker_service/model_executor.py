@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +23,10 @@ from worker_service.models.compiled import compile_layers
 from worker_service.parallel.rendezvous import Rendezvous
 from worker_service.parallel.runner import RankRunner
 from worker_service.profiler import Profiler
-from worker_service.structured.grammars import Grammars
 from worker_service.structured.vocabulary import token_texts
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ class ModelExecutor:
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
-        self._grammars: Grammars | None = None
+        self._grammars: "Grammars | None" = None
         """None where the model's tokenizer cannot tell its tokens' texts."""
         self._cache: CacheEngine | None = None
         self._state: DeviceState | None = None
@@ -157,11 +161,16 @@ class ModelExecutor:
         return torch.device(self.loaded.config.device)
 
 
-def _grammars_of(loaded: LoadedModel) -> Grammars | None:
-    """For structured output; None without a tokenizer that can be read."""
+def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
+    """For structured output; None without a tokenizer that can be read, or without the library."""
     assets = dict(iter_assets(loaded.model_dir))
     if "tokenizer.json" not in assets:
         return None
+    if find_spec("llguidance") is None:
+        logger.warning("no structured output error=llguidance is not installed")
+        return None
+    from worker_service.structured.grammars import Grammars
+
     try:
         return Grammars(token_texts(assets["tokenizer.json"], loaded.model.vocab_size))
     except ValueError as error:

@@ -5,7 +5,7 @@ The runner belongs to the engine's model thread; nothing here is safe to call fr
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,10 @@ from worker_service.prompt_logprobs import prompt_logprobs
 from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampler.sampler import NO_TOKEN, Largest, Samples, SamplingBatch, sample
 from worker_service.sequence_state import SequenceTable
-from worker_service.structured.grammars import Grammars
 from worker_service.structured.masks import ConstrainedRow, MaskedRows, TokenMasks
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -94,7 +96,7 @@ class ModelRunner:
         model: Model,
         cache: CacheEngine,
         block_size: int,
-        grammars: Grammars | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         """grammars: for sequences with a constraint; None: there may be none."""
         self._model = model

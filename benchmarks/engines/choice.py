@@ -74,6 +74,12 @@ def start_all(
     return engines, absent
 
 
+def _pagewire(settings: Settings, _: Programs) -> Engine:
+    if missing := pagewire.missing_modules():
+        raise Absent(f"its services need {', '.join(missing)}")
+    return pagewire.Pagewire(settings)
+
+
 def _vllm(settings: Settings, programs: Programs) -> Engine:
     return vllm.engine(_given(programs.vllm_python, "--vllm-python"), settings)
 
@@ -103,7 +109,7 @@ def _given(program: Path | None, flag: str) -> Path:
 
 
 _MAKERS: dict[str, Callable[[Settings, Programs], Engine]] = {
-    pagewire.NAME: lambda settings, _: pagewire.Pagewire(settings),
+    pagewire.NAME: _pagewire,
     in_process.NAME: lambda settings, _: in_process.engine(settings),
     vllm.NAME: _vllm,
     llama_cpp.NAME: _llama_cpp,

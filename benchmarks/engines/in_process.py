@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections import deque
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import GroupCapacity, Request, SchedulerConfig, SchedulerCore
+from service_common.version import VERSION
 from worker_service import wire as worker_wire
 from worker_service.config import CacheConfig
 from worker_service.executor import Step
@@ -92,7 +92,7 @@ class InProcess:
     def about(self) -> dict[str, Any]:
         """Version and settings."""
         given = {name: value for name, value in self._settings.items() if name != "model"}
-        return {"version": metadata.version("pagewire"), "settings": given}
+        return {"version": VERSION, "settings": given}
 
     def generate(
         self,

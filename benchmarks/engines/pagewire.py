@@ -1,7 +1,7 @@
 """Pagewire as its users have it: frontend, core and worker as processes, driven over gRPC."""
 
 import time
-from importlib import metadata
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,9 +10,17 @@ import psutil
 from benchmarks.checkpoints import checkpoint
 from benchmarks.engines.engine import About, Outputs, Settings
 from benchmarks.workloads import Job
-from pagewire_client import LLM, SamplingParams
+from service_common.version import VERSION
 
 NAME = "pagewire"
+
+_OF_SERVICES = ("google.rpc", "grpc_health", "grpc_reflection", "llguidance")
+"""Modules that the services need, and scheduler core and worker in one process do not."""
+
+
+def missing_modules() -> list[str]:
+    """Those that are not installed here."""
+    return [name for name in _OF_SERVICES if find_spec(name) is None]
 
 
 class Pagewire:
@@ -27,7 +35,7 @@ class Pagewire:
     def __init__(self, settings: Settings) -> None:
         self._flags = flags(settings)
         self._model = str(checkpoint(settings.shape, settings.dtype, settings.checkpoints))
-        self.about = About(version=metadata.version("pagewire"), settings=self._flags)
+        self.about = About(version=VERSION, settings=self._flags)
 
     @property
     def pids(self) -> list[int]:
@@ -36,6 +44,8 @@ class Pagewire:
 
     def run(self, jobs: list[Job]) -> Outputs:
         """Run all jobs together."""
+        from pagewire_client import SamplingParams
+
         params = [
             SamplingParams(temperature=0, ignore_eos=True, max_tokens=job.num_output_tokens)
             for job in jobs
@@ -54,6 +64,8 @@ class Pagewire:
         """Nothing to do."""
 
     def __enter__(self) -> Self:
+        from pagewire_client import LLM
+
         others = _children()
         self._llm = LLM(self._model, **self._flags)
         self._pids = sorted(_children() - others)

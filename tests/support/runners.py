@@ -54,10 +54,11 @@ def recorded(model: Model, cache: CacheEngine, block_size: int, num_slots: int =
 
 
 def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
-    """What a worker with a GPU has: replays decodes, if the model can be recorded."""
+    """What a worker with a GPU has, less constraints: replays decodes, if the model can be
+    recorded."""
     recorder = CudaRecorder(cache.device_cache.device)
     state = DeviceState(model, cache, block_size, recorder, SIZES)
-    return DeviceRunner(model, cache, block_size, state, grammars=grammars(model.vocab_size))
+    return DeviceRunner(model, cache, block_size, state)
 
 
 MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]

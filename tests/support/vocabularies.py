@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from worker_service.structured.constraint import Constraint, ConstraintKind
-from worker_service.structured.grammars import Grammars
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
 
 NUM_SPECIAL = 5
 """Tokens 0 to 4 have no text."""
@@ -24,8 +26,10 @@ def token_texts(vocab_size: int) -> list[bytes]:
 
 
 @lru_cache
-def grammars(vocab_size: int) -> Grammars:
+def grammars(vocab_size: int) -> "Grammars":
     """Over `token_texts`."""
+    from worker_service.structured.grammars import Grammars  # not on every machine with a GPU
+
     return Grammars(token_texts(vocab_size))
 
 

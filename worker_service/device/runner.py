@@ -20,6 +20,7 @@ What the host has to know before a launch is said here, in one place:
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,10 @@ from worker_service.models.interface import Model
 from worker_service.plan import StepPlan, StepResult
 from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.table import NO_LOGPROBS
-from worker_service.structured.grammars import Grammars
 from worker_service.structured.masks import MaskedRows
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -58,7 +61,7 @@ class DeviceRunner(ModelRunner):
         block_size: int,
         state: DeviceState,
         mark: Callable[[], Mark] | None = None,
-        grammars: Grammars | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         """mark: makes marks in the device's work; None makes those of the cache's device."""
         super().__init__(model, cache, block_size, grammars)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,10 @@ from worker_service.parallel.micro_batches import micro_batches
 from worker_service.parallel.ranks import Ranks
 from worker_service.plan import RowErrorReason, StepPlan, StepResult
 from worker_service.sampler.sampler import NO_TOKEN
-from worker_service.structured.grammars import Grammars
 from worker_service.structured.masks import ConstrainedRow, MaskedRows
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -35,7 +38,7 @@ class RankRunner(ModelRunner):
         cache: CacheEngine,
         block_size: int,
         ranks: Ranks,
-        grammars: Grammars | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         """Raises GroupBroken unless `ranks` have joined."""
         self._ranks = ranks

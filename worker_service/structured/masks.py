@@ -8,14 +8,16 @@ by the thread that has launched the pass.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from worker_service.structured.constraint import Constraint
-from worker_service.structured.grammars import Grammars
 from worker_service.structured.matching import OutputMatcher
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -47,7 +49,7 @@ class ConstrainedRow(NamedTuple):
 class TokenMasks:
     """The matchers of the sequences that a runner knows, by slot. Belongs to the model thread."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: "Grammars") -> None:
         self._grammars = grammars
         self._asked: dict[int, tuple[Constraint, int]] = {}
         """Constraint and min_tokens."""

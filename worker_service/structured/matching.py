@@ -1,10 +1,14 @@
 """How far one sequence's output has come in what it must match."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
 
 from worker_service.structured.constraint import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Int32Array = npt.NDArray[np.int32]
 UInt32Array = npt.NDArray[np.uint32]
@@ -17,7 +21,7 @@ class OutputMatcher:
     its limits.
     """
 
-    def __init__(self, constraint: Constraint, min_tokens: int, matcher: LLMatcher) -> None:
+    def __init__(self, constraint: Constraint, min_tokens: int, matcher: "LLMatcher") -> None:
         self._constraint = constraint
         self._min_tokens = min_tokens
         self.matcher = matcher
