@@ -7,11 +7,12 @@ copy keeps no multiprocessor from computing beside it. So long runs of neighbour
 everything else is the kernel's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,8 +39,8 @@ class CopyMover:
     """Plain copies, of neighbours that go to neighbouring places together."""
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
-        for run in _runs(pairs):
-            _copy_run(source, target, run)
+        for start, length in _runs(pairs).tolist():
+            _copy_run(source, target, pairs[start : start + length])
 
     def copy(self, cache: Tensor, pairs: Int32Array) -> None:
         if len(pairs):
@@ -59,15 +60,13 @@ class KernelMover:
         self._min_copy_bytes = min_copy_bytes
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
-        scattered = []
-        min_blocks = -(-self._min_copy_bytes // max(1, source[:1].nbytes))
-        for run in _runs(pairs):
-            if len(run) >= min_blocks:
-                _copy_run(source, target, run)
-            else:
-                scattered.append(run)
-        if scattered:
-            self._move(source, target, _as_tensor(np.concatenate(scattered)))
+        runs = _runs(pairs)
+        is_long = runs[:, 1] * source[:1].nbytes >= self._min_copy_bytes
+        for start, length in runs[is_long].tolist():
+            _copy_run(source, target, pairs[start : start + length])
+        scattered = pairs[np.repeat(~is_long, runs[:, 1])]
+        if len(scattered):
+            self._move(source, target, _as_tensor(scattered))
 
     def copy(self, cache: Tensor, pairs: Int32Array) -> None:
         if len(pairs):
@@ -83,10 +82,12 @@ def mover_for(device: torch.device) -> BlockMover:
     return CopyMover()
 
 
-def _runs(pairs: Int32Array) -> Iterator[Int32Array]:
-    """Pairs cut where neighbours do not go to neighbouring places."""
-    if len(pairs):
-        yield from np.split(pairs, np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1)
+def _runs(pairs: Int32Array) -> npt.NDArray[np.int64]:
+    """(start, length) of each run of pairs whose neighbours go to neighbouring places."""
+    is_first = np.ones(len(pairs), np.bool_)
+    is_first[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
+    starts = np.flatnonzero(is_first)
+    return np.stack([starts, np.diff(starts, append=len(pairs))], axis=1)
 
 
 def _copy_run(source: Tensor, target: Tensor, run: Int32Array) -> None:
