@@ -395,7 +395,8 @@ def reduce_splits(
     PADDED_DIM: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Program (token, head): merge the splits that hold keys the row sees, first to last."""
+    """Program (token, head): merge the splits that hold keys the row sees, first to last; one by
+    one where their size is fixed, as a tile that goes through them all does, else many at once."""
     token, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     if IS_DECODE:  # one program per sequence, which has one row or none
@@ -423,13 +424,30 @@ def reduce_splits(
     split_stride = num_heads.to(tl.int64) * num_tokens
     # A row of no sequence stands at -1 and sees no split; a quotient would be rounded up to 0.
     num_splits_seen = tl.cdiv(row_at + 1, split_tokens)
-    for split in range(first_split, num_splits_seen):
-        partial = split * split_stride + token * num_heads + head + one
-        part_maximum = tl.load(partial_sums + partial * 2)
-        part_total = tl.load(partial_sums + partial * 2 + 1)
-        at = partial[:, None] * PADDED_DIM + column[None, :]
-        part = tl.load(partial_output + at, mask=mask, other=0.0)
-        maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
+    if SPLIT_TOKENS > 0:
+        for split in range(first_split, num_splits_seen):
+            partial = split * split_stride + token * num_heads + head + one
+            part_maximum = tl.load(partial_sums + partial * 2)
+            part_total = tl.load(partial_sums + partial * 2 + 1)
+            at = partial[:, None] * PADDED_DIM + column[None, :]
+            part = tl.load(partial_output + at, mask=mask, other=0.0)
+            maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
+    else:
+        # One by one, each would wait for memory in its turn; more would not fit into registers.
+        at_once: tl.constexpr = 16
+        for start in range(first_split, num_splits_seen, at_once):
+            split = start + tl.arange(0, at_once)
+            is_seen = split < num_splits_seen
+            partial = split * split_stride + token * num_heads + head
+            maxima = tl.load(partial_sums + partial * 2, mask=is_seen, other=float("-inf"))
+            totals = tl.load(partial_sums + partial * 2 + 1, mask=is_seen, other=0.0)
+            at = partial[:, None] * PADDED_DIM + column[None, :]
+            parts = tl.load(partial_output + at, mask=is_seen[:, None] & mask, other=0.0)
+            part_maximum = tl.max(maxima, axis=0) + tl.zeros([1], tl.float32)
+            weights = tl.exp2(maxima - _finite(part_maximum))
+            part_total = tl.sum(totals * weights, axis=0) + tl.zeros([1], tl.float32)
+            part = tl.sum(parts * weights[:, None], axis=0)[None, :]
+            maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
     output = _finish(maximum, total, output, sinks, head + one, one == 0, value_scale, HAS_SINKS)
     at = (token.to(tl.int64) * output_token_stride + head * HEAD_DIM + one)[:, None]
     tl.store(

@@ -99,6 +99,16 @@ def test_decodes_agree_with_the_reference(dtype: torch.dtype, launch: Launch) ->
     assert_agrees(output, _expected(sequences, DECODES, scale=0.3, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 500}], ids=["plain", "window"])
+def test_many_splits_are_merged(options: dict[str, Any]) -> None:
+    sequences = PagedSequences(Shape(), [700, 40, 5])
+    _written(sequences)
+    launch = Launch(tile_rows=16, tile_keys=16, num_warps=4, num_splits=44)  # of 16 keys or none
+    for parts in ([(0, 699, 700), (1, 39, 40), (2, 4, 5)], [(0, 690, 700), (1, 30, 40)]):
+        output = _attend(sequences, parts, scale=0.3, launch=launch, **options)
+        assert_agrees(output, _expected(sequences, parts, scale=0.3, **options))
+
+
 @pytest.mark.parametrize(
     "shape",
     [
