@@ -82,7 +82,8 @@ class CudaRecorder:
         """Tell torch's allocator, which does not learn it otherwise: until then it gives back
         nothing of what it caches, and fails every other capture."""
         device = torch.cuda.current_device()
-        with suppress(RuntimeError):  # it knows, if it was not the capture itself that failed
+        # It knows if it was not the capture itself that failed; and these are torch's own affair.
+        with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
 
