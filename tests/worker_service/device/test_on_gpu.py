@@ -89,6 +89,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("make_runner", [eager, recorded])
 def test_nothing_in_a_launch_waits_for_the_device(
