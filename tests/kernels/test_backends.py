@@ -180,13 +180,6 @@ def test_the_check_tells_right_results_from_wrong_ones(needs: AttentionNeeds) ->
         self_check(OffBackend("off"), CPU, needs)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_gets_our_kernels_or_a_flash_attention(dtype: torch.dtype) -> None:
-    assert select_backend(GPU, None, replace(NEEDS, dtype=dtype)).name in ("triton", "flash")
-    assert select_backend(GPU, "triton", replace(NEEDS, dtype=dtype)).name == "triton"
-
-
 def test_the_native_kernels_leave_numba_unloaded() -> None:
     if library() is None:
         pytest.skip("no native kernels here")

@@ -15,7 +15,6 @@ from pagewire_kernels.flash import (
     FlashBackend,
     FlashCall,
     TorchVarlen,
-    installed_calls,
 )
 from pagewire_kernels.flash.calls import import_if_whole
 from tests.support import fake_flash
@@ -140,22 +139,3 @@ def test_a_package_built_for_another_torch_is_as_good_as_none(
     whole = import_if_whole("whole_flash")
     assert whole is not None
     assert whole.answer == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_installed_packages_agree_with_the_reference(dtype: torch.dtype) -> None:
-    device = torch.device("cuda")
-    calls = [*installed_calls(device)]
-    if not calls:
-        pytest.skip("no FlashAttention with block tables is installed")
-    for call in calls:
-        for head_dim in (64, 128):
-            needs = AttentionNeeds(
-                dtype=dtype,
-                head_dim=head_dim,
-                sliding_window=True,
-                soft_cap=call.abilities.soft_cap,
-                alibi=call.abilities.alibi,
-            )
-            self_check(FlashBackend(call, reference.write_kv), device, needs)
