@@ -9,6 +9,7 @@ results of several travel together.
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.rates import StepRates
 from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.sequence import SequenceStatus
 
 MAX_LEAD_US = 100_000
 """The most that steps which travel together may take, as a request that comes now has to wait for
@@ -49,7 +50,9 @@ class Lead:
         """How long all that decodes may wait for its tokens, in microseconds."""
         running = self._running
         if running.num_changes != self._num_changes:
-            groups = {seq.group for seq in running.decoding}
+            # What has ended is in the list until the next plan, and would be remembered.
+            present = (seq for seq in running.decoding if seq.status is SequenceStatus.RUNNING)
+            groups = {seq.group for seq in present}
             self._patience_us = min((group.patience_us for group in groups), default=0)
             self._num_changes = running.num_changes
         return self._patience_us

@@ -61,6 +61,14 @@ def test_the_least_patient_request_says_how_many_steps_travel_together() -> None
     assert lead(driver) == [3] * 4
 
 
+def test_a_request_that_has_ended_is_waited_for_no_more() -> None:
+    driver = make_driver()
+    decoding(driver, PATIENT_US, 0)
+    assert lead(driver) == [1, 1]
+    driver.cancel(list(driver.records.values())[-1])
+    assert lead(driver) == [8] * 9
+
+
 def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:
     driver = make_driver(max_steps_together=1000)
     decoding(driver, PATIENT_US)
