@@ -32,10 +32,10 @@ class StepClock:
     """Planning since the last result. It counts as far as it delayed the worker: in a full
     pipeline planning is hidden behind the forward pass."""
 
-    def advance(self, now_us: int, result: StepResult) -> None:
-        """Cut the time since the last result by what the worker reports about its step. One that
-        was held back counts as of when it might have come."""
-        rest = max(0, now_us - result.held_us - self.mark_us)
+    def advance(self, now_us: int, result: StepResult) -> int:
+        """Cut the time since the last result by what the worker reports about its step; how much
+        it is. One that was held back counts as of when it might have come."""
+        elapsed_us = rest = max(0, now_us - result.held_us - self.mark_us)
         self.mark_us += rest
         part = min(rest, result.cache_ops_us + result.forward_us)
         self.forward_us += part
@@ -47,6 +47,7 @@ class StepClock:
         self.plan_us += part
         self.wire_us += rest - part
         self.unassigned_plan_us = 0
+        return elapsed_us
 
 
 class Phase(Enum):

@@ -318,8 +318,7 @@ class Scheduler:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
         step = self._pipeline.pop(result)
         self.num_changes += 1
-        waited_us = now_us - self.clock.mark_us
-        self.clock.advance(now_us, result)
+        waited_us = self.clock.advance(now_us, result)
         self.rates.note(step.work, result)
         self.num_steps += 1
         for row, error in result.errors.items():

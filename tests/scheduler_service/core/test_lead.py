@@ -7,6 +7,7 @@ import dataclasses
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.latency_histogram import LatencyHistogram
 from scheduler_service.core.lead import MAX_LEAD_US
 from tests.support.core_driver import CoreDriver, make_capacity
 
@@ -67,6 +68,23 @@ def test_a_request_that_has_ended_is_waited_for_no_more() -> None:
     assert lead(driver) == [1, 1]
     driver.cancel(list(driver.records.values())[-1])
     assert lead(driver) == [8] * 9
+
+
+def test_tokens_that_come_together_have_each_taken_the_time_of_a_step() -> None:
+    driver = make_driver()
+    decoding(driver, PATIENT_US)
+    before = driver.core.snapshot().inter_token_counts
+    for _ in range(4):
+        driver.schedule("g")
+    driver.now += 0.004
+    results = driver.links["g"].results
+    while results:
+        held_us = 1000 * (len(results) - 1)
+        driver.core.update("g", dataclasses.replace(results.popleft(), held_us=held_us), driver.now)
+    expected = LatencyHistogram()
+    expected.add(1000, 4)
+    after = driver.core.snapshot().inter_token_counts
+    assert [b - a for a, b in zip(before, after, strict=True)] == expected.counts
 
 
 def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:

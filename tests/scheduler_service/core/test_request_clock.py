@@ -45,7 +45,8 @@ def test_the_time_between_results_is_forward_then_sampling_then_planning_then_wi
 def test_results_that_come_together_count_as_if_each_had_come_at_once() -> None:
     steps = StepClock(0)
     for held_us in (1800, 900, 0):
-        steps.advance(2700, replace(result(forward_us=800, sample_us=70), held_us=held_us))
+        held = replace(result(forward_us=800, sample_us=70), held_us=held_us)
+        assert steps.advance(2700, held) == 900
     assert (steps.forward_us, steps.sample_us, steps.wire_us) == (2400, 210, 90)
     assert steps.mark_us == 2700
 
