@@ -162,16 +162,19 @@ class Scheduler:
             if group.beams.search.is_done:
                 self._finish_search(group, now_us)
         else:
-            self._end_full(group, now_us)
+            self._end_full(group)
         if group.num_unfinished:
             (self.ahead if group.is_ahead else self.waiting).add(group)
 
-    def _end_full(self, group: SequenceGroup, now_us: int) -> None:
-        """End choices that have all the tokens they can have here."""
+    def _end_full(self, group: SequenceGroup) -> None:
+        """End choices of a group that is in no queue yet which have all the tokens that they can
+        have here."""
         for seq in list(group.unfinished()):
             if len(seq.output_token_ids) >= seq.max_output_tokens:
                 delivery.finish_choice(seq, None)
-                self.end_sequence(seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now_us)
+                group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if group.num_unfinished == 0:
+            self._note_ended(group)
 
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
@@ -452,8 +455,11 @@ class Scheduler:
         elif group not in self.ahead and group not in self._leaving:
             self.waiting.add(group)
         if group.num_unfinished == 0:
-            del self.groups[group]
-            self._ended.append(group)
+            self._note_ended(group)
+
+    def _note_ended(self, group: SequenceGroup) -> None:
+        del self.groups[group]
+        self._ended.append(group)
 
     def _discard(self, group: SequenceGroup) -> None:
         """Take a group out of the queues."""

@@ -9,6 +9,7 @@ from scheduler_service.core import (
     SchedulerConfig,
     SchedulerCore,
 )
+from scheduler_service.core.config import PolicyName
 from tests.support.core_driver import CoreDriver, make_capacity, make_request
 from tests.support.symbolic_worker import Sampling, undisturbed
 
@@ -85,3 +86,28 @@ def test_a_resumed_choice_at_the_models_length_ends_when_a_group_is_known() -> N
     outbox = core.take_outboxes()["f0"]
     assert [end.reason for end in outbox.choices_finished] == ["length"]
     assert [end.handle for end in outbox.requests_finished] == [1]
+
+
+def test_a_resumed_request_that_goes_ahead_is_queued_once_though_a_choice_has_all_its_tokens() -> (
+    None
+):
+    driver = CoreDriver(
+        dataclasses.replace(
+            CONFIG, max_num_seqs=2, max_num_batched_tokens=4, policy=PolicyName.PRIORITY
+        )
+    )
+    driver.add_group(make_capacity(max_model_len=12))
+    driver.submit(prompt=[1] * 3, max_tokens=9, n=2, priority=1)
+    driver.schedule("g0")
+    generated = {
+        0: GeneratedTokens(token_ids=[7] * 7),
+        1: GeneratedTokens(token_ids=[8]),
+    }
+    request = make_request(
+        request_id="first", handle=9, num_choices=2, max_tokens=100, generated=generated
+    )
+    driver.core.submit(request, driver.now)
+    plan = driver.schedule("g0")
+    assert plan is not None
+    assert [new.choice_index for new in plan.new_sequences] == [1]
+    driver.core.check()
