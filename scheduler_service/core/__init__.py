@@ -12,10 +12,10 @@ give the same plans, so that any run can be replayed. What drives it does this:
     for frontend_id, outbox in core.take_outboxes().items():
         send(outbox)
 
-After a request, an end on somebody's wish, or a group that comes or goes every group may have
-something to do, after a result its own group: call `schedule` for each until it returns None, and
-for those that `take_stirred` names then, since requests are placed by whichever group plans. Then
-take the outboxes.
+After an end on somebody's wish, or a group that comes or goes, every group may have something to
+do, after a result its own group, and after any call those that `take_stirred` names, since requests
+are placed by whichever group plans: call `schedule` for each until it returns None. Then take the
+outboxes.
 
 How it is made, from the outside in:
 

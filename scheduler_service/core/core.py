@@ -119,6 +119,7 @@ class SchedulerCore:
             self._end(former, ABORTED, error, now)
         self._losses.suspect(group)
         self._accept(group, now)
+        self._fleet.stir(request.model)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
         """Its client no longer wants a request; nothing more is said of it. Unknown: no effect."""
@@ -207,7 +208,9 @@ class SchedulerCore:
     # News.
 
     def take_stirred(self) -> set[str]:
-        """Worker groups that a `schedule` of any has given requests to since the last call."""
+        """Worker groups that may have something to plan since the last call, though it was about
+        others: `schedule` of any gives requests to all, what is submitted is placed by whichever
+        plans, and what has ended may have been in the way of another model's."""
         return self._fleet.take_stirred()
 
     def take_outboxes(self) -> dict[str, Outbox]:
@@ -351,6 +354,8 @@ class SchedulerCore:
                 for seq in group.choices():
                     model.placement.note_answer(len(seq.output_token_ids))
             model.release(group)
+            if group.tenant.config.max_kv_blocks is not None:
+                self._fleet.stir_held_up()
             self._fleet.drop_if_unused(model)
         totals = self._fleet.totals.get(group.request.model)
         if totals is not None and group.has_begun and self._config.enable_prefix_caching:

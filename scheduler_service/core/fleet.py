@@ -59,8 +59,16 @@ class Fleet:
         model = self._models[group.request.model]
         return next((s for s in model.schedulers if group in s.groups), None)
 
+    def stir_held_up(self) -> None:
+        """A tenant has fewer blocks in use: of any model, what waits for that is to be looked at,
+        though nothing else may have its worker groups plan."""
+        for model in self._models.values():
+            if model.waiting.has_set_aside:
+                model.stir()
+
     def take_stirred(self) -> set[str]:
-        """Worker groups that were given requests since the last call."""
+        """Worker groups that may have something to plan although nothing was heard of them, since
+        the last call."""
         stirred: set[str] = set()
         for model in self._models.values():
             if model.stirred:
@@ -86,6 +94,12 @@ class Fleet:
     def model_of(self, scheduler: Scheduler) -> Model:
         """The one that a worker group serves."""
         return self._models[scheduler.capacity.model]
+
+    def stir(self, name: str) -> None:
+        """Have a model's worker groups, if there are any, look at what waits for it."""
+        model = self._models.get(name)
+        if model is not None:
+            model.stir()
 
     def drop_if_unused(self, model: Model) -> None:
         """Forget a model that was never served, and that nobody waits for any more."""

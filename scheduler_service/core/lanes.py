@@ -58,6 +58,11 @@ class Lanes(Generic[Kind]):
         """Those of all groups."""
         return self._num_of_kind
 
+    @property
+    def has_set_aside(self) -> bool:
+        """Whether anything is left out for its tenant's own limits."""
+        return bool(self._set_aside)
+
     def head(self) -> SequenceGroup | None:
         """The group to be served first; None if none waits, except what is left out."""
         while (top := self._order.peek()) is not None:

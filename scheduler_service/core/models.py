@@ -40,7 +40,8 @@ class Model:
     """How fast requests come out of `waiting`."""
 
     stirred: set[str] = field(default_factory=set)
-    """Ids of worker groups that were given requests, since they were last asked for."""
+    """Ids of worker groups that may have something to plan although nothing was heard of them,
+    since they were last asked for."""
     waiting: Lanes[tuple[Alike, ...]] = field(init=False)
     _lost: list[GroupCapacity] = field(default_factory=list)
     """What worker groups held that have died, as far as none has come in their place."""
@@ -212,6 +213,13 @@ class Model:
             num_tokens=sum(group.num_prompt_tokens for group in placed),
             is_empty=not self.waiting,
         )
+
+    def stir(self) -> None:
+        """Have the worker groups plan that can, so that what waits is placed. The first of them
+        places all there is, but none needs to wait for another; those that have a result to come
+        before they can plan will do so then."""
+        can_plan = (s for s in self.schedulers if not s.is_full(is_awaited=True))
+        self.stirred.update(scheduler.capacity.group_id for scheduler in can_plan)
 
     def _awaited(self) -> list[Scheduler]:
         """The worker groups that something waits for. Room in others, which drain or are too small,

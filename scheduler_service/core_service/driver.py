@@ -60,7 +60,8 @@ class CoreDriver:
     def submit(self, request: Request) -> None:
         """Queue a request; raises an error of `scheduler_service.errors` when it is refused."""
         self.core.submit(request, self.clock())
-        self._changed()
+        self._wake_stirred()
+        self._settle_soon()
 
     def cancel(self, frontend_id: str, handle: int) -> None:
         """End a request that its client no longer wants."""
@@ -108,8 +109,7 @@ class CoreDriver:
     def next_plan(self, group_id: str) -> StepPlan | None:
         """The group's next step, if there is work for it now."""
         plan = self.core.schedule(group_id, self.clock())
-        for stirred in self.core.take_stirred():
-            self._wake(stirred)
+        self._wake_stirred()
         self._settle_soon()
         return plan
 
@@ -117,6 +117,7 @@ class CoreDriver:
         """What came of the group's oldest step under way."""
         self.core.update(group_id, result, self.clock())
         self._wake(group_id)
+        self._wake_stirred()
         self._settle_soon()
 
     async def wait_idle(self) -> None:
@@ -147,6 +148,11 @@ class CoreDriver:
         work = self._work.get(group_id)
         if work is not None:
             work.set()
+
+    def _wake_stirred(self) -> None:
+        """There may be plans for groups that the core names."""
+        for group_id in self.core.take_stirred():
+            self._wake(group_id)
 
     def _settle_soon(self) -> None:
         if self._settling is None:

@@ -1,0 +1,64 @@
+"""Which worker groups are woken, since there may be a plan for them."""
+
+from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
+from scheduler_service.core.config import TenantConfig
+from scheduler_service.core_service.driver import CoreDriver
+from tests.support.core_driver import make_capacity, make_request
+
+
+class Deployment:
+    """A core with worker groups, none of which plans unless it is told to."""
+
+    def __init__(self, config: SchedulerConfig, **models: str) -> None:
+        """`models`: by group."""
+        self.driver = CoreDriver(SchedulerCore(config))
+        self._work = {
+            group_id: self.driver.add_group(make_capacity(group_id, model=model))
+            for group_id, model in models.items()
+        }
+        self.take_woken()
+
+    def take_woken(self) -> set[str]:
+        """Groups that were woken since the last call."""
+        woken = {group_id for group_id, work in self._work.items() if work.is_set()}
+        for work in self._work.values():
+            work.clear()
+        return woken
+
+
+async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
+    deployment = Deployment(SchedulerConfig(pipeline_depth=2), full="m", idle="m", other="n")
+    driver = deployment.driver
+    driver.submit(make_request())
+    assert deployment.take_woken() == {"full", "idle"}
+    assert driver.next_plan("full") is not None
+    assert driver.next_plan("full") is not None
+    deployment.take_woken()
+    driver.submit(make_request(handle=2, request_id="r2"))
+    assert deployment.take_woken() == {"idle"}
+    driver.close()
+
+
+async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
+    deployment = Deployment(SchedulerConfig(), first="m", second="m")
+    driver = deployment.driver
+    driver.submit(make_request())
+    deployment.take_woken()
+    assert driver.next_plan("second") is None
+    assert deployment.take_woken() == {"first"}
+    driver.close()
+
+
+async def test_a_result_wakes_another_models_group_for_what_its_tenant_may_have_now() -> None:
+    config = SchedulerConfig(default_tenant=TenantConfig(max_kv_blocks=2))
+    deployment = Deployment(config, one="m", another="n")
+    driver = deployment.driver
+    driver.submit(make_request(max_tokens=1))
+    assert driver.next_plan("one") is not None
+    driver.submit(make_request(handle=2, request_id="r2", model="n", max_tokens=1))
+    assert driver.next_plan("another") is None
+    deployment.take_woken()
+    driver.apply("one", StepResult(step_id=1, token_ids=[7]))
+    assert deployment.take_woken() == {"one", "another"}
+    assert driver.next_plan("another") is not None
+    driver.close()
