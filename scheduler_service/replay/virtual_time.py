@@ -197,10 +197,18 @@ class _Simulation:
     # After it.
 
     def _plan(self) -> None:
-        for group_id, worker in self._workers.items():
-            while (plan := self._core.schedule(group_id, self._now)) is not None:
-                time, result = worker.execute(plan, self._now)
-                self._at(time, partial(self._update, group_id, worker, result))
+        """All that can be planned now; what is given to a group after it has planned, too."""
+        due = list(self._workers)
+        while due:
+            for group_id in due:
+                self._plan_for(group_id, self._workers[group_id])
+            stirred = self._core.take_stirred()
+            due = [group_id for group_id in self._workers if group_id in stirred]
+
+    def _plan_for(self, group_id: str, worker: VirtualWorker) -> None:
+        while (plan := self._core.schedule(group_id, self._now)) is not None:
+            time, result = worker.execute(plan, self._now)
+            self._at(time, partial(self._update, group_id, worker, result))
 
     def _update(self, group_id: str, worker: VirtualWorker, result: StepResult) -> None:
         if self._workers.get(group_id) is worker:  # else it was lost with its results

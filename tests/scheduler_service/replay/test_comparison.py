@@ -68,6 +68,14 @@ def test_tokens_that_a_request_brings_along_are_not_given_again() -> None:
     assert life.choices[0].tokens == [5, 6]
 
 
+def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan() -> None:
+    small = make_capacity("small", num_gpu_blocks=4)
+    short, long = script(0, num_tokens=2), script(1, num_tokens=20)
+    lives = run(make_trace(short, long, interventions=[join(small)]))
+    assert [life.is_finished for life in lives] == [True, True]
+    assert [life.num_tokens for life in lives] == [2, 20]
+
+
 def test_clients_and_workers_go_when_they_went() -> None:
     trace = make_trace(
         script(0, num_tokens=40),
