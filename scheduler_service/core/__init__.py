@@ -48,7 +48,8 @@ How it is made, from the outside in:
     prefix_cache.py   what sequences begin alike; cached_blocks.py knows which blocks hold it
     batch.py          a plan in the making
     pipeline.py       plans without results yet
-    delivery.py       from results to outboxes
+    receiving.py      what follows from their results; delivery.py takes them to outboxes
+    ending.py         how sequences end
     beam_search.py    beam search: who goes on, who has ended, when it is over
     beam_group.py     which sequences hold which beams; beam_scheduling.py has them in the batch,
                       beam_delivery.py tells what was found

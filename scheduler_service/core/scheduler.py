@@ -3,25 +3,25 @@
 import logging
 from collections.abc import Callable, Iterable
 
-from scheduler_service.core import delivery
 from scheduler_service.core.admitting import Admitting
 from scheduler_service.core.batch import Batch
-from scheduler_service.core.beam_delivery import deliver_beams, without_beams
 from scheduler_service.core.beam_scheduling import BeamScheduling
 from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.block_map import BlockMap
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.decoding import Decoding
+from scheduler_service.core.ending import Ending
 from scheduler_service.core.lead import Lead
 from scheduler_service.core.leaving import Leaving
 from scheduler_service.core.making_way import MakingWay
-from scheduler_service.core.pipeline import InFlightStep, Pipeline
-from scheduler_service.core.plan import RowError, StepPlan, StepResult
+from scheduler_service.core.pipeline import Pipeline
+from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.preemption import Preemption
 from scheduler_service.core.prefilling import Prefilling
 from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.rates import StepRates, StepWork
+from scheduler_service.core.receiving import Receiving
 from scheduler_service.core.request_clock import Phase, StepClock
 from scheduler_service.core.room import Room
 from scheduler_service.core.running_set import RunningSet
@@ -33,8 +33,6 @@ from scheduler_service.core.waiting_queue import WaitingQueue
 from scheduler_service.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
-
-RUNNING = SequenceStatus.RUNNING
 
 
 class Scheduler:
@@ -77,7 +75,6 @@ class Scheduler:
         self.num_changes = 0
         """Counts up whenever there may be more room than before."""
         self._config = config
-        self._policy = policy
         self._totals = totals
         self._pipeline = Pipeline(capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
@@ -121,6 +118,25 @@ class Scheduler:
         )
         self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
         self._leaving = Leaving(self._prefixes, self._running, self.swapping, self._pipeline)
+        self._ending = Ending(
+            self._prefixes,
+            self._running,
+            self.swapping,
+            self._leaving,
+            waiting=self.waiting,
+            ahead=self.ahead,
+            groups=self.groups,
+        )
+        self._receiving = Receiving(
+            policy,
+            self._prefixes,
+            self._pipeline,
+            self._beams,
+            self._ending,
+            self.clock,
+            self.rates,
+            totals,
+        )
         self.room = Room(
             config,
             capacity,
@@ -134,7 +150,6 @@ class Scheduler:
             ahead=self.ahead,
             groups=self.groups,
         )
-        self._ended: list[SequenceGroup] = []
         self._outgrown: list[SequenceGroup] = []
 
     # What the core asks and tells.
@@ -160,21 +175,11 @@ class Scheduler:
         if group.beams is not None:
             group.beams.search.limit(max_output_tokens)
             if group.beams.search.is_done:
-                self._finish_search(group, now_us)
+                self._receiving.finish_search(group, now_us)
         else:
-            self._end_full(group)
+            self._ending.end_full(group)
         if group.num_unfinished:
             (self.ahead if group.is_ahead else self.waiting).add(group)
-
-    def _end_full(self, group: SequenceGroup) -> None:
-        """End choices of a group that is in no queue yet which have all the tokens that they can
-        have here."""
-        for seq in list(group.unfinished()):
-            if len(seq.output_token_ids) >= seq.max_output_tokens:
-                delivery.finish_choice(seq, None)
-                group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        if group.num_unfinished == 0:
-            self._note_ended(group)
 
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
@@ -183,7 +188,7 @@ class Scheduler:
         waiting = (*self.ahead, *self.waiting)
         groups = [group for group in waiting if group.clock.phase in phases]
         for group in groups:
-            self._discard(group)
+            self._ending.discard(group)
             del self.groups[group]
         return groups
 
@@ -193,7 +198,7 @@ class Scheduler:
         self.num_changes += 1
         leaving = [g for g in self.groups if g not in self._leaving and may_go(g)]
         for group in leaving:
-            self._discard(group)
+            self._ending.discard(group)
             self._leaving.begin(group, now_us)
         return len(leaving)
 
@@ -264,6 +269,11 @@ class Scheduler:
         """Running groups with tokens to compute besides their newest ones, or blocks to come."""
         return {seq.group for seq in (*self._running.prefilling, *self._running.arriving)}
 
+    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
+        """End a sequence; what it held is free at once."""
+        self.num_changes += 1
+        self._ending.end_sequence(seq, status, now_us)
+
     def take_outgrown(self) -> list[SequenceGroup]:
         """Groups with a sequence that has become longer than the whole cache, and beams that are
         too large for it together. They hold what they have until they fail or are sent away.
@@ -283,12 +293,12 @@ class Scheduler:
             reason="KV_CACHE_TOO_SMALL",
             details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
         )
-        self.fail_group(group, error, now_us)
+        self.num_changes += 1
+        self._ending.fail_group(group, error, now_us)
 
     def take_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
+        return self._ending.take_ended()
 
     # One step.
 
@@ -319,39 +329,14 @@ class Scheduler:
 
     def update(self, result: StepResult, now_us: int) -> None:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
-        step = self._pipeline.pop(result)
+        self._receiving.receive(result, now_us)
         self.num_changes += 1
-        waited_us = self.clock.advance(now_us, result)
-        self.rates.note(step.work, result)
         self.num_steps += 1
-        for row, error in result.errors.items():
-            self._fail_row(step.rows[row], error, now_us)
-        for seq, num_tokens, is_last in step.prefills:
-            if seq.status is RUNNING and step.step_id >= seq.first_step_id:
-                self._prefixes.note_prefill(seq, num_tokens, is_last)
-                self._totals.note_prefill(seq, num_tokens, is_last, now_us)
-        for row, prompt_logprobs in result.prompt_logprobs.items():
-            delivery.deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
-        for row, logprobs in result.logprobs.items():
-            delivery.deliver_logprobs(step.rows[row], logprobs)
-        sampled, token_ids = step.sampled, result.token_ids
-        if step.lockstep_rows:
-            self._receive_candidates(step, result, now_us)
-            sampled, token_ids = without_beams(sampled, token_ids)
-        accepted, finished = delivery.deliver_tokens(sampled, token_ids)
-        self._totals.num_generated_tokens += accepted
-        # Decodes come in every step, so each has waited for its token since the step before.
-        num_decoded = accepted - sum(is_last for _, _, is_last in step.prefills)
-        if num_decoded > 0:
-            self._totals.inter_token.add(waited_us, num_decoded)
-        self._policy.note_tokens(step.sampled)
-        for seq, status in finished:
-            self.end_sequence(seq, status, now_us)
 
     def check(self) -> None:
         """Assert the invariants that hold between calls."""
         self.blocks.check()
-        assert not self._ended
+        self._ending.check()
         assert not self._outgrown
         self._running.check(self.groups)
         assert self._running.num_places <= self._config.max_num_seqs
@@ -419,67 +404,3 @@ class Scheduler:
                 self.blocks.num_free_blocks,
             )
         return plan
-
-    # Beams.
-
-    def _receive_candidates(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
-        for row in step.lockstep_rows:
-            candidates, seq = result.candidates.get(row), step.rows[row]
-            if candidates is not None and self._beams.receive(seq, step.step_id, candidates):
-                self._finish_search(seq.group, now_us)
-
-    def _finish_search(self, group: SequenceGroup, now_us: int) -> None:
-        """Deliver what a search has found, and end its group."""
-        num_tokens = deliver_beams(group)
-        if num_tokens is None:
-            message = "the request's own constraints excluded every token"
-            self.fail_group(group, GenerationFailed(message, reason="NO_CANDIDATES"), now_us)
-        else:
-            self._totals.num_generated_tokens += num_tokens
-            self.end_group(group, SequenceStatus.FINISHED_STOPPED, now_us)
-
-    # Ends.
-
-    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
-        """End a sequence; what it held is free at once."""
-        self.num_changes += 1
-        group = seq.group
-        if seq.status is RUNNING:
-            self._prefixes.note_decodes(seq)  # what it has computed can be found
-            self._running.vacate(seq, now_us)
-        elif seq.status is SequenceStatus.SWAPPED:
-            self.swapping.end(seq)
-        group.end(seq, status)
-        if not group.waiting():
-            self._discard(group)
-        elif group not in self.ahead and group not in self._leaving:
-            self.waiting.add(group)
-        if group.num_unfinished == 0:
-            self._note_ended(group)
-
-    def _note_ended(self, group: SequenceGroup) -> None:
-        del self.groups[group]
-        self._ended.append(group)
-
-    def _discard(self, group: SequenceGroup) -> None:
-        """Take a group out of the queues."""
-        self.waiting.discard(group)
-        self.ahead.discard(group)
-        self._leaving.discard(group)
-
-    def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
-        """End all that is left of a group."""
-        for seq in list(group.unfinished()):
-            self.end_sequence(seq, status, now_us)
-
-    def fail_group(self, group: SequenceGroup, error: GenerationFailed, now_us: int) -> None:
-        """End a group by an error of its own, unless it has ended."""
-        if group.num_unfinished:
-            group.error = error
-            self.end_group(group, SequenceStatus.FINISHED_ERROR, now_us)
-
-    def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
-        """End the group of a sequence whose row failed. What it computed may be the cause, and
-        must not be found by others."""
-        self._prefixes.forget(seq)
-        self.fail_group(seq.group, GenerationFailed(error.message, reason=error.reason), now_us)
