@@ -69,6 +69,16 @@ def make_capacity(group_id: str = "g0", **changes: object) -> GroupCapacity:
     return GroupCapacity(**(values | changes))  # type: ignore[arg-type]
 
 
+SMALL_CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+
+
+def make_driver(capacity: GroupCapacity | None = None, **changes: object) -> "CoreDriver":
+    """A core of a small configuration, or one with changes, and one worker group."""
+    driver = CoreDriver(replace(SMALL_CONFIG, **changes))  # type: ignore[arg-type]
+    driver.add_group(capacity or make_capacity())
+    return driver
+
+
 class CoreDriver:
     """A core, its workers and its frontends."""
 

@@ -1,6 +1,5 @@
 """What the scenarios do not show of the core: failing rows, mismatches, timings, bounds."""
 
-import dataclasses
 import gc
 import tracemalloc
 
@@ -10,29 +9,18 @@ from scheduler_service.core import (
     ResultMismatch,
     RowError,
     RowPromptLogprobs,
-    SchedulerConfig,
     SchedulerCore,
     StepResult,
 )
 from scheduler_service.core.delivery import deliver_prompt_logprobs
 from scheduler_service.core.registry import Registry
-from scheduler_service.errors import (
-    UnknownRequest,
-)
-from tests.support.core_driver import CoreDriver, make_capacity, make_request
+from scheduler_service.errors import UnknownRequest
+from tests.support.core_driver import SMALL_CONFIG, make_capacity, make_driver, make_request
 from tests.support.symbolic_worker import Sampling
-
-CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-
-
-def make_driver(**changes: object) -> CoreDriver:
-    driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_group(make_capacity())
-    return driver
 
 
 def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> None:
-    core = SchedulerCore(CONFIG)
+    core = SchedulerCore(SMALL_CONFIG)
     with pytest.raises(UnknownRequest):
         core.abort("", "r1", 0.0)
     core.cancel("f0", 1, 0.0)
@@ -43,8 +31,7 @@ def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> 
 
 
 def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -> None:
-    driver = CoreDriver(dataclasses.replace(CONFIG, watermark=0.0))
-    driver.add_group(make_capacity(num_gpu_blocks=5))
+    driver = make_driver(make_capacity(num_gpu_blocks=5), watermark=0.0)
     sampling = Sampling(seed=1, logprobs=True, prompt_logprobs=True)
     introduced = []
     driver.on_plan = lambda group_id, plan: introduced.extend(plan.new_sequences)
@@ -62,7 +49,7 @@ def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -
 
 
 def test_prompt_logprobs_that_overlap_are_cut_to_what_is_new() -> None:
-    core = SchedulerCore(CONFIG)
+    core = SchedulerCore(SMALL_CONFIG)
     core.submit(make_request(), 0.0)
     group = core._registry.groups()[0]
 

@@ -1,25 +1,17 @@
 """Requests that come with what their clients have received."""
 
-import dataclasses
-
 import pytest
 
-from scheduler_service.core import (
-    GeneratedTokens,
-    SchedulerConfig,
-    SchedulerCore,
-)
+from scheduler_service.core import GeneratedTokens, SchedulerCore
 from scheduler_service.core.config import PolicyName
-from tests.support.core_driver import CoreDriver, make_capacity, make_request
+from tests.support.core_driver import (
+    SMALL_CONFIG,
+    CoreDriver,
+    make_capacity,
+    make_driver,
+    make_request,
+)
 from tests.support.symbolic_worker import Sampling, undisturbed
-
-CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-
-
-def make_driver(**changes: object) -> CoreDriver:
-    driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_group(make_capacity())
-    return driver
 
 
 def resume(generated: dict[int, GeneratedTokens], **changes: object) -> CoreDriver:
@@ -78,7 +70,7 @@ def test_a_resumed_request_with_all_its_tokens_ends_at_once(
 
 
 def test_a_resumed_choice_at_the_models_length_ends_when_a_group_is_known() -> None:
-    core = SchedulerCore(CONFIG)
+    core = SchedulerCore(SMALL_CONFIG)
     generated = {0: GeneratedTokens(token_ids=[7] * 59)}
     core.submit(make_request(generated=generated, max_tokens=100), 0.0)
     core.add_group(make_capacity(), 0.0)
@@ -88,15 +80,13 @@ def test_a_resumed_choice_at_the_models_length_ends_when_a_group_is_known() -> N
     assert [end.handle for end in outbox.requests_finished] == [1]
 
 
-def test_a_resumed_request_that_goes_ahead_is_queued_once_though_a_choice_has_all_its_tokens() -> (
-    None
-):
-    driver = CoreDriver(
-        dataclasses.replace(
-            CONFIG, max_num_seqs=2, max_num_batched_tokens=4, policy=PolicyName.PRIORITY
-        )
+def test_a_request_that_goes_ahead_is_queued_once_though_a_choice_of_it_is_full() -> None:
+    driver = make_driver(
+        make_capacity(max_model_len=12),
+        max_num_seqs=2,
+        max_num_batched_tokens=4,
+        policy=PolicyName.PRIORITY,
     )
-    driver.add_group(make_capacity(max_model_len=12))
     driver.submit(prompt=[1] * 3, max_tokens=9, n=2, priority=1)
     driver.schedule("g0")
     generated = {

@@ -1,14 +1,10 @@
 """What is refused at the door, and what waits: errors in full."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from scheduler_service.core import (
-    GeneratedTokens,
-    SchedulerConfig,
-    SchedulerCore,
-)
+from scheduler_service.core import GeneratedTokens, SchedulerCore
 from scheduler_service.errors import (
     DuplicateRequest,
     InvalidArgument,
@@ -18,15 +14,13 @@ from scheduler_service.errors import (
     UnknownModel,
     UnknownRequest,
 )
-from tests.support.core_driver import CoreDriver, make_capacity, make_request
-
-CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-
-
-def make_driver(**changes: object) -> CoreDriver:
-    driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_group(make_capacity())
-    return driver
+from tests.support.core_driver import (
+    SMALL_CONFIG,
+    CoreDriver,
+    make_capacity,
+    make_driver,
+    make_request,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +53,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_with_the_numbers() 
 
 
 def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
-    driver = CoreDriver(CONFIG)
-    driver.add_group(make_capacity(num_gpu_blocks=3))
+    driver = make_driver(make_capacity(num_gpu_blocks=3))
     driver.core.submit(make_request(prompt_token_ids=[1] * 12), 0.0)
     with pytest.raises(PromptTooLong) as caught:
         driver.core.submit(make_request(request_id="r2", handle=2, prompt_token_ids=[1] * 13), 0.0)
@@ -69,7 +62,7 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
 
 
 def test_a_prompt_that_fits_one_group_of_several_is_taken_there() -> None:
-    driver = CoreDriver(CONFIG)
+    driver = CoreDriver(SMALL_CONFIG)
     driver.add_group(make_capacity("small", num_gpu_blocks=2))
     driver.add_group(make_capacity("large", num_gpu_blocks=16))
     driver.submit(prompt=[1] * 20, max_tokens=1)
@@ -78,7 +71,7 @@ def test_a_prompt_that_fits_one_group_of_several_is_taken_there() -> None:
 
 
 def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() -> None:
-    driver = CoreDriver(CONFIG)
+    driver = CoreDriver(SMALL_CONFIG)
     long = driver.submit(prompt=[1] * 70, max_tokens=1)
     foreign = driver.submit(prompt=[99], max_tokens=1)
     good = driver.submit(prompt=[1], max_tokens=1)
@@ -91,7 +84,7 @@ def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() ->
 
 
 def test_any_model_is_waited_for_until_a_group_is_known() -> None:
-    driver = CoreDriver(CONFIG)
+    driver = CoreDriver(SMALL_CONFIG)
     driver.submit(prompt=[1], max_tokens=1, model="later")
     driver.add_group(make_capacity(model="m"))
     with pytest.raises(UnknownModel) as caught:
@@ -100,7 +93,7 @@ def test_any_model_is_waited_for_until_a_group_is_known() -> None:
 
 
 def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
-    driver = CoreDriver(CONFIG)
+    driver = CoreDriver(SMALL_CONFIG)
     driver.add_group(make_capacity("a", model="m"))
     driver.add_group(make_capacity("b", model="other"))
     driver.lose_group("a")
@@ -111,7 +104,7 @@ def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
 
 
 def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:
-    core = SchedulerCore(CONFIG)
+    core = SchedulerCore(SMALL_CONFIG)
     core.submit(make_request(num_choices=3), 0.0)
     with pytest.raises(DuplicateRequest):
         core.submit(make_request(handle=9), 0.0)
@@ -123,7 +116,7 @@ def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:
 
 
 def test_a_full_queue_says_when_to_come_again_but_takes_what_was_accepted_before() -> None:
-    core = SchedulerCore(dataclasses.replace(CONFIG, max_queue_requests=1, queue_retry_delay_s=2.5))
+    core = SchedulerCore(replace(SMALL_CONFIG, max_queue_requests=1, queue_retry_delay_s=2.5))
     core.submit(make_request(), 0.0)
     with pytest.raises(QueueFull) as caught:
         core.submit(make_request(request_id="r2", handle=2), 0.0)
@@ -134,7 +127,7 @@ def test_a_full_queue_says_when_to_come_again_but_takes_what_was_accepted_before
 
 
 def test_request_ids_are_a_tenants_own() -> None:
-    core = SchedulerCore(CONFIG)
+    core = SchedulerCore(SMALL_CONFIG)
     core.submit(make_request(request_id="r", handle=1, tenant="one"), 0.0)
     core.submit(make_request(request_id="r", handle=2, tenant="two"), 0.0)
     with pytest.raises(DuplicateRequest):

@@ -1,19 +1,8 @@
 """Requests that were being computed when a worker died: who is to blame, and who is not."""
 
-from dataclasses import replace
-
 import pytest
 
-from scheduler_service.core import SchedulerConfig
-from tests.support.core_driver import CoreDriver, make_capacity
-
-CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-
-
-def make_driver(config: SchedulerConfig = CONFIG) -> CoreDriver:
-    driver = CoreDriver(config)
-    driver.add_group(make_capacity())
-    return driver
+from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 
 
 def lose_with(driver: CoreDriver, times: int) -> None:
@@ -26,7 +15,7 @@ def lose_with(driver: CoreDriver, times: int) -> None:
 
 
 def test_what_was_not_being_computed_when_its_worker_died_is_not_to_blame() -> None:
-    driver = make_driver(replace(CONFIG, max_worker_losses=1))
+    driver = make_driver(max_worker_losses=1)
     record = driver.submit(prompt=[1, 2, 3], max_tokens=5)
     driver.schedule("g0")
     driver.deliver("g0")
@@ -74,7 +63,7 @@ def test_one_that_kills_its_workers_does_not_take_its_neighbours_along(place: in
 
 
 def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
-    driver = make_driver(replace(CONFIG, max_worker_losses=2))
+    driver = make_driver(max_worker_losses=2)
     records = [driver.submit(prompt=[k] * 4, max_tokens=19) for k in range(2)]
     lose_with(driver, 1)
     rows = []
@@ -86,7 +75,7 @@ def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
 
 
 def test_a_suspect_that_waits_for_another_holds_up_nobody() -> None:
-    driver = make_driver(replace(CONFIG, max_worker_losses=2))
+    driver = make_driver(max_worker_losses=2)
     suspects = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(2)]
     lose_with(driver, 1)
     later = driver.submit(prompt=[7] * 4, max_tokens=9)
@@ -101,7 +90,7 @@ def test_a_suspect_that_waits_for_another_holds_up_nobody() -> None:
 
 
 def test_suspects_go_to_worker_groups_of_their_own() -> None:
-    driver = make_driver(replace(CONFIG, max_worker_losses=2))
+    driver = make_driver(max_worker_losses=2)
     suspects = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(3)]
     lose_with(driver, 1)
     driver.add_group(make_capacity("g1"))
@@ -116,7 +105,7 @@ def test_suspects_go_to_worker_groups_of_their_own() -> None:
 
 def test_a_stream_of_others_does_not_keep_a_suspect_waiting_once_it_may_go() -> None:
     """It is older than what comes later, and its group keeps room for it as for anything else."""
-    driver = make_driver(replace(CONFIG, max_worker_losses=2, max_num_seqs=2))
+    driver = make_driver(max_worker_losses=2, max_num_seqs=2)
     suspects = [driver.submit(prompt=[k] * 4, max_tokens=4) for k in range(2)]
     lose_with(driver, 1)
     others = []
@@ -133,9 +122,9 @@ def test_a_stream_of_others_does_not_keep_a_suspect_waiting_once_it_may_go() -> 
 
 
 def test_a_request_with_rows_in_flight_was_on_the_worker_though_it_is_preempted() -> None:
-    config = replace(CONFIG, watermark=0.0, pipeline_depth=3, max_worker_losses=1)
-    driver = CoreDriver(config)
-    driver.add_group(make_capacity(num_gpu_blocks=5))
+    driver = make_driver(
+        make_capacity(num_gpu_blocks=5), watermark=0.0, pipeline_depth=3, max_worker_losses=1
+    )
     records = [driver.submit(prompt=[1] * count, max_tokens=9) for count in (7, 8, 1)]
     for _ in range(3):
         driver.schedule("g0")

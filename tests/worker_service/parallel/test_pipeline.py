@@ -220,6 +220,15 @@ class Observed:
         return getattr(self._model, name)
 
 
+def observing(on_forward: Callable[[int], None]) -> Callable[[Model, Layout], Model]:
+    """Has each stage's model tell its stage's number when it is about to compute."""
+
+    def observed(model: Model, layout: Layout) -> Model:
+        return cast(Model, Observed(model, lambda: on_forward(layout.stage)))
+
+    return observed
+
+
 def test_the_first_stage_computes_the_next_step_while_the_last_is_at_this_one() -> None:
     """The last stage computes this step's second part only once the next step has begun."""
     next_begun = threading.Event()
@@ -232,10 +241,7 @@ def test_the_first_stage_computes_the_next_step_while_the_last_is_at_this_one() 
         if stage == 1 and num_forwards[1] == 2:
             assert next_begun.wait(SOON_S), "the first stage waits for the whole step"
 
-    def observed(model: Model, layout: Layout) -> Model:
-        return cast(Model, Observed(model, lambda: on_forward(layout.stage)))
-
-    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2, wrap=observed)
+    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2, wrap=observing(on_forward))
     try:
         ranks.join(64)
         builder = PlanBuilder()
@@ -279,10 +285,7 @@ def test_the_stages_share_a_prompt_that_is_alone() -> None:
         if stage == 1 and num_forwards[1] == 1:
             assert second_half_begun.wait(SOON_S), "the prompt is in one part"
 
-    def observed(model: Model, layout: Layout) -> Model:
-        return cast(Model, Observed(model, lambda: on_forward(layout.stage)))
-
-    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2, wrap=observed)
+    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2, wrap=observing(on_forward))
     try:
         ranks.join(64)
         builder = PlanBuilder()
