@@ -9,7 +9,7 @@ Only what is the same for both and knows of neither: no message of `pagewire.v1`
 | `grpc_server`, `grpc_options` | a server with health and reflection; bounds, keepalive |
 | `cluster`, `tls`, `gate`, `metadata` | what members show each other, and who is let in |
 | `request_timeout` | ends calls that do not say what they want |
-| `metrics_server` | the port that Prometheus asks at |
+| `metrics_server` | what Prometheus is told, and the port that it asks at |
 | `log_format`, `repetition`, `tracing` | log lines, what is said again and again, spans |
 | `watched_files`, `version` | files that may change, our version |
 """

@@ -1,16 +1,36 @@
-"""`--metrics-port`: an HTTP server for Prometheus, on a thread of its own."""
+"""Metrics for Prometheus: their text, and `--metrics-port`, a server of it on threads of its own.
+
+The text is in Prometheus' own format, whatever else the caller would take. The client library's
+OpenMetrics writes samples named `vllm:…` as `vllm_…` (prometheus-client 0.26,
+`openmetrics/exposition.py`: it escapes a sample's name as it does a label's), and OpenMetrics is
+what Prometheus 2 asks for first.
+"""
 
 import logging
+import socket
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 
 from service_common.addresses import ensure_free, split_host_port
 from service_common.errors import CannotListen
-from service_common.metrics_http import start_metrics_server
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK, OFF = "127.0.0.1", "off"
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_text(registry: CollectorRegistry) -> bytes:
+    """All that is told now."""
+    return generate_latest(registry)
 
 
 def metrics_address(text: str | None) -> str | None:
@@ -34,11 +54,12 @@ class MetricsServer:
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Listen at HOST:PORT. Raises CannotListen."""
         ensure_free(address)
-        host, port = split_host_port(address)
         try:
-            self._server, self._thread = start_metrics_server(port, host, registry)
+            self._server = _make_server(*split_host_port(address), registry)
         except OSError as error:
             raise CannotListen(address, (error.strerror or str(error)).lower()) from error
+        self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
         """Where it listens, with the port in effect."""
         logger.info("listening for prometheus address=%s", self.address)
@@ -48,3 +69,34 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each scrape: a slow reader holds up no other."""
+
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 30.0
+    """Seconds that a caller may take to ask."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not logged."""
+
+
+def _make_server(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
+    """A server that listens. Raises OSError."""
+    answer = make_wsgi_app(registry)
+
+    def in_text_format(environ: "WSGIEnvironment", start: "StartResponse") -> Any:
+        environ.pop("HTTP_ACCEPT", None)
+        return answer(environ, start)
+
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    kind = _Server6 if family == socket.AF_INET6 else _Server
+    return make_server(host, port, in_text_format, kind, handler_class=_Handler)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 
 from scheduler_service.frontend.http.callers import Caller
 from scheduler_service.frontend.http.services import HttpServices
-from service_common.metrics_http import CONTENT_TYPE, metrics_text
+from service_common.metrics_server import CONTENT_TYPE, metrics_text
 
 
 def make_router(services: HttpServices) -> APIRouter:
