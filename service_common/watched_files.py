@@ -41,7 +41,7 @@ class WatchedFiles(Generic[T]):
         names = ",".join(map(str, self._paths))
         try:
             self._value = self._load()
-        except ValueError as error:
+        except (OSError, ValueError) as error:  # one may go between two looks at it
             logger.error("changed files are no good, the former stay in force: %s", error)
         else:
             logger.info("read changed files again files=%s", names)

@@ -32,6 +32,16 @@ def test_a_file_that_is_no_good_is_told_once_and_changes_nothing(
     assert number.get() == 333
 
 
+def test_a_file_that_is_gone_leaves_what_it_said(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+    number = WatchedFiles([file], lambda: int(file.read_text()))
+    file.unlink()
+    assert number.get() == 1
+    file.write_text("22")
+    assert number.get() == 22
+
+
 @pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o640, False), (0o644, True)])
 def test_a_secret_that_others_can_read_is_told(
     mode: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
