@@ -222,6 +222,10 @@ class SchedulerCore:
         traced, self._traced = self._traced, []
         return traced
 
+    def num_requests(self) -> int:
+        """Live requests."""
+        return len(self._registry)
+
     def snapshot(self) -> CoreSnapshot:
         """Counts of the present state. Linear in the live requests."""
         models = self._fleet.model_snapshots(self._registry.groups())

@@ -122,13 +122,9 @@ class CoreDriver:
 
     async def wait_idle(self) -> None:
         """Wait until no request is left."""
-        while self._num_requests() > 0:
+        while self.core.num_requests() > 0:
             self._settled.clear()
             await self._settled.wait()
-
-    def _num_requests(self) -> int:
-        state = self.core.snapshot()
-        return state.num_waiting + state.num_running + state.num_swapped
 
     def close(self) -> None:
         """Stop the timers. The core is not used any more."""

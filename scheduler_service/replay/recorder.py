@@ -135,6 +135,9 @@ class RecordingCore:
     def newest_work(self, group_id: str) -> StepWork:
         return self._core.newest_work(group_id)
 
+    def num_requests(self) -> int:
+        return self._core.num_requests()
+
     def snapshot(self) -> CoreSnapshot:
         return self._core.snapshot()
 
