@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from scheduler_service.core import Request, StepPlan
+from scheduler_service.core import Request, StepPlan, StepResult
 from scheduler_service.replay.cost_model import StepSample, StepSize
 from scheduler_service.replay.lives import ChoiceLife, Life, Lives
 from scheduler_service.replay.recording import Entry
@@ -158,8 +158,8 @@ class TraceReader:
         if returned is not None:
             self._clock.leave(group_id, returned, now)
 
-    def _on_update(self, group_id: str, result: object, now: float) -> None:
-        self._clock.arrive(group_id, now)
+    def _on_update(self, group_id: str, result: StepResult, now: float) -> None:
+        self._clock.arrive(group_id, now - result.held_us / 1e6)
 
     def _on_remove_group(self, group_id: str, now: float) -> None:
         self._clock.lose(group_id)
@@ -170,7 +170,8 @@ class TraceReader:
 
 
 class _StepClock:
-    """What steps took, from when their worker could begin to their result."""
+    """What steps took, from when their worker could begin to when their result was there, be it
+    that it waited for others."""
 
     def __init__(self) -> None:
         self.samples: list[StepSample] = []
@@ -183,8 +184,8 @@ class _StepClock:
     def arrive(self, group_id: str, now: float) -> None:
         size, left = self._in_flight[group_id].pop(0)
         began = max(left, self._last_result.get(group_id, left))
-        self._last_result[group_id] = now
-        self.samples.append(StepSample(group_id=group_id, size=size, seconds=now - began))
+        ended = self._last_result[group_id] = max(began, now)
+        self.samples.append(StepSample(group_id=group_id, size=size, seconds=ended - began))
 
     def lose(self, group_id: str) -> None:
         self._in_flight.pop(group_id, None)

@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_service.core import GeneratedTokens, SchedulerConfig, SchedulerCore
+from scheduler_service.core import GeneratedTokens, SchedulerConfig, SchedulerCore, StepResult
 from scheduler_service.replay.comparison import PREDICTED, RECORDED, compare
 from scheduler_service.replay.cost_model import CostModel
 from scheduler_service.replay.lives import Life
+from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.trace import Stop, Trace
 from scheduler_service.replay.virtual_time import simulate
 from tests.support.core_driver import make_capacity
-from tests.support.virtual import COSTS, entry, join, make_trace, read_trace, record, script
+from tests.support.recorded import Recording
+from tests.support.virtual import COSTS, OPAQUE, entry, join, make_trace, read_trace, record, script
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=1)
 STEP = CostModel(base=0.01, per_row=0.0, per_token=0.0, per_block=0.0)
@@ -74,6 +76,20 @@ def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan
     lives = run(make_trace(short, long, interventions=[join(small)]))
     assert [life.is_finished for life in lives] == [True, True]
     assert [life.num_tokens for life in lives] == [2, 20]
+
+
+def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
+    recording = Recording(OPAQUE)
+    core = RecordingCore(replace(CONFIG, pipeline_depth=3), recording, codec=OPAQUE)
+    core.add_group(make_capacity(), 0.0)
+    core.submit(script(0).request, 0.0)
+    for _ in range(3):
+        core.schedule("g0", 0.0)
+    for step_id, held_us in enumerate((20_000, 10_000, 0), start=1):
+        core.update("g0", StepResult(step_id=step_id, token_ids=[5], held_us=held_us), 0.03)
+    core.take_outboxes()
+    seconds = [step.seconds for step in read_trace(recording).steps]
+    assert seconds == pytest.approx([0.01, 0.01, 0.01])
 
 
 def test_clients_and_workers_go_when_they_went() -> None:
