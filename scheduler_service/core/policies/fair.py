@@ -42,9 +42,9 @@ class Fair(Policy):
     divided by the smaller weight; L is the longest prompt, and M the most tokens that the model's
     worker groups can hold. Why: the service of those that wait differs by at most U at any time,
     since only the least is chosen; after that its prompt takes it at most L further, and its
-    outputs, before they end, at most 2M. That outputs are charged only with their results, up to
-    `pipeline_depth` steps late, changes nothing: tokens in flight are among the M. Recomputing
-    after a preemption is not charged; the bound is about tokens that tenants get, not about work.
+    outputs, before they end, at most 2M. That outputs are charged only with their results, a few
+    steps late, changes nothing: tokens in flight are among the M. Recomputing after a preemption is
+    not charged; the bound is about tokens that tenants get, not about work.
 
     The rank is the arrival: when memory runs out, what came last is preempted. It has the least to
     compute again, and the counters do not charge that, so its tenant is not served less for it.

@@ -95,8 +95,7 @@ def test_blocks_are_brought_back_where_that_costs_less_than_computing_them(
     driver = make_driver()
     for prompt in PROMPTS:
         ask(driver, prompt)
-    driver.core._fleet.schedulers["g0"].rates = rates  # as the next lines ask for it
-    driver.core._fleet.schedulers["g0"]._admitting._rates = rates
+    driver.core._fleet.schedulers["g0"].rates.__dict__.update(rates.__dict__)
     assert ask(driver, PROMPTS[0]).cached_tokens == (20 if fetches else 0)
 
 
