@@ -1,0 +1,79 @@
+"""Groups plan only when they are told that they may have something to: nothing is left lying."""
+
+from random import Random
+
+import pytest
+
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.core.config import PolicyName, TenantConfig
+from tests.support.core_driver import CoreDriver, make_capacity
+
+TENANTS = {"few": TenantConfig(max_kv_blocks=6), "many": TenantConfig()}
+NUM_REQUESTS = 40
+
+
+def make_driver(policy: PolicyName) -> CoreDriver:
+    """Two groups of one model, and one of another."""
+    driver = CoreDriver(
+        SchedulerConfig(
+            max_num_seqs=3,
+            max_num_batched_tokens=12,
+            watermark=0.0,
+            policy=policy,
+            tenants=TENANTS,
+        )
+    )
+    for group_id, model, num_blocks in (("a", "m", 8), ("b", "m", 12), ("c", "n", 8)):
+        driver.add_group(
+            make_capacity(
+                group_id, model=model, num_gpu_blocks=num_blocks, takes_several_plans=True
+            )
+        )
+    return driver
+
+
+def submit(driver: CoreDriver, random: Random) -> None:
+    tenant = random.choice(list(TENANTS))
+    driver.submit(
+        prompt=[random.randrange(3)] * random.randint(1, 16),
+        max_tokens=random.randint(1, 8),
+        n=1 if tenant == "few" else random.randint(1, 2),
+        tenant=tenant,
+        priority=random.randint(0, 1),
+        model=random.choice("mn"),
+        max_hold_us=random.choice((0, 100_000)),
+    )
+
+
+def plan(driver: CoreDriver, group_ids: set[str]) -> None:
+    """All there is for these groups, and for those that are given requests by it."""
+    while group_ids:
+        group_id = min(group_ids)
+        group_ids.remove(group_id)
+        while driver.schedule(group_id) is not None:
+            pass
+        group_ids |= driver.core.take_stirred()
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+@pytest.mark.parametrize("seed", range(8))
+def test_all_requests_end_though_only_those_groups_plan_that_are_named(
+    seed: int, policy: PolicyName
+) -> None:
+    random, driver = Random(seed), make_driver(policy)
+    num_submitted = 0
+    while True:
+        answering = [group_id for group_id, link in driver.links.items() if link.results]
+        woken: set[str] = set()
+        if num_submitted < NUM_REQUESTS and (not answering or random.random() < 0.3):
+            submit(driver, random)
+            num_submitted += 1
+        elif answering:
+            group_id = random.choice(answering)
+            driver.deliver(group_id)
+            woken.add(group_id)
+        else:
+            break
+        plan(driver, woken | driver.core.take_stirred())
+        driver.collect()
+    driver.check_empty()
