@@ -319,6 +319,7 @@ class SchedulerCore:
         group.error = error
         for seq in list(group.unfinished()):
             self._end_sequence(seq, status, now)
+        self._fleet.stir(group.request.model)  # what it has left may be for others
 
     def _end_sequence(self, seq: Sequence, status: SequenceStatus, now: float) -> None:
         """End a sequence of a live group, and the group with the last of them."""

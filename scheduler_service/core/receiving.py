@@ -76,7 +76,8 @@ class Receiving:
         self._ending.fail_group(seq.group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
-        """Whatever left the batch since the step was planned is not where it was then."""
+        """Tell how far prompts are computed, but for those that have left the batch since the step
+        was planned: they may have begun again."""
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
                 self._prefixes.note_prefill(seq, num_tokens, is_last)

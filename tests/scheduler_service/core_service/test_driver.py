@@ -11,7 +11,8 @@ class Deployment:
 
     def __init__(self, config: SchedulerConfig, **models: str) -> None:
         """`models`: by group."""
-        self.driver = CoreDriver(SchedulerCore(config))
+        self.now = 0.0
+        self.driver = CoreDriver(SchedulerCore(config), clock=lambda: self.now)
         self._work = {
             group_id: self.driver.add_group(make_capacity(group_id, model=model))
             for group_id, model in models.items()
@@ -46,6 +47,18 @@ async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
     deployment.take_woken()
     assert driver.next_plan("second") is None
     assert deployment.take_woken() == {"first"}
+    driver.close()
+
+
+async def test_a_deadline_that_a_group_comes_upon_wakes_the_groups_of_the_requests_model() -> None:
+    deployment = Deployment(SchedulerConfig(), one="m", another="n")
+    driver = deployment.driver
+    driver.submit(make_request(model="n", deadline=1.0))
+    deployment.take_woken()
+    deployment.now = 2.0
+    assert driver.next_plan("one") is None
+    assert driver.core.num_requests() == 0
+    assert deployment.take_woken() == {"another"}
     driver.close()
 
 
