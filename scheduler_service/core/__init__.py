@@ -12,10 +12,9 @@ give the same plans, so that any run can be replayed. What drives it does this:
     for frontend_id, outbox in core.take_outboxes().items():
         send(outbox)
 
-After an end on somebody's wish, or a group that comes or goes, every group may have something to
-do, after a result its own group, and after any call those that `take_stirred` names, since requests
-are placed by whichever group plans: call `schedule` for each until it returns None. Then take the
-outboxes.
+After a group has come, gone or begun to drain every group may have something to do, after a result
+its own group, and after any call those that `take_stirred` names, since requests are placed by
+whichever group plans: call `schedule` for each until it returns None. Then take the outboxes.
 
 How it is made, from the outside in:
 

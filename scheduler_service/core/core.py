@@ -208,9 +208,9 @@ class SchedulerCore:
     # News.
 
     def take_stirred(self) -> set[str]:
-        """Worker groups that may have something to plan since the last call, though it was about
-        others: `schedule` of any gives requests to all, what is submitted is placed by whichever
-        plans, and what has ended may have been in the way of another model's."""
+        """Worker groups that may have something to plan since the last call, besides those that
+        were told of a result, and all when one comes or goes. Requests that are submitted, or find
+        room by another's end, are placed by whichever group plans, and may be given to others."""
         return self._fleet.take_stirred()
 
     def take_outboxes(self) -> dict[str, Outbox]:
@@ -319,19 +319,20 @@ class SchedulerCore:
         group.error = error
         for seq in list(group.unfinished()):
             self._end_sequence(seq, status, now)
-        self._fleet.stir(group.request.model)  # what it has left may be for others
 
     def _end_sequence(self, seq: Sequence, status: SequenceStatus, now: float) -> None:
         """End a sequence of a live group, and the group with the last of them."""
-        scheduler = self._fleet.scheduler_of(seq.group)
+        group = seq.group
+        scheduler = self._fleet.scheduler_of(group)
         if scheduler is not None:
             scheduler.end_sequence(seq, status, to_us(now))
             self._close_ended([scheduler], now)
-            return
-        seq.group.end(seq, status)
-        if seq.group.num_unfinished == 0:
-            self._fleet.models[seq.group.request.model].discard(seq.group)
-            self._close(seq.group, now)
+        else:
+            group.end(seq, status)
+            if group.num_unfinished == 0:
+                self._fleet.models[group.request.model].discard(group)
+                self._close(group, now)
+        self._fleet.stir(group.request.model)  # what it has left may be for others
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
         """Close the groups that have ended in schedulers; whether there are any."""

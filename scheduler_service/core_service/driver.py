@@ -55,28 +55,27 @@ class CoreDriver:
         """End all requests of a frontend that is gone."""
         self._mailboxes.pop(frontend_id, None)
         self.core.remove_frontend(frontend_id, self.clock())
-        self._changed()
+        self._follow_up()
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises an error of `scheduler_service.errors` when it is refused."""
         self.core.submit(request, self.clock())
-        self._wake_stirred()
-        self._settle_soon()
+        self._follow_up()
 
     def cancel(self, frontend_id: str, handle: int) -> None:
         """End a request that its client no longer wants."""
         self.core.cancel(frontend_id, handle, self.clock())
-        self._changed()
+        self._follow_up()
 
     def abort(self, tenant: str, request_id: str) -> None:
         """End a tenant's request of whichever frontend; raises UnknownRequest if there is none."""
         self.core.abort(tenant, request_id, self.clock())
-        self._changed()
+        self._follow_up()
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int) -> None:
         """End a choice that has its stop string."""
         self.core.stop_choice(frontend_id, handle, num_tokens, self.clock())
-        self._changed()
+        self._follow_up()
 
     # Worker groups
 
@@ -109,16 +108,14 @@ class CoreDriver:
     def next_plan(self, group_id: str) -> StepPlan | None:
         """The group's next step, if there is work for it now."""
         plan = self.core.schedule(group_id, self.clock())
-        self._wake_stirred()
-        self._settle_soon()
+        self._follow_up()
         return plan
 
     def apply(self, group_id: str, result: StepResult) -> None:
         """What came of the group's oldest step under way."""
         self.core.update(group_id, result, self.clock())
         self._wake(group_id)
-        self._wake_stirred()
-        self._settle_soon()
+        self._follow_up()
 
     async def wait_idle(self) -> None:
         """Wait until no request is left."""
@@ -133,7 +130,7 @@ class CoreDriver:
                 timer.cancel()
 
     def _changed(self) -> None:
-        """Anything may have become possible for any group."""
+        """Other groups are there than before: anything may have become possible for any."""
         for work in self._work.values():
             work.set()
         self._settle_soon()
@@ -145,10 +142,11 @@ class CoreDriver:
         if work is not None:
             work.set()
 
-    def _wake_stirred(self) -> None:
-        """There may be plans for groups that the core names."""
+    def _follow_up(self) -> None:
+        """What any call into the core leads to: plans of groups that it names, and news."""
         for group_id in self.core.take_stirred():
             self._wake(group_id)
+        self._settle_soon()
 
     def _settle_soon(self) -> None:
         if self._settling is None:
@@ -181,4 +179,4 @@ class CoreDriver:
     def _expire(self) -> None:
         self._alarm = None
         self.core.expire(self.clock())
-        self._changed()
+        self._follow_up()

@@ -45,6 +45,19 @@ def submit(driver: CoreDriver, random: Random) -> None:
     )
 
 
+def interrupt(driver: CoreDriver, random: Random) -> None:
+    """A client goes away, or a stop string appears in its answer."""
+    driver.collect()
+    live = [record for record in driver.records.values() if record.is_live]
+    if not live:
+        return
+    record = random.choice(live)
+    if random.random() < 0.5:
+        driver.cancel(record)
+    else:
+        driver.stop_choice(record, 0, len(record.choices[0].tokens))
+
+
 def plan(driver: CoreDriver, group_ids: set[str]) -> None:
     """All there is for these groups, and for those that are given requests by it."""
     while group_ids:
@@ -68,6 +81,8 @@ def test_all_requests_end_though_only_those_groups_plan_that_are_named(
         if num_submitted < NUM_REQUESTS and (not answering or random.random() < 0.3):
             submit(driver, random)
             num_submitted += 1
+        elif random.random() < 0.1:
+            interrupt(driver, random)
         elif answering:
             group_id = random.choice(answering)
             driver.deliver(group_id)

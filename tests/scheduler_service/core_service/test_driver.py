@@ -40,6 +40,21 @@ async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
     driver.close()
 
 
+async def test_what_a_request_leaves_wakes_the_groups_of_its_model() -> None:
+    deployment = Deployment(SchedulerConfig(), one="m", another="n")
+    driver = deployment.driver
+    driver.submit(make_request(num_choices=2))
+    assert driver.next_plan("one") is not None
+    deployment.take_woken()
+    driver.stop_choice("f0", 1, 0)
+    assert deployment.take_woken() == {"one"}
+    driver.cancel("f0", 1)
+    assert deployment.take_woken() == {"one"}
+    driver.cancel("f0", 1)
+    assert deployment.take_woken() == set(), "it was no more"
+    driver.close()
+
+
 async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
     deployment = Deployment(SchedulerConfig(), first="m", second="m")
     driver = deployment.driver
