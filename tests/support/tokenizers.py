@@ -36,6 +36,16 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+def tokens(text: str) -> list[int]:
+    """A text's tokens by `byte_level`, as they stand in an answer: without `BOS`."""
+    return list(byte_level().encode(text, add_special_tokens=False).ids)
+
+
+def letters(text: str) -> list[int]:
+    """The same with a token for each letter, so that the text comes in the smallest pieces."""
+    return [byte_level().token_to_id(letter) for letter in text]
+
+
 SENTENCEPIECE_DECODERS = {
     "llama": decoders.Sequence(
         [

@@ -18,14 +18,10 @@ from tests.support.frontends import (
     text_of,
     tokens_of,
 )
-from tests.support.tokenizers import EOS, byte_level
+from tests.support.tokenizers import EOS, byte_level, letters
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 EOS_ID = byte_level().token_to_id(EOS)
-
-
-def letters(text: str) -> list[int]:
-    return [byte_level().token_to_id(letter) for letter in text]
 
 
 async def found(request: FakeRequest, *beams: list[int]) -> None:

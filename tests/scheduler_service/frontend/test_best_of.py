@@ -17,13 +17,9 @@ from tests.support.frontends import (
     text_of,
     tokens_of,
 )
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import letters
 
 LENGTH = pb.FINISH_REASON_LENGTH
-
-
-def letters(text: str) -> list[int]:
-    return [byte_level().token_to_id(letter) for letter in text]
 
 
 async def send(request: FakeRequest, choice: int, text: str, *logprobs: float) -> None:

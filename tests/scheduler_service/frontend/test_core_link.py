@@ -27,11 +27,7 @@ from tests.support.frontends import (
     text_of,
     tokens_of,
 )
-from tests.support.tokenizers import byte_level
-
-
-def letters(text: str) -> list[int]:
-    return [byte_level().token_to_id(letter) for letter in text]
+from tests.support.tokenizers import letters
 
 
 async def started(served: Served, **fields: object) -> tuple[object, FakeRequest]:

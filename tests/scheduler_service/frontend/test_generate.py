@@ -20,19 +20,10 @@ from tests.support.frontends import (
     text_of,
     tokens_of,
 )
-from tests.support.tokenizers import EOS, byte_level
+from tests.support.tokenizers import EOS, byte_level, letters, tokens
 
 EOS_ID = byte_level().token_to_id(EOS)
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
-
-
-def tokens(text: str) -> list[int]:
-    return list(byte_level().encode(text, add_special_tokens=False).ids)
-
-
-def letters(text: str) -> list[int]:
-    """One token per letter, so that text comes in the smallest pieces."""
-    return [byte_level().token_to_id(letter) for letter in text]
 
 
 async def test_a_text_prompt_streams_text_tokens_usage_and_timings(served: Served) -> None:
@@ -189,7 +180,7 @@ async def test_a_stop_token_is_told_and_its_text_shown_on_request(served: Served
 
 
 async def test_a_character_cut_off_at_the_end_is_flushed(served: Served) -> None:
-    smile = byte_level().encode("😀", add_special_tokens=False).ids
+    smile = tokens("😀")
     broken = [byte_level().token_to_id("ð")]
     responses, _ = await finished_with(served, [*smile, *broken], EOS_ID)
     assert text_of(responses) == "😀\ufffd"

@@ -19,11 +19,7 @@ from tests.support.frontends import (
     running_frontend,
     text_of,
 )
-from tests.support.tokenizers import byte_level
-
-
-def letters(text: str) -> list[int]:
-    return [byte_level().token_to_id(letter) for letter in text]
+from tests.support.tokenizers import letters
 
 
 async def send(call: Any, request_id: str | None, **fields: Any) -> None:

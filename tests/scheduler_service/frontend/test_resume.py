@@ -15,7 +15,7 @@ from scheduler_service.frontend.settled import settle
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request, read_all, text_of, tokens_of
-from tests.support.tokenizers import byte_level, model_files, sentencepiece
+from tests.support.tokenizers import byte_level, model_files, sentencepiece, tokens
 
 MODELS = [
     build_model(model_info(), model_files(tokenizer))
@@ -83,7 +83,7 @@ def test_what_was_received_and_what_comes_after_make_the_undisturbed_answer(
 
 
 async def test_a_resumed_request_goes_on_where_its_client_was(served: Served) -> None:
-    ids = list(byte_level().encode("hello world fox", add_special_tokens=False).ids)
+    ids = tokens("hello world fox")
     first = pb.ResumedChoice(index=0, token_ids=ids[:3], num_chars=2)
     call = served.client.Generate(
         generate_request("a", request_id="r", seed=3, n=2, resume=[first])
@@ -106,7 +106,7 @@ async def test_a_resumed_request_goes_on_where_its_client_was(served: Served) ->
 
 
 async def test_a_choice_that_had_ended_is_told_again_to_client_and_core(served: Served) -> None:
-    ids = list(byte_level().encode("ab", add_special_tokens=False).ids)
+    ids = tokens("ab")
     choice = pb.ResumedChoice(index=0, token_ids=ids, num_chars=2)
     call = served.client.Generate(
         generate_request("a", request_id="r", seed=3, max_tokens=len(ids), resume=[choice])

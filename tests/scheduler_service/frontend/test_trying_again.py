@@ -18,11 +18,7 @@ from tests.support.frontends import (
     text_of,
     tokens_of,
 )
-from tests.support.tokenizers import byte_level
-
-
-def letters(text: str) -> list[int]:
-    return [byte_level().token_to_id(letter) for letter in text]
+from tests.support.tokenizers import letters
 
 
 async def test_the_later_try_goes_on_and_the_former_ends_with_an_error(served: Served) -> None:

@@ -14,7 +14,7 @@ from scheduler_service.frontend.http.tool_calls.detect import LLAMA
 from scheduler_service.frontend.http.tool_choice import plan_tools
 from tests.support.fake_core import FakeCore
 from tests.support.http_frontends import http_served
-from tests.support.tokenizers import byte_level, model_files
+from tests.support.tokenizers import byte_level, model_files, tokens
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
@@ -142,10 +142,6 @@ def core_with_tools() -> FakeCore:
     return FakeCore(files={"tiny": files})
 
 
-def ids(text: str) -> list[int]:
-    return list(byte_level().encode(text, add_special_tokens=False).ids)
-
-
 async def test_the_template_sees_tools_calls_and_results() -> None:
     async with http_served(core_with_tools()) as served:
         call = {"id": "c1", "type": "function"}
@@ -162,7 +158,7 @@ async def test_the_template_sees_tools_calls_and_results() -> None:
         request = await served.core.next_request()
         text = byte_level().decode(request.prompt, skip_special_tokens=False)
         assert text == f"<tool_call>{json.dumps(TOOL)}Parissunnyc1wglad"
-        await request.complete(ids("ok"))
+        await request.complete(tokens("ok"))
         assert (await answer).json()["choices"][0]["message"]["content"] == "ok"
 
 
@@ -174,7 +170,7 @@ async def test_calls_are_told_as_calls(stream: bool) -> None:
         answer = asyncio.create_task(served.client.post(PATH, json=wish))
         request = await served.core.next_request()
         await request.accept()
-        for token_id in ids(text):
+        for token_id in tokens(text):
             await request.send_tokens([token_id])
         await request.finish_choice(reason=pb.FINISH_REASON_STOP)
         await request.finish()

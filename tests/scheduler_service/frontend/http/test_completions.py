@@ -12,14 +12,10 @@ import pytest
 
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served, none_open
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import tokens
 
 PATH = "/v1/completions"
 WISH = {"prompt": "hello", "max_tokens": 50}
-
-
-def ids(text: str) -> list[int]:
-    return list(byte_level().encode(text, add_special_tokens=False).ids)
 
 
 def post(
@@ -47,7 +43,7 @@ async def test_a_request_goes_to_the_core_as_one_of_grpc_does(served: HttpServed
     assert request.submit.priority == 4
     assert request.submit.max_tokens == 50
     assert request.submit.max_hold_ms == 1000
-    await request.complete(ids("world"))
+    await request.complete(tokens("world"))
     body = (await answer).json()
     assert body["choices"][0]["text"] == "world"
     assert body["choices"][0]["finish_reason"] == "length"
@@ -55,7 +51,7 @@ async def test_a_request_goes_to_the_core_as_one_of_grpc_does(served: HttpServed
 
 async def test_a_stream_tells_what_there_is_and_ends_with_done(served: HttpServed) -> None:
     answer = post(served, WISH | {"stream": True}, **{"X-Request-Id": "mine-1"})
-    await (await served.core.next_request()).complete(ids("hello world"))
+    await (await served.core.next_request()).complete(tokens("hello world"))
     response = await answer
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-request-id"] == "mine-1"
@@ -71,7 +67,7 @@ async def test_a_second_live_request_of_an_id_is_refused(served: HttpServed) -> 
     refused = await post(served, WISH, **{"X-Request-Id": "same"})
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "duplicate_request"
-    await request.complete(ids("world"))
+    await request.complete(tokens("world"))
     assert (await first).status_code == 200
 
 
@@ -111,7 +107,7 @@ async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
         client.sendall(head.encode() + body)
         request = await served.core.next_request()
         await request.accept()
-        flood = ids("hello world ") * 15
+        flood = tokens("hello world ") * 15
         for choice in range(100):
             await request.send_tokens(flood, choice)
     await request.cancelled()
@@ -134,7 +130,7 @@ async def test_a_stream_that_is_cut_ends_with_its_error_and_not_with_done(
     answer = post(served, WISH | {"stream": True})
     request = await served.core.next_request()
     await request.accept()
-    await request.send_tokens(ids("hello"))
+    await request.send_tokens(tokens("hello"))
     await request.fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED", "NaN")
     *_, last = events((await answer).text)
     assert last["error"]["code"] == "generation_failed"
@@ -167,7 +163,7 @@ async def test_open_requests_finish_within_the_grace_period() -> None:
         refused = await post(served, WISH)
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
-        await request.complete(ids("world"))
+        await request.complete(tokens("world"))
         assert events((await answer).text)[-1] == "[DONE]"
         await stopping
 

@@ -12,16 +12,12 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.fake_core import FakeRequest
 from tests.support.http_frontends import HttpServed
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import byte_level, tokens
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WISH = {"prompt": "hello", "max_tokens": 50}
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}
 BOTH = [(COMPLETIONS, WISH), (CHAT, ASK)]
-
-
-def ids(text: str) -> list[int]:
-    return list(byte_level().encode(text, add_special_tokens=False).ids)
 
 
 def chunks_of(answer: httpx.Response) -> list[Any]:
@@ -52,14 +48,14 @@ async def test_every_chunk_tells_the_usage_so_far(
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     request, answer = await submitted(
-        served, path, wish | {"stream": True, "stream_options": options}, ids("hello world")
+        served, path, wish | {"stream": True, "stream_options": options}, tokens("hello world")
     )
     chunks = chunks_of(answer)
     usages = [chunk["usage"] for chunk in chunks]
     assert {usage["prompt_tokens"] for usage in usages} == {len(request.prompt)}
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)
-    assert counts[-1] == len(ids("hello world"))
+    assert counts[-1] == len(tokens("hello world"))
     assert chunks[-1]["choices"] == []
 
 
@@ -73,7 +69,7 @@ async def test_options_of_a_stream_without_one_are_refused(
 
 
 async def test_a_completion_tells_token_ids(served: HttpServed) -> None:
-    output = ids("hello world")
+    output = tokens("hello world")
     request, answer = await submitted(
         served, COMPLETIONS, WISH | {"return_token_ids": True}, output
     )
@@ -82,7 +78,7 @@ async def test_a_completion_tells_token_ids(served: HttpServed) -> None:
 
 
 async def test_a_streamed_completion_tells_token_ids_as_they_come(served: HttpServed) -> None:
-    output = ids("hello world")
+    output = tokens("hello world")
     wish = WISH | {"return_token_ids": True, "stream": True}
     request, answer = await submitted(served, COMPLETIONS, wish, output)
     choices = [choice for chunk in chunks_of(answer) for choice in chunk["choices"]]
@@ -92,7 +88,7 @@ async def test_a_streamed_completion_tells_token_ids_as_they_come(served: HttpSe
 
 
 async def test_a_chat_tells_token_ids(served: HttpServed) -> None:
-    output = ids("hello world")
+    output = tokens("hello world")
     request, answer = await submitted(served, CHAT, ASK | {"return_token_ids": True}, output)
     body = answer.json()
     assert body["prompt_token_ids"] == request.prompt
@@ -103,7 +99,7 @@ async def test_a_chat_tells_token_ids(served: HttpServed) -> None:
     assert chunks[0]["prompt_token_ids"] == request.prompt
     assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
     told = [chunk["choices"][0].get("token_ids", []) for chunk in chunks]
-    assert [token for tokens in told for token in tokens] == output
+    assert [token for part in told for token in part] == output
 
 
 async def test_without_the_wish_no_token_ids_are_told(served: HttpServed) -> None:
@@ -121,8 +117,8 @@ async def test_special_tokens_may_be_in_the_text_already(served: HttpServed, add
 
 async def test_of_a_long_prompt_the_end_is_taken_and_echoed(served: HttpServed) -> None:
     wish = WISH | {"prompt": "one two three", "truncate_prompt_tokens": 2, "echo": True}
-    request, answer = await submitted(served, COMPLETIONS, wish, ids("!"))
-    assert request.prompt == ids("one two three")[-2:]
+    request, answer = await submitted(served, COMPLETIONS, wish, tokens("!"))
+    assert request.prompt == tokens("one two three")[-2:]
     kept = byte_level().decode(request.prompt)
     assert answer.json()["choices"][0]["text"] == kept + "!"
 
@@ -223,9 +219,9 @@ async def test_fields_at_values_that_ask_for_nothing_are_taken(served: HttpServe
 
 async def test_a_character_of_several_tokens_comes_whole(served: HttpServed) -> None:
     text = "終 🎈 ö"
-    assert len(ids(text)) > len(text)
+    assert len(tokens(text)) > len(text)
     for path, wish in BOTH:
-        _, answer = await submitted(served, path, wish | {"stream": True}, ids(text))
+        _, answer = await submitted(served, path, wish | {"stream": True}, tokens(text))
         pieces = [
             choice["text"] if "text" in choice else choice["delta"].get("content", "")
             for chunk in chunks_of(answer)
@@ -240,7 +236,7 @@ async def test_a_character_of_several_tokens_comes_whole(served: HttpServed) -> 
 async def test_a_stop_string_ends_an_answer_wherever_tokens_part(
     served: HttpServed, path: str, wish: dict[str, Any], stream: bool
 ) -> None:
-    output = [token for letter in "hello world" for token in ids(letter)]
+    output = [token for letter in "hello world" for token in tokens(letter)]
     wish = wish | {"stop": ["lo wor"], "stream": stream}
     answer = asyncio.create_task(served.client.post(path, json=wish))
     request = await served.core.next_request()
