@@ -18,6 +18,10 @@ from scheduler_service.status_codes import to_status
 Write = Callable[[inference_pb.GenerateManyResponse], Awaitable[None]]
 Read = Callable[[], Awaitable[inference_pb.GenerateManyRequest | None]]
 
+MAX_ERRORS = 1024
+"""Refusals that wait for their client to read them. With as many no further request is read: who
+writes and never reads would fill our memory with them."""
+
 
 class ManyRequests:
     """The requests of one GenerateMany stream."""
@@ -33,6 +37,7 @@ class ManyRequests:
         self._news: dict[RequestStream, None] = {}
         """Streams to take from, in the order they had news."""
         self._errors: deque[inference_pb.RequestError] = deque()
+        self._may_read = asyncio.Event()
         self._half_closed = False
         self._read_error: Exception | None = None
         self._wake = asyncio.Event()
@@ -59,6 +64,9 @@ class ManyRequests:
         try:
             while (message := await read()) is not None:
                 self._open(message.request)
+                if len(self._errors) >= MAX_ERRORS:
+                    self._may_read.clear()
+                    await self._may_read.wait()
             self._half_closed = True
         # Raised where the stream can be ended with it, in `_write_all`.
         except Exception as error:
@@ -100,6 +108,7 @@ class ManyRequests:
     def _next(self) -> inference_pb.GenerateManyResponse | None:
         """One response, of the request that has waited longest; errors at the door go first."""
         if self._errors:
+            self._may_read.set()
             return inference_pb.GenerateManyResponse(error=self._errors.popleft())
         stream = next(iter(self._news))
         del self._news[stream]

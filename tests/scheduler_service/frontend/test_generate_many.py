@@ -7,6 +7,8 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.many import MAX_ERRORS, ManyRequests
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import (
@@ -213,3 +215,22 @@ async def test_a_stream_without_requests_ends_when_its_client_does(served: Serve
     call = served.client.GenerateMany()
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
+
+
+async def test_no_more_is_read_from_a_client_that_leaves_refusals_unread(served: Served) -> None:
+    num_read = num_written = most_unwritten = 0
+
+    async def read() -> pb.GenerateManyRequest | None:
+        nonlocal num_read, most_unwritten
+        most_unwritten = max(most_unwritten, num_read - num_written)
+        num_read += 1
+        return pb.GenerateManyRequest() if num_read <= 3 * MAX_ERRORS else None
+
+    async def write(response: pb.GenerateManyResponse) -> None:
+        nonlocal num_written
+        assert bad_field(response.error.status) == "request_id"
+        num_written += 1
+
+    await ManyRequests(served.frontend.requests, None, Tenant).run(read, write)
+    assert num_written == 3 * MAX_ERRORS
+    assert most_unwritten < MAX_ERRORS
