@@ -1,5 +1,6 @@
 """Words answers as `/v1/completions` does."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,9 @@ class CompletionForm:
         )
         self._prompts = [_Prompt() for _ in range(num_prompts)]
         as_ids = bool(request.return_tokens_as_token_ids)
-        indexes = range(num_prompts * self._n)
-        self._logprobs = [LegacyLogprobs(as_ids=as_ids) for _ in indexes]
-        self._whole = [self._piece(index) for index in indexes]
+        self._logprobs = defaultdict[int, LegacyLogprobs](lambda: LegacyLogprobs(as_ids=as_ids))
+        self._whole: dict[int, Piece] = {}
+        """The choices of which something has come."""
 
     # AnswerForm.
 
@@ -60,14 +61,14 @@ class CompletionForm:
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Join what is new to what was there."""
         for piece in self._pieces(index, response):
-            whole = self._whole[piece["index"]]
+            whole = self._whole.setdefault(piece["index"], self._piece(piece["index"]))
             for name, value in piece.items():
                 if name != "index" and value is not None:
                     whole[name] = _joined(whole[name], value)
 
     def whole(self) -> Any:
         """All choices, and the usage."""
-        return self._envelope.whole(self._whole)
+        return self._envelope.whole([self._whole[index] for index in sorted(self._whole)])
 
     # What is new.
 

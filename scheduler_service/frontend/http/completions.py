@@ -18,8 +18,12 @@ from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.generate import make_request, streamed_or_whole
 from scheduler_service.frontend.http.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.public_options import MAX_PUBLIC_MESSAGE_BYTES
 
 PromptValue = str | Sequence[int]
+
+MAX_PROMPTS = 4096
+"""Of one call: as many requests as a frontend may have open, unless it is told otherwise."""
 
 
 def make_router(services: HttpServices) -> APIRouter:
@@ -37,10 +41,11 @@ def make_router(services: HttpServices) -> APIRouter:
         likely the prompts are, as evaluation harnesses ask."""
         request_id = request_id_of(http_request, body)
         prompts = _prompts(body)
+        requests = generate_requests(body, prompts)
         form = CompletionForm(body, request_id, len(prompts), _prompt_text(services, body, caller))
         return Answer(
             services,
-            generate_requests(body, prompts),
+            requests,
             form,
             tenant=caller,
             request_id=request_id,
@@ -54,11 +59,13 @@ def make_router(services: HttpServices) -> APIRouter:
 def generate_requests(
     body: CompletionRequest, prompts: Sequence[PromptValue]
 ) -> list[inference_pb.GenerateRequest]:
-    """What a gRPC client would send for the same, one request per prompt."""
-    params = completion_params(body)
+    """What a gRPC client would send, one request per prompt. Raises InvalidArgument."""
+    common = make_request(body, completion_params(body))
+    _check_room(len(prompts), common)
     requests = []
     for prompt in prompts:
-        request = make_request(body, params)
+        request = inference_pb.GenerateRequest()
+        request.CopyFrom(common)
         if isinstance(prompt, str):
             request.text = prompt
             if body.add_special_tokens is not None:
@@ -67,6 +74,17 @@ def generate_requests(
             request.token_ids.ids.extend(prompt)
         requests.append(request)
     return requests
+
+
+def _check_room(num_prompts: int, common: inference_pb.GenerateRequest) -> None:
+    """Each prompt's request has all that they have in common, so a short body could take up much
+    memory. Raises InvalidArgument."""
+    size = max(1, common.ByteSize())
+    most = max(1, min(MAX_PROMPTS, MAX_PUBLIC_MESSAGE_BYTES // size))
+    if num_prompts > most:
+        raise InvalidArgument(
+            "prompt", f"expected at most {most} prompts beside parameters of {size} bytes"
+        )
 
 
 def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:

@@ -191,6 +191,8 @@ async def test_a_body_that_turns_out_too_long_is_refused(served: HttpServed) -> 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
+    ({"prompt": ["a"] * 4097}, "prompt"),
+    ({"prompt": ["a"] * 200, "guided_regex": "b" * 100_000}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"temperature": "hot"}, "temperature"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
