@@ -5,7 +5,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, JsonValue
 
 from scheduler_service.frontend.http.completion_schema import PromptLogprobsBody, UsageBody
-from scheduler_service.frontend.http.sampling_fields import MAX_UINT32, SamplingFields, Strict, Text
+from scheduler_service.frontend.http.sampling_fields import (
+    MAX_UINT32,
+    ListOf,
+    SamplingFields,
+    Strict,
+    Text,
+)
 
 
 class TextPart(Strict):
@@ -35,14 +41,14 @@ class ChatMessageBody(Strict):
     """One turn. The fields that an answer has and nobody reads may be sent back."""
 
     role: Text = Field(description="`developer` is `system` to the model.")
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: ListOf[ToolCallBody] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="The same by another name.")
     refusal: str | None = Field(None, description="Ignored.")
-    annotations: list[JsonValue] | None = Field(None, description="Ignored.")
+    annotations: ListOf[JsonValue] | None = Field(None, description="Ignored.")
     audio: None = None
     function_call: None = None
 
@@ -79,14 +85,14 @@ class NamedToolChoice(Strict):
 class ChatPrompt(Strict):
     """A conversation, and how the model's chat template renders it."""
 
-    messages: Annotated[list[ChatMessageBody], Field(min_length=1)]
-    tools: list[ToolBody] | None = None
+    messages: Annotated[ListOf[ChatMessageBody], Field(min_length=1)]
+    tools: ListOf[ToolBody] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = Field(
         None, description="Further variables for the template."
     )
-    documents: list[dict[str, JsonValue]] | None = Field(
+    documents: ListOf[dict[str, JsonValue]] | None = Field(
         None, description="The template's variable of this name."
     )
     reasoning_effort: str | None = Field(None, description="The template's variable of this name.")
@@ -109,7 +115,7 @@ class ChatRequest(ChatPrompt, SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
     echo: Literal[False] | None = Field(None, description="An answer is what is new.")
-    modalities: list[Literal["text"]] | None = None
+    modalities: ListOf[Literal["text"]] | None = None
     verbosity: str | None = Field(None, description="Ignored.")
     include_reasoning: bool | None = Field(
         None, description="Ignored: what a model writes of its thoughts is text."

@@ -6,17 +6,18 @@ from pydantic import BaseModel, Field
 
 from scheduler_service.frontend.http.sampling_fields import (
     MAX_UINT32,
+    ListOf,
     SamplingFields,
     Text,
     TokenId,
 )
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 Prompt = (
     Text
     | TokenIds
-    | Annotated[list[Text], Field(min_length=1)]
-    | Annotated[list[TokenIds], Field(min_length=1)]
+    | Annotated[ListOf[Text], Field(min_length=1)]
+    | Annotated[ListOf[TokenIds], Field(min_length=1)]
 )
 
 

@@ -4,13 +4,33 @@ Declared once, as OpenAI's interface and vLLM's extensions of it name them. A fi
 neither list is refused by its name, so that a misspelt one is no silent default.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_ENTRIES = 1024
+"""Of one object, where each entry is looked at."""
+
+
+def _bounded(value: Any) -> Any:
+    """The value as it is, unless it is an object with more entries than may be: all that are wrong
+    are told of, and a body has room for a million."""
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise PydanticCustomError(
+            "too_many_entries", "expected at most {most} entries", {"most": MAX_ENTRIES}
+        )
+    return value
+
+
+T = TypeVar("T")
+ListOf = Annotated[list[T], FailFast()]
+"""Only the first entry that is wrong is told of, for the same reason."""
+DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
 
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = StopText | Annotated[list[StopText], Field(max_length=16)]
+Stop = StopText | Annotated[ListOf[StopText], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_UINT32 = 2**32 - 1
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
@@ -21,6 +41,11 @@ class Strict(BaseModel):
     """A part of a request: unknown fields are refused, and so is a text for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        return _bounded(value)
 
 
 class StreamOptions(Strict):
@@ -44,7 +69,7 @@ class StructuredOutputs(Strict):
         None, alias="json", description="A JSON schema."
     )
     regex: str | None = Field(None, description="A regular expression for the whole output.")
-    choice: list[str] | None = Field(None, description="The texts allowed.")
+    choice: ListOf[str] | None = Field(None, description="The texts allowed.")
     grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
 
@@ -95,8 +120,8 @@ class SamplingFields(Strict):
         None, ge=-(2**63), le=2**64 - 1, description="Makes the answer repeatable."
     )
     stop: Stop | None = Field(None, description="The output ends before any of these.")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024, description="Token ids, as text, to -100 to 100."
+    logit_bias: DictOf[Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_ENTRIES, description="Token ids, as text, to -100 to 100."
     )
     stream: bool | None = Field(None, description="Whether to send chunks as they come.")
     stream_options: StreamOptions | None = None
@@ -107,8 +132,8 @@ class SamplingFields(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
-    bad_words: list[Text] | None = Field(None, max_length=128)
+    stop_token_ids: ListOf[TokenId] | None = Field(None, max_length=128)
+    bad_words: ListOf[Text] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -131,7 +156,7 @@ class SamplingFields(Strict):
     )
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     request_id: str | None = Field(
@@ -145,7 +170,7 @@ class SamplingFields(Strict):
     )
 
     user: str | None = Field(None, description="Ignored.")
-    metadata: dict[str, str] | None = Field(None, description="Ignored.")
+    metadata: DictOf[str] | None = Field(None, description="Ignored.")
     service_tier: str | None = Field(None, description="Ignored.")
     safety_identifier: str | None = Field(None, description="Ignored.")
     prompt_cache_key: str | None = Field(None, description="Ignored: every prompt is cached.")

@@ -12,7 +12,7 @@ from scheduler_service.frontend.http.callers import Caller
 from scheduler_service.frontend.http.chat_prompt import chat_of
 from scheduler_service.frontend.http.chat_schema import ChatPrompt
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.sampling_fields import Strict, TokenId
+from scheduler_service.frontend.http.sampling_fields import ListOf, Strict, TokenId
 from scheduler_service.frontend.http.services import HttpServices
 from service_common.version import VERSION
 
@@ -46,7 +46,7 @@ class DetokenizeBody(Strict):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]
     skip_special_tokens: bool = Field(False, description="Leave special tokens out, as answers do.")
 
 
