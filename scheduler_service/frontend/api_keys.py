@@ -51,6 +51,8 @@ Keys: TypeAlias = Mapping[str, ApiKey]
 class ApiKeys:
     """Authentication by keys."""
 
+    asks_for_key = True
+
     def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float] = time.time) -> None:
         """`keys` is asked at every call."""
         self._keys = keys

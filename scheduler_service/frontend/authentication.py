@@ -47,6 +47,9 @@ class Tenant:
 class Authentication(Protocol):
     """Knows callers by their credentials."""
 
+    asks_for_key: bool
+    """Whether a caller must bring a key."""
+
     def tenant_of(self, authorization: str | None) -> Tenant:
         """Whose call it is that brings this; None: a call that brings nothing.
 
@@ -56,6 +59,8 @@ class Authentication(Protocol):
 
 class NoAuthentication:
     """Everybody may call, and everything is one tenant's."""
+
+    asks_for_key = False
 
     def __init__(self) -> None:
         self._everybody = Tenant()

@@ -124,6 +124,20 @@ async def test_http_asks_for_the_same_keys(header: str) -> None:
         assert (await served.client.get("/health")).status_code == 200
 
 
+async def test_the_document_tells_where_a_key_is_asked_for() -> None:
+    async with http_served(api_key=KEY) as served:
+        document = (await served.client.get("/openapi.json")).json()
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                answer = await served.client.request(method, path)
+                assert (answer.status_code == 401) == bool(operation["security"]), path
+        (wanted,) = document["paths"]["/v1/models"]["get"]["security"]
+        schemes = document["components"]["securitySchemes"]
+        assert [schemes[name]["scheme"] for name in wanted] == ["bearer"]
+    async with http_served() as served:
+        assert "securitySchemes" not in (await served.client.get("/openapi.json")).text
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "0.0.0.0:0"])
 async def test_who_listens_to_other_machines_unguarded_says_so(
     listen: str, caplog: pytest.LogCaptureFixture

@@ -42,7 +42,7 @@ def make_app(services: HttpServices) -> FastAPI:
     for make_router in ROUTERS:
         app.include_router(make_router(services))
     handle_errors(app)
-    correct_document(app)
+    correct_document(app, asks_for_key=services.authentication.asks_for_key)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
     app.add_middleware(TraceContext)
     app.add_middleware(

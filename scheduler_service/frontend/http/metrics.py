@@ -5,6 +5,7 @@ import asyncio
 from fastapi import APIRouter, Response
 
 from scheduler_service.frontend.http.callers import Caller
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.services import HttpServices
 from service_common.metrics_server import CONTENT_TYPE, metrics_text
 
@@ -17,7 +18,8 @@ def make_router(services: HttpServices) -> APIRouter:
         "/metrics",
         summary="Metrics for Prometheus",
         response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        responses=ERROR_RESPONSES
+        | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics(caller: Caller) -> Response:
         """In Prometheus' text format. They tell what all tenants do: with keys in force, it takes

@@ -44,6 +44,8 @@ class WatchedCore(FakeCore):
 class Keys:
     """`Bearer operator` sees everything, `Bearer user` not."""
 
+    asks_for_key = True
+
     def tenant_of(self, authorization: str | None) -> Tenant:
         if authorization not in ("Bearer operator", "Bearer user"):
             raise Unauthenticated("a key is needed")
