@@ -18,6 +18,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scheduler_service.errors import InvalidArgument
 
+_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template may end with: it is a program, and besides its own refusals can fail like any."""
+
 
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training; for a prompt it is no more."""
@@ -60,8 +70,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(known)
-        # A template is a program: besides its own refusals it can fail like any code.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except _FAILURES as error:
             raise InvalidArgument(
                 "chat.messages", f"the model's chat template refuses them: {error}"
             ) from error
