@@ -19,7 +19,7 @@ class FrontendConfig:
     """Address of the scheduler core."""
 
     listen: str = "127.0.0.1:7600"
-    """Where clients call. Loopback by default, as there is no authentication."""
+    """Where clients call. Loopback by default: without keys, whoever reaches it may call."""
 
     health_listen: str | None = None
     """Where to answer health checks besides, of anybody."""
