@@ -23,6 +23,7 @@ const definition = protoLoader.loadSync("pagewire/v1/inference_service.proto", {
 const { InferenceService } = grpc.loadPackageDefinition(definition).pagewire.v1;
 
 const CHANNEL_OPTIONS = {
+  "grpc.max_receive_message_length": 256 * 1024 * 1024, // long prompts have long log probabilities
   // A server that vanished without a word is noticed while calls are open.
   "grpc.keepalive_time_ms": 15_000,
   "grpc.keepalive_timeout_ms": 10_000,
