@@ -213,7 +213,7 @@ class OpenRequests:
             validation.check_against_model(request, model.info)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
-            await self._checker.check(request.sampling_params)
+            await self._checker.check(request.sampling_params, tenant.name)
             if request.ByteSize() <= INLINE_BYTES:
                 _begin(stream, request, model)
             else:

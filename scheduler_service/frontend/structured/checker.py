@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -26,24 +26,30 @@ _ROOT = Path(__file__).parents[3]
 
 
 class ConstraintChecker:
-    """What is wrong with constraints. One is tried out at a time; the process is started when it is
+    """What is wrong with constraints. One is tried out at a time, for tenants in turn: however many
+    slow ones a tenant brings, another's waits for one of them. The process is started when it is
     first needed."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
         self._process: Process | None = None
         self._one_at_a_time = asyncio.Lock()
+        self._one_of_each = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """By tenant: held by the one of its constraints whose turn is next."""
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
 
-    async def check(self, params: sampling_pb2.SamplingParams) -> None:
-        """Raise InvalidArgument, naming the field, unless workers can keep to what is asked."""
+    async def check(self, params: sampling_pb2.SamplingParams, tenant: str) -> None:
+        """Raise InvalidArgument, naming the field, unless workers can keep to what `tenant` asks.
+
+        Raises Unavailable if that cannot be found out now.
+        """
         kind = params.WhichOneof("structured_output")
         if kind is None:
             return
         message = framing.encode({"kind": kind, "texts": texts_of(params)})
         key = blake2b(message, digest_size=16).digest()
         if key not in self._answers:
-            async with self._one_at_a_time:
+            async with self._one_of_each[tenant], self._one_at_a_time:
                 if key not in self._answers:
                     self._remember(key, await self._ask(message))
         self._answers.move_to_end(key)

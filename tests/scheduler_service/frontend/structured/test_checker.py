@@ -37,7 +37,7 @@ async def checker() -> AsyncIterator[ConstraintChecker]:
 
 async def problem_of(checker: ConstraintChecker, **fields: Any) -> str | None:
     try:
-        await checker.check(sampling_pb2.SamplingParams(**fields))
+        await checker.check(sampling_pb2.SamplingParams(**fields), "anybody")
     except InvalidArgument as error:
         return str(error).removeprefix(f"sampling_params.{next(iter(fields))}: ")
     return None
@@ -55,7 +55,7 @@ async def test_what_takes_too_much_is_refused_and_others_are_served(
 
 
 async def test_requests_without_structured_output_start_nothing(checker: ConstraintChecker) -> None:
-    await checker.check(sampling_pb2.SamplingParams(n=2))
+    await checker.check(sampling_pb2.SamplingParams(n=2), "anybody")
     assert checker._process is None
 
 
@@ -99,3 +99,16 @@ async def test_questions_at_once_get_each_their_own_answer(checker: ConstraintCh
         None if p[-1] == "x" else f"unclosed group at offset {len(p) - 1}" for p in patterns if p
     ]
     assert problems == expected
+
+
+async def test_one_tenants_constraints_hold_up_anothers_by_one(checker: ConstraintChecker) -> None:
+    done: list[str] = []
+
+    async def ask(tenant: str, pattern: str) -> None:
+        await checker.check(sampling_pb2.SamplingParams(regex=pattern), tenant)
+        done.append(tenant)
+
+    flood = [ask("flood", "a" * count) for count in range(1, 9)]
+    await asyncio.gather(*flood, ask("calm", "b"))
+    assert len(done) == 9
+    assert done.index("calm") == 1
