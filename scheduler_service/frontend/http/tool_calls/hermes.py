@@ -39,10 +39,9 @@ class HermesParser:
             return self._find_open()
         if self._call.is_done:
             return self._find_close()
-        char, self._text = self._text[0], self._text[1:]
-        events = self._call.push(char)
+        events, self._text = self._call.read(self._text)
         if self._call.is_invalid:
-            events = [*events, Content(OPEN + self._call.held)]
+            events.append(Content(OPEN + self._call.held))
             self._call = None
         return events
 

@@ -120,6 +120,15 @@ class JsonCall:
         """Whether it was told as a call."""
         return self._name is not None
 
+    def read(self, text: str) -> tuple[list[Event], str]:
+        """Take characters of a text up to the call's end; what they tell, and the rest."""
+        events: list[Event] = []
+        for place, char in enumerate(text, start=1):
+            events += self.push(char)
+            if self.is_done or self.is_invalid:
+                return events, text[place:]
+        return events, ""
+
     def push(self, char: str) -> list[Event]:
         """Take the next character."""
         if self._name is None:

@@ -54,13 +54,11 @@ class LlamaParser:
 
     def _read(self, text: str) -> list[Event]:
         assert self._call is not None
-        events: list[Event] = []
-        for place, char in enumerate(text):
-            events += self._call.push(char)
-            if self._call.is_invalid:
-                self._is_content = True
-                return [*events, Content(self._start + self._call.held + text[place + 1 :])]
-            if self._call.is_done:
-                self._call, self._start = None, text[place + 1 :]
-                return events + self._look()
+        events, rest = self._call.read(text)
+        if self._call.is_invalid:
+            self._is_content = True
+            return [*events, Content(self._start + self._call.held + rest)]
+        if self._call.is_done:
+            self._call, self._start = None, rest
+            return events + self._look()
         return events

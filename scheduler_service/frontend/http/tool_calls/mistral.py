@@ -71,10 +71,9 @@ class MistralParser:
         return []
 
     def _read_call(self) -> list[Event] | None:
-        events = self._call.push(self._text[0])
-        self._text = self._text[1:]
+        events, self._text = self._call.read(self._text)
         if self._call.is_invalid:
-            events = [*events, Content(self._call.held)]
+            events.append(Content(self._call.held))
         if self._call.is_invalid or self._call.is_done:
             self._read = self._read_list
         return events
