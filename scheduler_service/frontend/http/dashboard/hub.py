@@ -122,7 +122,11 @@ class Hub:
     async def _watch(self) -> None:
         """Follow the core, whichever it is, over its losses."""
         while True:
-            await self._follow()
+            try:
+                await self._follow()
+            except Exception:  # a bug; pages would go on showing old news as new
+                logger.exception("watch failed")
+                self._lost = "the frontend cannot read what the core tells"
             self._send({})
             await asyncio.sleep(RETRY_S)
 

@@ -160,6 +160,22 @@ async def test_the_cores_loss_is_told_and_the_next_core_is_followed(
     assert len(core.watches) == 2
 
 
+async def test_a_status_that_makes_no_sense_is_told_of_and_the_next_is_shown(
+    core: WatchedCore, served: HttpServed
+) -> None:
+    torn = make_status()
+    torn.groups[0].gpu_blocks.owners = b"\0\0\0"
+    async with served.client.stream("GET", "/dashboard/stream") as response:
+        lines = aiter(response.aiter_lines())
+        await next_message(lines)
+        core.statuses.put_nowait(torn)
+        assert (await next_message(lines))["lost"] == "the frontend cannot read what the core tells"
+        await eventually(lambda: core.num_cancelled == 1)
+        core.statuses.put_nowait(make_status(uptime_s=2.0))
+        message = await next_message(lines)
+        assert (message["lost"], message["facts"]["engine"]["running"]) == (None, 1)
+
+
 async def test_the_stream_ends_when_the_frontend_does(
     core: WatchedCore, served: HttpServed
 ) -> None:
