@@ -59,7 +59,8 @@ def build_model(info: model_pb2.ModelInfo, files: Files) -> ServedModel:
     defaults = parse_generation_config(files.get("generation_config.json"))
     try:
         return ServedModel(info=info, tokenizer=_build_tokenizer(files), defaults=defaults)
-    except ValueError as error:
+    # Files are of strangers' making, and libraries raise whatever they like for bad ones.
+    except Exception as error:
         logger.error("tokenizer unusable model=%s error=%s", info.name, error)
         return ServedModel(
             info=info,

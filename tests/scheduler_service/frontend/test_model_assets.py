@@ -5,10 +5,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel
+from scheduler_service.errors import (
+    InvalidArgument,
+    Unavailable,
+    UnknownModel,
+    UnsupportedByModel,
+)
 from scheduler_service.frontend import model_assets
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.model_assets import ModelDirectory
+from scheduler_service.frontend.model_assets import ModelDirectory, build_model
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
 
@@ -110,3 +115,20 @@ async def test_a_model_never_heard_of_is_unknown_and_one_that_went_is_waited_for
         directory.current("a", ANYBODY)
     directory.update([model_info("a"), model_info("b")])
     assert (await waiting).info.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.jinja", b"{% if %}"),
+        ("chat_template.jinja", b"{{ " + b"(" * 5000 + b")" * 5000 + b" }}"),
+    ],
+    ids=["no JSON", "no object", "no template", "too deep a template"],
+)
+def test_a_model_whose_files_cannot_be_used_takes_token_ids(name: str, content: bytes) -> None:
+    model = build_model(model_info(), FILES | {name: content})
+    assert model.tokenizer is None
+    with pytest.raises(UnsupportedByModel, match="cannot be used"):
+        model.require_tokenizer("chat prompt")
