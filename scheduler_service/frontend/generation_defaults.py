@@ -31,7 +31,10 @@ class GenerationDefaults:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool):
+        return False
+    # An integer may be too large to be asked whether it is finite.
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_count(value: Any) -> bool:
@@ -53,7 +56,7 @@ def parse_generation_config(data: bytes | None) -> GenerationDefaults:
     """The defaults in a generation_config.json; what cannot be used is logged and left out."""
     try:
         config = json.loads(data) if data else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         logger.warning("generation_config.json ignored error=%s", error)
         return GenerationDefaults()
     if not isinstance(config, dict):

@@ -54,6 +54,7 @@ def test_a_single_end_of_sequence_token_is_a_set_of_one() -> None:
         {"temperature": -1},
         {"temperature": "hot"},
         {"temperature": float("nan")},
+        {"temperature": 10**400},
         {"top_p": 0},
         {"top_p": True},
         {"top_k": -1},
@@ -68,7 +69,7 @@ def test_a_value_out_of_range_is_left_out(config: dict[str, object]) -> None:
     assert parse(**config) == GenerationDefaults()
 
 
-@pytest.mark.parametrize("data", [b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize("data", [b"{", b"[1]", b"\xff", pytest.param(b"[" * 100_000, id="deep")])
 def test_a_broken_file_is_logged_and_left_out(
     data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
