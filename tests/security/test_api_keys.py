@@ -9,8 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_client.cli.app import app
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.api_keys import ApiKeys, hash_of, read_keys
 from scheduler_service.frontend.authentication import Tenant
@@ -267,3 +269,20 @@ def test_a_wrong_file_is_refused_by_name_and_number_and_never_quoted(
 def test_a_tenant_without_a_list_may_use_all_models() -> None:
     assert Tenant(name="a").may_use("any")
     assert not Tenant(name="a", models=frozenset({"b"})).may_use("any")
+
+
+def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> None:
+    model = 'a "llama"\n\\'
+    flags = ["--tenant", "team.a", "--model", model, "--expires", "2030-01-01", "--operator"]
+    path = tmp_path / "keys.toml"
+    path.write_text(CliRunner().invoke(app, ["key", "new", *flags]).stdout)
+    (key,) = read_keys(path).values()
+    assert key.tenant == Tenant(name="team.a", models=frozenset({model}), is_operator=True)
+    assert key.expires == 1893456000.0  # 2030-01-01T00:00:00Z
+
+
+@pytest.mark.parametrize("tenant", ["a b", "", "é", "x" * 65])
+def test_no_key_is_drawn_for_a_tenant_that_frontends_would_refuse(tenant: str) -> None:
+    refused = CliRunner().invoke(app, ["key", "new", "--tenant", tenant])
+    assert refused.exit_code == 2
+    assert refused.stdout == ""

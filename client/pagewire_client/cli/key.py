@@ -1,6 +1,8 @@
 """`pagewire key`: API keys for the file that frontends are given by --api-keys."""
 
 import hashlib
+import json
+import re
 import secrets
 from datetime import UTC, datetime
 from typing import Annotated
@@ -13,6 +15,9 @@ KEY_BYTES = 32
 PREFIX = "pw-"
 """By which a key that has got out can be found, in a repository say."""
 
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""As frontends take it: an entry with another name would make the whole file no good."""
+
 key = typer.Typer(help="Make API keys.", no_args_is_help=True)
 
 
@@ -21,9 +26,17 @@ def _commands() -> None:
     """Make API keys."""
 
 
+def _named(tenant: str) -> str:
+    if not _TENANT.fullmatch(tenant):
+        raise typer.BadParameter("expected 1 to 64 characters of [A-Za-z0-9._-]")
+    return tenant
+
+
 @key.command()
 def new(
-    tenant: Annotated[str, typer.Option(help="Whose requests those with the key are.")],
+    tenant: Annotated[
+        str, typer.Option(callback=_named, help="Whose requests those with the key are.")
+    ],
     model: Annotated[
         list[str] | None,
         typer.Option(help="A model that it is good for; may be repeated.", show_default="all"),
@@ -66,5 +79,5 @@ def _entry(
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    """As JSON quotes it, which is also TOML's way."""
+    return json.dumps(text, ensure_ascii=False)
