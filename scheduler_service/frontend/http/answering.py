@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.http.errors import error_body
+from scheduler_service.frontend.http.errors import error_body, error_response
 from scheduler_service.frontend.http.running import RunningRequests
 from scheduler_service.frontend.http.sampling_fields import REQUEST_ID, SamplingFields
 from scheduler_service.frontend.http.services import HttpServices
@@ -89,14 +89,15 @@ class Answer(Response):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with RunningRequests(self._services.requests, receive) as running:
-            try:
+        try:
+            async with RunningRequests(self._services.requests, receive) as running:
                 if not await self._run(running, send):
                     return
-            except InvalidArgument as error:
-                raise self._as_the_client_calls_it(error) from None
-        headers = {"X-Request-Id": self._request_id}
-        await JSONResponse(self._form.whole(), headers=headers)(scope, receive, send)
+            response = JSONResponse(self._form.whole())
+        except PagewireError as error:
+            response = error_response(self._as_the_client_calls_it(error))
+        response.headers["X-Request-Id"] = self._request_id
+        await response(scope, receive, send)
 
     async def _run(self, running: RunningRequests, send: Send) -> bool:
         """Run the requests; whether the whole answer is still to be sent."""
@@ -108,9 +109,11 @@ class Answer(Response):
             self._form.add(*item)
         return True
 
-    def _as_the_client_calls_it(self, error: InvalidArgument) -> InvalidArgument:
+    def _as_the_client_calls_it(self, error: PagewireError) -> PagewireError:
         """A constraint has one field over gRPC, and comes by many names over HTTP."""
-        if self._constraint_field is None or not _CONSTRAINT.match(error.field):
+        if self._constraint_field is None or not isinstance(error, InvalidArgument):
+            return error
+        if not _CONSTRAINT.match(error.field):
             return error
         return InvalidArgument(self._constraint_field, error.expected)
 

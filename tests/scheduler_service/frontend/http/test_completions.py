@@ -115,12 +115,13 @@ async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
 
 
 async def test_an_error_before_the_first_byte_has_its_code(served: HttpServed) -> None:
-    answer = post(served, WISH | {"stream": True})
+    answer = post(served, WISH | {"stream": True}, **{"X-Request-Id": "mine-2"})
     request = await served.core.next_request()
     await request.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_delay_us=2_500_000)
     refused = await answer
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "3"
+    assert refused.headers["x-request-id"] == "mine-2"
     assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
