@@ -4,70 +4,65 @@ Where a text stops is a function of the text alone, however it is cut into piece
 position where any stop string is complete; of several that end there, the longest. Text that may
 turn out to be the start of a stop string is held back.
 
-The automaton is Aho and Corasick's (1975): one step per character, whatever the number and length
-of the stop strings. A node's depth is the length of the longest suffix of the text that begins a
-stop string, hence just what must be held back.
+Each stop string is looked for by Knuth, Morris and Pratt's automaton (1977). Its state is how much
+of the string the text ends with, hence how much must be held back; it takes four bytes for each
+character. One automaton for all of them, Aho and Corasick's, would take hundreds, and a request may
+have 16,384 characters.
 """
 
-from collections import deque
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
-class _Node:
-    depth: int
-    children: "dict[str, _Node]" = field(default_factory=dict)
-    fallback: "_Node | None" = None
-    """The node of the longest proper suffix that begins a stop string; None at the root."""
-    match: str | None = None
-    """The longest stop string that ends here."""
+class _StopString:
+    """One stop string, and where to go on after a beginning of it that did not come to its end."""
+
+    __slots__ = ("_fallbacks", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._fallbacks = _fallbacks(text)
+
+    def step(self, length: int, char: str) -> int:
+        """How much of it the text ends with after one more character; `length`: before that."""
+        if length == len(self.text):
+            length = self._fallbacks[length]
+        while length and self.text[length] != char:
+            length = self._fallbacks[length]
+        return length + (self.text[length] == char)
+
+
+def _fallbacks(text: str) -> "array[int]":
+    """By the length of a beginning of `text`: that of the longest shorter one at its end."""
+    fallbacks = array("I", (0, 0))
+    length = 0
+    for char in text[1:]:
+        while length and text[length] != char:
+            length = fallbacks[length]
+        length += text[length] == char
+        fallbacks.append(length)
+    return fallbacks
 
 
 class StopStrings:
     """The stop strings of one request; shared by its choices."""
 
     def __init__(self, strings: Iterable[str]) -> None:
-        self.root = _Node(0)
-        for string in strings:
-            node = self.root
-            for char in string:
-                node = node.children.setdefault(char, _Node(node.depth + 1))
-            node.match = string
-        self._link()
+        self.longest_first = [_StopString(text) for text in sorted(strings, key=len, reverse=True)]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self.root.children)
-
-    def _link(self) -> None:
-        """Set fallbacks breadth first, so that a node's is done before its children's."""
-        queue = deque([self.root])
-        while queue:
-            node = queue.popleft()
-            for char, child in node.children.items():
-                child.fallback = self.step(node.fallback, char) if node.fallback else self.root
-                child.match = child.match or child.fallback.match
-                queue.append(child)
-
-    def step(self, node: _Node, char: str) -> _Node:
-        """The node after one more character."""
-        at: _Node | None = node
-        while at is not None:
-            child = at.children.get(char)
-            if child is not None:
-                return child
-            at = at.fallback
-        return self.root
+        return bool(self.longest_first)
 
 
 class StopMatcher:
     """Watches one text for the stop strings."""
 
     def __init__(self, strings: StopStrings, *, include_stop: bool) -> None:
-        self._strings = strings
+        self._strings = strings.longest_first
         self._include_stop = include_stop
-        self._node = strings.root
+        self._lengths = [0] * len(self._strings)
+        """How much of each the text ends with."""
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -81,10 +76,10 @@ class StopMatcher:
             return text
         held = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
-            self._node = self._strings.step(self._node, char)
-            if may_stop and self._node.match is not None:
-                return self._stop(held[:position], self._node.match)
-        shown = len(held) - self._node.depth
+            complete = self._step(char)
+            if may_stop and complete is not None:
+                return self._stop(held[:position], complete)
+        shown = len(held) - max(self._lengths)
         self._held = held[shown:]
         return held[:shown]
 
@@ -92,6 +87,18 @@ class StopMatcher:
         """What was held back, when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
+
+    def _step(self, char: str) -> str | None:
+        """Take one more character; the longest stop string that is complete with it."""
+        complete = None
+        for index, string in enumerate(self._strings):
+            length = self._lengths[index]
+            if not length and string.text[0] != char:  # nearly always
+                continue
+            length = self._lengths[index] = string.step(length, char)
+            if complete is None and length == len(string.text):
+                complete = string.text
+        return complete
 
     def _stop(self, text: str, match: str) -> str:
         self.matched = match

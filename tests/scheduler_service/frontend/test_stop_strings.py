@@ -1,7 +1,10 @@
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_service.frontend.stop_strings import StopMatcher, StopStrings
+from scheduler_service.frontend.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 # Two letters only, so that stop strings overlap each other and themselves all the time.
 pieces = st.lists(st.text("ab", max_size=4), max_size=12)
@@ -76,3 +79,13 @@ def test_without_stop_strings_everything_passes_at_once() -> None:
     matcher = StopMatcher(StopStrings([]), include_stop=False)
     assert matcher.push("anything") == "anything"
     assert matcher.flush() == ""
+
+
+def test_stop_strings_take_a_few_bytes_for_each_of_their_characters() -> None:
+    texts = [f"{number:x}" * MAX_STOP_STRING_CHARS for number in range(MAX_STOP_STRINGS)]
+    tracemalloc.start()
+    kept = StopStrings(texts)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept
+    assert size < 16 * sum(map(len, texts))
