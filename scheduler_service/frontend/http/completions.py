@@ -24,6 +24,8 @@ PromptValue = str | Sequence[int]
 
 MAX_PROMPTS = 4096
 """Of one call: as many requests as a frontend may have open, unless it is told otherwise."""
+MAX_CHOICES = 16_384
+"""Of all of them together."""
 
 
 def make_router(services: HttpServices) -> APIRouter:
@@ -79,11 +81,14 @@ def generate_requests(
 def _check_room(num_prompts: int, common: inference_pb.GenerateRequest) -> None:
     """Each prompt's request has all that they have in common, so a short body could take up much
     memory. Raises InvalidArgument."""
-    size = max(1, common.ByteSize())
-    most = max(1, min(MAX_PROMPTS, MAX_PUBLIC_MESSAGE_BYTES // size))
-    if num_prompts > most:
+    params, size = common.sampling_params, max(1, common.ByteSize())
+    num_choices = max(1, params.n, params.best_of, params.beam_search.width)
+    most = min(MAX_PROMPTS, MAX_CHOICES // num_choices, MAX_PUBLIC_MESSAGE_BYTES // size)
+    if num_prompts > max(1, most):
         raise InvalidArgument(
-            "prompt", f"expected at most {most} prompts beside parameters of {size} bytes"
+            "prompt",
+            f"expected at most {max(1, most)} prompts, where each has {num_choices} choices and "
+            f"{size} bytes of parameters",
         )
 
 

@@ -194,6 +194,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": ["a"] * 4097}, "prompt"),
     ({"prompt": ["a"] * 200, "guided_regex": "b" * 100_000}, "prompt"),
+    ({"prompt": ["a"] * 200, "n": 100}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"temperature": "hot"}, "temperature"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
