@@ -133,20 +133,23 @@ def cache_cases(where: Setting) -> Iterator[Case]:
 
 
 def move_cases(where: Setting) -> Iterator[Case]:
-    """Within the device, and on a GPU out to pinned memory and back, by kernel and by copies."""
+    """Within the device's cache, and out to the host's and back, by kernel and by copies."""
     is_gpu = where.device.type == "cuda"
     num_blocks, block_bytes = (8192, 2**16) if is_gpu else (1024, 2**16)
     shape = (num_blocks, block_bytes // where.dtype.itemsize)
     draw = torch.Generator().manual_seed(0)
     halves = torch.randperm(num_blocks, generator=draw).view(-1, 2).int().numpy()
     cache = where.filled(*shape)
-    movers = [mover_for(where.device)] + ([CopyMover()] if is_gpu else [])
-    ways = [("copy blocks", cache, cache)]
-    if is_gpu:
-        host = torch.full(shape, 0.01, dtype=where.dtype, pin_memory=True)
-        ways += [("swap blocks out", cache, host), ("swap blocks in", host, cache)]
+    host = torch.full(shape, 0.01, dtype=where.dtype, pin_memory=is_gpu)
+    ways = [
+        ("copy blocks", cache, cache),
+        ("swap blocks out", cache, host),
+        ("swap blocks in", host, cache),
+    ]
+    best = mover_for(where.device)
+    movers = [best] if isinstance(best, CopyMover) else [best, CopyMover()]
     for kernel, source, target in ways:
-        crosses_bus = source is not target
+        crosses_bus = is_gpu and source is not target
         for mover in movers:
             yield Case(
                 kernel=kernel,

@@ -1,10 +1,10 @@
 """How whole blocks are moved between the caches, and within one.
 
-Where to go by what was measured on an H200 with pinned host memory and blocks of 64 KB: one copy
+On a GPU, by what was measured on an H200 with pinned host memory and blocks of 64 KB: one copy
 per block reaches 10 GB/s, a kernel that reads and writes the host's memory in place 51 GB/s for
 any number of scattered blocks, and plain copies 32 GB/s at 1 MB, 53 at 16 MB and 55 at 256 MB. A
 copy keeps no multiprocessor from computing beside it. So long runs of neighbours are copied, and
-everything else is the kernel's.
+everything else is the kernel's. On a CPU a kernel of its own has all threads copy, past the caches.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagewire_kernels.cpu.native import Library, library, move_blocks
 from pagewire_kernels.reference import swap_blocks
 from worker_service.plan import Int32Array
 
@@ -43,12 +44,28 @@ class CopyMover:
             _copy_run(source, target, pairs[start : start + length])
 
     def copy(self, cache: Tensor, pairs: Int32Array) -> None:
-        if len(pairs):
+        if _is_chained(pairs):
             swap_blocks(cache, cache, _as_tensor(pairs))
+        else:
+            self.swap(cache, cache, pairs)
+
+
+class NativeMover:
+    """A kernel in C++ for caches in a CPU's memory, many blocks in one launch."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
+        if len(pairs):
+            move_blocks(self._library, source, target, _as_tensor(pairs))
+
+    def copy(self, cache: Tensor, pairs: Int32Array) -> None:
+        self.swap(cache, cache, pairs)
 
 
 class KernelMover:
-    """A kernel for scattered blocks, many in one launch, and copies for long runs."""
+    """A GPU's kernel for scattered blocks, many in one launch, and copies for long runs."""
 
     def __init__(
         self,
@@ -76,10 +93,11 @@ class KernelMover:
 def mover_for(device: torch.device) -> BlockMover:
     """The fastest way on `device`."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        from pagewire_kernels.gpu import move_blocks
+        from pagewire_kernels import gpu  # triton is loaded only where it is used
 
-        return KernelMover(move_blocks)
-    return CopyMover()
+        return KernelMover(gpu.move_blocks)
+    found = library() if device.type == "cpu" else None
+    return CopyMover() if found is None else NativeMover(found)
 
 
 def _runs(pairs: Int32Array) -> npt.NDArray[np.int64]:
@@ -88,6 +106,11 @@ def _runs(pairs: Int32Array) -> npt.NDArray[np.int64]:
     is_first[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
     starts = np.flatnonzero(is_first)
     return np.stack([starts, np.diff(starts, append=len(pairs))], axis=1)
+
+
+def _is_chained(pairs: Int32Array) -> bool:
+    """Whether a block is both a source and a target."""
+    return len(pairs) > 0 and bool(np.isin(pairs[:, 0], pairs[:, 1]).any())
 
 
 def _copy_run(source: Tensor, target: Tensor, run: Int32Array) -> None:

@@ -7,7 +7,7 @@ swapping it in and copying it move one piece each; `block_moves` tells how.
 On a GPU the operations run on a stream of their own. Swap-outs and copies are done before the
 step's forward pass, which may write to their sources and read their targets. Swap-ins run beside
 it: their targets are used from the next plan on (`plan.proto`), and only that one waits for them.
-On a CPU all is done at once, by the thread that computes: both share the memory's bandwidth, so
+On a CPU all is done at once, by the threads that compute: both share the memory's bandwidth, so
 there is nothing to gain from doing it beside.
 """
 

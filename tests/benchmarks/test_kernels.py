@@ -4,7 +4,14 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import plots
-from benchmarks.kernel_cases import Case, Setting, attention_case, layer_cases, setting
+from benchmarks.kernel_cases import (
+    Case,
+    Setting,
+    attention_case,
+    layer_cases,
+    move_cases,
+    setting,
+)
 from benchmarks.kernel_ceilings import KernelCeilings
 from benchmarks.kernels import measure
 from benchmarks.report import SECTIONS
@@ -36,6 +43,14 @@ def test_a_norm_reads_and_writes_its_rows_and_the_residual() -> None:
     case = next(layer_cases(_setting()))
     assert case.num_bytes == 4 * 512 * 4096 * 4
     assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s copied"
+
+
+def test_blocks_moved_in_host_memory_are_read_and_written() -> None:
+    cases = [*move_cases(_setting())]
+    assert {case.kernel for case in cases} == {"copy blocks", "swap blocks out", "swap blocks in"}
+    for case in cases:
+        assert case.num_bytes == 2 * 512 * 2**16
+        assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s copied"
 
 
 def test_rows_become_a_table_and_a_picture() -> None:

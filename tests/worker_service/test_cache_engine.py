@@ -6,9 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 
+from pagewire_kernels.cpu.native import library
 from pagewire_kernels.reference import swap_blocks
+from tests.support.native import native_libraries
 from tests.support.plans import moving_plan
-from worker_service.block_moves import BlockMover, CopyMover, KernelMover
+from worker_service.block_moves import (
+    BlockMover,
+    CopyMover,
+    KernelMover,
+    NativeMover,
+    mover_for,
+)
 from worker_service.cache_engine import CacheEngine
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
@@ -39,10 +47,11 @@ def test_sizes_are_compared_exactly() -> None:
     assert not engine.fits(4, 0)
 
 
-MOVERS = {
+MOVERS: dict[str, BlockMover] = {
     "copies": CopyMover(),
     "kernel": KernelMover(swap_blocks),
     "kernel and copies of three blocks or more": KernelMover(swap_blocks, min_copy_bytes=48),
+    **{each.instruction_set: NativeMover(each) for each in native_libraries()},
 }
 
 
@@ -81,6 +90,11 @@ def test_swaps_move_whole_blocks_wherever_their_neighbours_go(
         device[target] = host[source]
     assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == device
     assert engine.host_cache[:, 0, 1, 1, 0, 0].tolist() == host
+
+
+def test_a_cpu_gets_the_compiled_kernel_where_it_was_built() -> None:
+    expected = CopyMover if library() is None else NativeMover
+    assert type(mover_for(torch.device("cpu"))) is expected
 
 
 def test_long_runs_are_copied_and_the_rest_is_one_launch() -> None:

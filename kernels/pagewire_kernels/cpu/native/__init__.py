@@ -10,6 +10,7 @@ the numba kernels do the work.
     src/batch.h     the layout of one step's batch, as kernels see it
     src/attention*  paged attention; attention.h tells how
     src/cache_write.cpp  new keys and values put into their slots
+    src/block_copy.cpp   whole blocks copied
     src/linear.h    linear layers with packed weights, and the packing
     src/share.h     how threads take over what one that lost its core has begun
     src/layers.h    embedding, norms, activations, rotation with the cache write, largest logits
@@ -20,6 +21,7 @@ the numba kernels do the work.
                     the C structures, for ctypes
     attention.py    tasks of attention, described by tensors
     backend.py      `NativeBackend`
+    blocks.py       `move_blocks`: within a cache, or from one to another
     linear.py       `NativeWeight`, `NativeGatedWeight`: pack a weight and multiply by it
     huge_memory.py  where packed weights are
     layers.py       `NativeLayerKernels`: norms, activations, rotation
@@ -29,6 +31,7 @@ the numba kernels do the work.
 """
 
 from pagewire_kernels.cpu.native.backend import NativeBackend
+from pagewire_kernels.cpu.native.blocks import move_blocks
 from pagewire_kernels.cpu.native.compiled import Library, library
 from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.linear import NativeGatedWeight, NativeWeight
@@ -40,4 +43,5 @@ __all__ = [
     "NativeGatedWeight",
     "NativeWeight",
     "library",
+    "move_blocks",
 ]

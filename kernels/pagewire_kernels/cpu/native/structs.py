@@ -104,3 +104,17 @@ class CacheWriteTask(ctypes.Structure):
         ("block_size", c_int64),
         ("copied_bytes", c_int64),
     )
+
+
+class BlockCopyTask(ctypes.Structure):
+    """`BlockCopyTask` in src/block_copy.cpp."""
+
+    _fields_ = (
+        ("next_item", c_int64),
+        ("num_threads", c_int64),
+        ("source", c_int64),
+        ("target", c_int64),
+        ("pairs", c_int64),
+        ("num_pairs", c_int64),
+        ("block_bytes", c_int64),
+    )

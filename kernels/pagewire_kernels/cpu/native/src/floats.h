@@ -24,6 +24,9 @@ inline void store_floats(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+inline void store_past_caches(void* to, Words x) {  // aligned to their size
+  _mm512_stream_si512(static_cast<Words*>(to), x);
+}
 inline Words broadcast_word(int32_t x) { return _mm512_set1_epi32(x); }
 inline Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
 inline Words as_words(Floats x) { return _mm512_castps_si512(x); }
@@ -53,6 +56,9 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd
 inline Words load_words(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
+inline void store_past_caches(void* to, Words x) {
+  _mm256_stream_si256(static_cast<Words*>(to), x);
+}
 inline Words broadcast_word(int32_t x) { return _mm256_set1_epi32(x); }
 inline Floats as_floats(Words x) { return _mm256_castsi256_ps(x); }
 inline Words as_words(Floats x) { return _mm256_castps_si256(x); }
@@ -68,6 +74,9 @@ inline Floats widen(const BFloat16* from) {
 }
 
 #endif
+
+// Before another thread reads what was stored so.
+inline void finish_stores_past_caches() { _mm_sfence(); }
 
 inline Floats widen(const float* from) { return load_floats(from); }
 

@@ -1,0 +1,60 @@
+"""Moving whole KV blocks by src/block_copy.cpp.
+
+The cache is block-major, so a block, all layers, keys and values, is one contiguous piece of
+memory. Bound by memory bandwidth; what is written goes past the caches, which are smaller than the
+blocks of most models.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.native.compiled import Library
+from pagewire_kernels.cpu.native.structs import BlockCopyTask
+
+_SERIAL_BYTES = 1 << 16
+"""So many are copied before other threads have woken up."""
+
+
+def move_blocks(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks; as `reference.swap_blocks`.
+
+    source, target: contiguous [num_blocks, ...], equal in type and beyond the first axis; pairs:
+    int64 [n, 2], blocks that there are. Where a block is both a source and a target of one call,
+    all sources are first read into a buffer.
+    """
+    if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
+        raise ValueError(f"blocks differ: {_told(source)} and {_told(target)}")
+    if not (source.is_contiguous() and target.is_contiguous()):
+        raise ValueError("expected whole blocks, contiguous")
+    is_chained = source.data_ptr() == target.data_ptr() and bool(
+        torch.isin(pairs[:, 0], pairs[:, 1]).any()
+    )
+    if is_chained:
+        buffer = torch.empty((len(pairs), *source.shape[1:]), dtype=source.dtype)
+        rows = torch.arange(len(pairs))
+        _copy(library, source, buffer, torch.stack([pairs[:, 0], rows], dim=1))
+        _copy(library, buffer, target, torch.stack([rows, pairs[:, 1]], dim=1))
+    else:
+        _copy(library, source, target, pairs.contiguous())
+
+
+def _copy(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    block_bytes = source[:1].nbytes
+    is_small = len(pairs) * block_bytes < _SERIAL_BYTES
+    num_threads = 1 if is_small else torch.get_num_threads()
+    task = BlockCopyTask(
+        num_threads=num_threads,
+        source=source.data_ptr(),
+        target=target.data_ptr(),
+        pairs=pairs.data_ptr(),
+        num_pairs=len(pairs),
+        block_bytes=block_bytes,
+    )
+    threads.run(library.kernel("copy_blocks"), ctypes.addressof(task), num_threads)
+
+
+def _told(cache: Tensor) -> str:
+    return f"{cache.dtype} {list(cache.shape[1:])}"
