@@ -124,13 +124,14 @@ def test_any_chunks_in_any_company_give_the_same_bits(backend: str, data: st.Dat
 
 
 @each_backend
+@pytest.mark.parametrize("shape", ["plain", "one query per key"])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_the_number_of_threads_does_not_matter(backend: str, num_threads: int) -> None:
-    expected = Attention(backend, SHAPES["plain"]).whole(3)
+def test_the_number_of_threads_does_not_matter(backend: str, num_threads: int, shape: str) -> None:
+    expected = Attention(backend, SHAPES[shape]).whole(3)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        assert torch.equal(Attention(backend, SHAPES["plain"]).whole(3), expected)
+        assert torch.equal(Attention(backend, SHAPES[shape]).whole(3), expected)
     finally:
         torch.set_num_threads(before)
 

@@ -50,6 +50,13 @@ struct Item {
   }
 };
 
+// The least number above 1 that divides n, which is above 1.
+inline int64_t least_factor(int64_t n) {
+  int64_t factor = 2;
+  while (n % factor != 0) ++factor;
+  return factor;
+}
+
 // The items that a thread takes, one after the other.
 class Items {
  public:
@@ -74,9 +81,10 @@ class Items {
 
   // KV heads that a thread takes at once: all of a tile, unless that makes too little to share.
   static int64_t heads_taken(const AttentionTask& task, int64_t num_tiles) {
-    const int64_t wanted = kTakesPerThread * task.num_slots;
     int64_t heads = task.num_kv_heads;
-    while (heads % 2 == 0 && num_tiles * task.num_kv_heads / heads < wanted) heads /= 2;
+    const auto num_takes = [&] { return num_tiles * task.num_kv_heads / heads; };
+    while (heads % 2 == 0 && num_takes() < kTakesPerThread * task.num_slots) heads /= 2;
+    while (heads > 1 && num_takes() < task.num_slots) heads /= least_factor(heads);
     return heads;
   }
 

@@ -43,11 +43,7 @@ constexpr uint64_t kCyclesBeforeYield = 1 << 18;
 // beside the time that a thread loses when it is kept from its core.
 constexpr uint64_t kCyclesBeforeTakingOver = 1 << 14;
 
-#if defined(__x86_64__)
 inline void relax() { __builtin_ia32_pause(); }
-#else
-inline void relax() {}
-#endif
 
 inline int64_t load(const int64_t& state) { return __atomic_load_n(&state, __ATOMIC_ACQUIRE); }
 
