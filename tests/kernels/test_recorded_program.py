@@ -165,6 +165,24 @@ def test_it_is_recorded_once_for_batches_that_fit(library: Library) -> None:
     assert calls == [64, 128]
 
 
+def test_a_program_keeps_room_for_the_largest_batches_there_were(library: Library) -> None:
+    """Many rows of which few are sampled from, and few rows that all are, come in turns."""
+    layers, calls = Layers(library, torch.float32), []
+
+    def counted(x: Tensor, *others: object) -> Tensor:
+        calls.append(x.shape[0])
+        return layers(x, *others)  # type: ignore[arg-type]
+
+    recorded = RecordedModel(layers.embed, counted, layers.head, library)
+    cache = _cache(torch.float32)
+    for num_rows, num_sampled in [(500, 2), (100, 100), (500, 2), (100, 100)]:
+        token_ids, positions, metadata = _batch(num_rows, 0)
+        computed = recorded(token_ids, positions, cache, metadata, torch.arange(num_sampled))
+        assert computed.head is not None
+        assert len(computed.head.logits) == num_sampled
+    assert calls == [512, 512]
+
+
 def test_memory_is_used_again_by_later_layers(library: Library) -> None:
     """One buffer each for the rows, a norm's result and an update, however many layers."""
     sizes = []

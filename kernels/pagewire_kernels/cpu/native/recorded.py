@@ -54,6 +54,9 @@ class RecordedModel:
         self._head = head
         self._library = library
         self._recording: _Recording | None = None
+        self._most_rows = self._most_sampled = 0
+        """Of all batches so far. A program has room for as many, or batches of many rows and others
+        with many samples would have it recorded in turns."""
         self._parts = set(Part)
         self._records = True
 
@@ -84,9 +87,13 @@ class RecordedModel:
         self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, num_sampled: int
     ) -> "_Recording | None":
         """As much of it as can be recorded."""
+        self._most_rows = max(self._most_rows, x.shape[0])
+        self._most_sampled = max(self._most_sampled, num_sampled)
         self._recording = None  # its buffers, first
         while self._records and self._recording is None:
-            recording = _Recording(self._library, x, kv_cache, num_sampled)
+            recording = _Recording(
+                self._library, kv_cache, self._most_rows, self._most_sampled
+            )
             try:
                 self._record_parts(recording, x, kv_cache, metadata)
             except NotRecordable as error:
@@ -119,14 +126,16 @@ class RecordedModel:
 class _Recording:
     """A program, what it reads and what it gives."""
 
-    def __init__(self, library: Library, x: Tensor, kv_cache: Tensor, num_sampled: int) -> None:
-        """x: the rows of the batch that is to be computed first."""
+    def __init__(
+        self, library: Library, kv_cache: Tensor, num_rows: int, num_sampled: int
+    ) -> None:
+        """num_rows, num_sampled: for which there must be room."""
         self.at: Part | None = None
         """What is being recorded; None: the layers."""
         self._library = library
         self._made_for = _identity(kv_cache)
         self._num_threads = torch.get_num_threads()
-        self._program = Program(library, _room_for(x.shape[0]))
+        self._program = Program(library, _room_for(num_rows))
         self._max_sampled = _room_for(num_sampled)
         self._embed: Embed | None = None
         """An embedding that is not recorded: its rows are copied to where the program begins."""
