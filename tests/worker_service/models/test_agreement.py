@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
-def _loaded(family: str) -> LoadedModel:
-    return load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype="float32"))
+def _loaded(family: str, dtype: str = "float32") -> LoadedModel:
+    return load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype=dtype))
 
 
 def _prompts() -> list[list[int]]:
@@ -62,9 +62,10 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_rows_logits_are_bitwise_the_same_in_any_batch(family: str) -> None:
-    loaded = _loaded(family)
+def test_a_rows_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: str) -> None:
+    loaded = _loaded(family, dtype)
     assert loaded.batch_invariant
     prompts = _prompts()
     together = PagedDriver(loaded.model).run([(i, 0, p) for i, p in enumerate(prompts)])
