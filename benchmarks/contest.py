@@ -15,6 +15,9 @@ from benchmarks.processes import processor_seconds
 from benchmarks.shapes import Shape
 from benchmarks.workloads import Job, Workload, warm_up
 
+MOST_REPEATS = 7
+"""Turns of a short workload, unless more are asked for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -39,7 +42,7 @@ class Patience:
     slow_factor: float = 1.5
     least_s: float = 0.0
     """Of short workloads there are more turns, until an engine has run for so long."""
-    most_repeats: int = 7
+    most_repeats: int = MOST_REPEATS
 
     def __post_init__(self) -> None:
         if not 1 <= self.slow_repeats <= self.repeats <= self.most_repeats:

@@ -25,7 +25,7 @@ from rich.console import Console
 from benchmarks.agreement import agreements
 from benchmarks.ceilings import Ceilings, CeilingsProcess
 from benchmarks.comparison import PAGEWIRE, all_runs, ceilings_range, compare, table
-from benchmarks.contest import Gauge, Patience, Run, compete
+from benchmarks.contest import MOST_REPEATS, Gauge, Patience, Run, compete
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
@@ -123,12 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nano_vllm_python=args.nano_vllm_python,
         llama_server=args.llama_server,
     )
-    patience = Patience(
-        repeats=args.repeats,
-        slow_repeats=args.slow_repeats,
-        slow_factor=args.slow_factor,
-        least_s=args.least_seconds,
-    )
+    patience = patience_of(args)
     workloads = [WORKLOADS[name] for name in args.workloads]
     for shape in args.shape:
         for dtype in args.dtype:
@@ -139,6 +134,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             show(content)
             name = result_name(shape, dtype, args.device)
             print(f"written to {save(name, content, load, args.results)}")
+
+
+def patience_of(args: argparse.Namespace) -> Patience:
+    """How often each engine runs, as the flags say."""
+    return Patience(
+        repeats=args.repeats,
+        slow_repeats=args.slow_repeats,
+        slow_factor=args.slow_factor,
+        least_s=args.least_seconds,
+        most_repeats=max(MOST_REPEATS, args.repeats),
+    )
 
 
 def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:

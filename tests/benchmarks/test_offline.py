@@ -8,7 +8,7 @@ import pytest
 from benchmarks.contest import Patience
 from benchmarks.engines.choice import NAMES, Programs
 from benchmarks.engines.engine import Settings
-from benchmarks.offline import main, run, show
+from benchmarks.offline import main, parse, patience_of, run, show
 from benchmarks.shapes import Shape
 from benchmarks.workloads import WORKLOADS
 
@@ -59,3 +59,8 @@ def test_engines_compete_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_shape_is_one_of_those_known() -> None:
     with pytest.raises(SystemExit):
         main(["--shape", "gpt-9"])
+
+
+def test_as_many_turns_may_be_asked_for_as_are_wanted() -> None:
+    assert patience_of(parse([])).repeats == 3
+    assert patience_of(parse(["--repeats", "12"])).repeats == 12
