@@ -158,6 +158,24 @@ def _kernels(figure: Figure, results: Results) -> None:
         axes.set_xlabel(f"share of the ceiling, {dtype}")
 
 
+def _startup(figure: Figure, results: Results) -> None:
+    """How long each server takes to its first token, and what memory it takes at most."""
+    rows = results["rows"]
+    figure.set_size_inches(9, 1 + 0.4 * len(rows))
+    names = [f"{row['engine']}, {row['shape']}, {row['dtype']}" for row in rows]
+    colours = [COLOURS.get(row["engine"]) for row in rows]
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, figure_of, title in (
+        (left, "first_token_s", "launch to first token, s"),
+        (right, "peak_mib", "peak memory, MiB"),
+    ):
+        bars = axes.barh(range(len(rows)), [row[figure_of] for row in rows], color=colours)
+        axes.bar_label(bars, fmt="{:,.4g}", fontsize=8)
+        axes.set_xlabel(title)
+    left.set_yticks(range(len(rows)), names, fontsize=8)
+    left.invert_yaxis()
+
+
 def _by(rows: Sequence[Row], name: str) -> Iterable[tuple[Any, list[Row]]]:
     """Rows grouped by a column, in the order in which its values first appear."""
     groups: dict[Any, list[Row]] = {}
@@ -170,6 +188,7 @@ PLOTS: Mapping[str, Callable[[Figure, Results], None]] = {
     "online": _online,
     "wire": _wire,
     "pipelining": _pipelining,
+    "startup": _startup,
     "offline": _offline,
     "kernels": _kernels,
     "kernels_gpu": _kernels,
