@@ -1,8 +1,8 @@
-"""Paged attention on the CPU.
+"""Kernels for the CPU.
 
-native/     kernels in C++, built with the package
-numba/      the same by numba, where none were built for the processor
-checks.py   what both take
+native/     in C++, built with the package: attention, products, what is between them, block moves
+numba/      attention by numba, where none were built for the processor
+checks.py   what attention of both takes
 threads.py  running a kernel on torch's own threads
 """
 
