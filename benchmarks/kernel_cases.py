@@ -28,8 +28,9 @@ class Case:
     dtype: str
     run: Callable[[], object]
     num_bytes: int = 0
-    """The least to be moved; 0 where products are what bounds it."""
+    """The least to be moved; 0 where it is known to be bound by its products."""
     num_flops: int = 0
+    """Operations of its products; 0 where it is known to be bound by memory."""
     crosses_bus: bool = False
 
 
@@ -224,15 +225,14 @@ def linear_cases(where: Setting) -> Iterator[Case]:
     for name, product in _products(where, weight):
         for num_rows in (1, 64, 4096 if is_gpu else 512):
             rows = where.filled(num_rows, num_inputs)
-            is_few = num_rows < 256
             yield Case(
                 kernel="linear",
                 size=f"{num_rows} rows, {num_inputs} to {num_outputs}",
                 implementation=name,
                 dtype=where.dtype_name,
                 run=lambda product=product, rows=rows: product(rows),  # type: ignore[misc]
-                num_bytes=weight.nbytes if is_few else 0,
-                num_flops=0 if is_few else 2 * num_rows * num_inputs * num_outputs,
+                num_bytes=weight.nbytes,
+                num_flops=2 * num_rows * num_inputs * num_outputs,
             )
 
 

@@ -31,8 +31,8 @@ def measure(case: Case, ceilings: KernelCeilings, device: torch.device, repeats:
     """A row of the table."""
     capture = not case.crosses_bus and "blocks" not in case.kernel
     seconds = median_seconds(case.run, device, repeats=repeats, capture=capture)
-    bound, ceiling = _bound(case, ceilings)
-    achieved = (case.num_flops or case.num_bytes) / seconds
+    bound, amount, ceiling = _bound(case, ceilings)
+    achieved = amount / seconds
     return {
         "kernel": case.kernel,
         "size": case.size,
@@ -46,10 +46,18 @@ def measure(case: Case, ceilings: KernelCeilings, device: torch.device, repeats:
     }
 
 
-def _bound(case: Case, ceilings: KernelCeilings) -> tuple[str, float]:
-    """What bounds a case, and the ceiling of that."""
+def _bound(case: Case, ceilings: KernelCeilings) -> tuple[str, int, float]:
+    """What bounds a case, how much of that it has, and the ceiling: its bytes or its operations,
+    whichever take longer at best."""
+    bounds = [(*_memory(case, ceilings), case.num_bytes)] if case.num_bytes else []
     if case.num_flops:
-        return "GFLOP/s", ceilings.products[DTYPES[case.dtype]]
+        bounds.append(("GFLOP/s", ceilings.products[DTYPES[case.dtype]], case.num_flops))
+    name, ceiling, amount = max(bounds, key=lambda bound: bound[2] / bound[1])
+    return name, amount, ceiling
+
+
+def _memory(case: Case, ceilings: KernelCeilings) -> tuple[str, float]:
+    """How a case's bytes are moved, and how fast that can be."""
     if case.crosses_bus:
         assert ceilings.bus is not None, "only a GPU has one"
         return "GB/s of the bus", ceilings.bus

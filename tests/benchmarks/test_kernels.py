@@ -9,6 +9,7 @@ from benchmarks.kernel_cases import (
     Setting,
     attention_case,
     layer_cases,
+    linear_cases,
     move_cases,
     setting,
 )
@@ -43,6 +44,15 @@ def test_a_norm_reads_and_writes_its_rows_and_the_residual() -> None:
     case = next(layer_cases(_setting()))
     assert case.num_bytes == 4 * 512 * 4096 * 4
     assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s copied"
+
+
+def test_few_rows_are_bound_by_the_weight_and_many_by_its_products() -> None:
+    bounds = {
+        case.size.split()[0]: measure(case, CEILINGS, CPU, repeats=1)["bound"]
+        for case in linear_cases(_setting())
+        if case.implementation == "torch"
+    }
+    assert bounds == {"1": "GB/s read", "64": "GFLOP/s", "512": "GFLOP/s"}
 
 
 def test_blocks_moved_in_host_memory_are_read_and_written() -> None:
