@@ -52,7 +52,7 @@ class ModelExecutor:
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
-        self._grammars: "Grammars | None" = None
+        self._grammars: Grammars | None = None
         """None where the model's tokenizer cannot tell its tokens' texts."""
         self._cache: CacheEngine | None = None
         self._state: DeviceState | None = None
