@@ -6,7 +6,7 @@ neither list is refused by its name, so that a misspelt one is no silent default
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_ENTRIES = 1024
@@ -24,7 +24,7 @@ def _bounded(value: Any) -> Any:
 
 
 T = TypeVar("T")
-ListOf = Annotated[list[T], FailFast()]
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 """Only the first entry that is wrong is told of, for the same reason."""
 DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
 
