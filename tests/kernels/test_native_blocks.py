@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 
 from pagewire_kernels import reference
@@ -40,6 +40,7 @@ PAIRS = st.lists(
     is_one_cache=st.booleans(),
     num_threads=st.sampled_from([1, 3]),
 )
+@settings(max_examples=60, deadline=None)
 def test_moved_blocks_are_the_references(
     library: Library, pairs: Tensor, block_bytes: int, at: int, is_one_cache: bool, num_threads: int
 ) -> None:
