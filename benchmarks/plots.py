@@ -14,7 +14,6 @@ COLOURS = {
     "pagewire": "#1f6feb",
     "pagewire in-process": "#79b8ff",
     "pagewire gRPC": "#79b8ff",
-    "pagewire gRPC": "#79b8ff",
     "vllm": "#d29922",
     "llama.cpp": "#3fb950",
     "nano-vllm": "#a371f7",
