@@ -86,9 +86,7 @@ def are_stopped(pid: int) -> bool:
     return {process.status() for process in tree(pid)} == {psutil.STATUS_STOPPED}
 
 
-@pytest.mark.parametrize(
-    ("interface", "name"), [("HTTP", "pagewire"), ("gRPC", "pagewire gRPC")]
-)
+@pytest.mark.parametrize(("interface", "name"), [("HTTP", "pagewire"), ("gRPC", "pagewire gRPC")])
 async def test_pagewire_is_loaded_through_its_services(
     settings: Settings, interface: str, name: str
 ) -> None:

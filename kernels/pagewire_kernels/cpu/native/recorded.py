@@ -91,9 +91,7 @@ class RecordedModel:
         self._most_sampled = max(self._most_sampled, num_sampled)
         self._recording = None  # its buffers, first
         while self._records and self._recording is None:
-            recording = _Recording(
-                self._library, kv_cache, self._most_rows, self._most_sampled
-            )
+            recording = _Recording(self._library, kv_cache, self._most_rows, self._most_sampled)
             try:
                 self._record_parts(recording, x, kv_cache, metadata)
             except NotRecordable as error:
@@ -126,9 +124,7 @@ class RecordedModel:
 class _Recording:
     """A program, what it reads and what it gives."""
 
-    def __init__(
-        self, library: Library, kv_cache: Tensor, num_rows: int, num_sampled: int
-    ) -> None:
+    def __init__(self, library: Library, kv_cache: Tensor, num_rows: int, num_sampled: int) -> None:
         """num_rows, num_sampled: for which there must be room."""
         self.at: Part | None = None
         """What is being recorded; None: the layers."""
