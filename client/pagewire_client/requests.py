@@ -10,7 +10,8 @@ from pagewire_client.sampling_params import SamplingParams
 
 MAX_HOLD_MS = 1000
 """How long the tokens of requests that are answered as a whole may wait on their way, to come in
-fewer messages. It delays no answer: the end of one is told at once."""
+fewer messages. The end of an answer does not wait, unless several steps are told of at once: up to
+100 ms of them."""
 
 
 def generate_request(

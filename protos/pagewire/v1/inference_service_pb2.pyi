@@ -86,9 +86,10 @@ class GenerateRequest(_message.Message):
     max_hold_ms: _builtins.int
     """How long new tokens may wait for others to be told with them, in milliseconds,
     at most 60000. For clients that only want the whole: fewer messages cost less on
-    the way. The end is told at once, with all that waited. Without effect where stop
-    strings are given or other requests on the frontend wait for their tokens.
-    Default 0.
+    the way. The end does not wait, and takes along all that did; but where nobody waits
+    for single tokens the worker may tell of several steps at once, up to 100 ms of them.
+    Without effect where stop strings are given or other requests on the frontend wait
+    for their tokens. Default 0.
     """
     attempt: _builtins.int
     """Which of the client's tries at this request it is, from 0. A client that has lost
