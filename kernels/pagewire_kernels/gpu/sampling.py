@@ -18,8 +18,9 @@ from pagewire_kernels.metadata import SamplingMetadata
 CAPACITY = 2048
 """Tokens that are copied out to find the cut among."""
 
-_TILE = 2048
-_NUM_WARPS = 8
+_TILE = 4096
+_NUM_WARPS = 16
+"""A row alone waits for memory once a tile, so tiles are as large as registers allow."""
 
 
 def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:

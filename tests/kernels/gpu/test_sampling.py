@@ -75,6 +75,33 @@ def test_unfiltered_rows_get_the_references_tokens() -> None:
     assert len(set(ours)) > 3
 
 
+def test_rows_of_several_tiles_get_the_references_tokens() -> None:
+    draw = torch.Generator().manual_seed(3)
+    logits = torch.randn(8, 10_000, generator=draw) * 2
+    logits[0, [4500, 9999]] = 40.0
+    logits[1, :9000] = -torch.inf  # all weight is in the last tile
+    metadata = _metadata(
+        temperature=[0.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 0.0],
+        top_k=[0, 0, 0, 0, 300, 0, 4000, 0],
+        top_p=[1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 0.99, 1.0],
+        min_p=[0.0] * 7 + [0.5],
+    )
+    ours, expected = _both(logits, metadata)
+    assert ours == expected
+    assert ours[0] == 4500
+    assert ours[1] >= 9000
+    assert len({token // 4096 for token in ours}) == 3
+
+
+def test_log_probabilities_of_several_tiles_agree_with_the_reference() -> None:
+    logits = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(4)) * 3
+    tokens = torch.tensor([[9_999, 5], [0, 5_000], [4_096, 4_095]])
+    logprobs, ranks = gather_logprobs(logits.to(DEVICE), tokens.to(DEVICE))
+    expected_logprobs, expected_ranks = reference.gather_logprobs(logits, tokens)
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=1e-5, rtol=1e-5)
+    assert ranks.tolist() == expected_ranks.tolist()
+
+
 def test_a_greedy_row_gets_the_first_of_its_largest_logits() -> None:
     logits = _logits(2)
     logits[0, [299, 17, 40]] = 50.0
