@@ -49,6 +49,7 @@ class StopStrings:
 
     def __init__(self, strings: Iterable[str]) -> None:
         self.longest_first = [_StopString(text) for text in sorted(strings, key=len, reverse=True)]
+        self.first_chars = frozenset(string.text[0] for string in self.longest_first)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -60,9 +61,12 @@ class StopMatcher:
 
     def __init__(self, strings: StopStrings, *, include_stop: bool) -> None:
         self._strings = strings.longest_first
+        self._first_chars = strings.first_chars
         self._include_stop = include_stop
         self._lengths = [0] * len(self._strings)
         """How much of each the text ends with."""
+        self._is_within = False
+        """Whether that is anything."""
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
@@ -76,6 +80,8 @@ class StopMatcher:
             return text
         held = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
+            if not self._is_within and char not in self._first_chars:  # nearly always
+                continue
             complete = self._step(char)
             if may_stop and complete is not None:
                 return self._stop(held[:position], complete)
@@ -92,12 +98,10 @@ class StopMatcher:
         """Take one more character; the longest stop string that is complete with it."""
         complete = None
         for index, string in enumerate(self._strings):
-            length = self._lengths[index]
-            if not length and string.text[0] != char:  # nearly always
-                continue
-            length = self._lengths[index] = string.step(length, char)
+            length = self._lengths[index] = string.step(self._lengths[index], char)
             if complete is None and length == len(string.text):
                 complete = string.text
+        self._is_within = any(self._lengths)
         return complete
 
     def _stop(self, text: str, match: str) -> str:
