@@ -2,11 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, JsonValue
+from pydantic import BaseModel, Field
 
 from scheduler_service.frontend.http.completion_schema import PromptLogprobsBody, UsageBody
 from scheduler_service.frontend.http.sampling_fields import (
     MAX_UINT32,
+    JsonList,
+    JsonObject,
     ListOf,
     SamplingFields,
     Strict,
@@ -48,7 +50,7 @@ class ChatMessageBody(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="The same by another name.")
     refusal: str | None = Field(None, description="Ignored.")
-    annotations: ListOf[JsonValue] | None = Field(None, description="Ignored.")
+    annotations: JsonList | None = Field(None, description="Ignored.")
     audio: None = None
     function_call: None = None
 
@@ -58,7 +60,7 @@ class FunctionBody(Strict):
 
     name: Text
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema.")
+    parameters: JsonObject | None = Field(None, description="JSON schema.")
     strict: bool | None = Field(None, description="Required calls are always in the schema.")
 
 
@@ -89,10 +91,10 @@ class ChatPrompt(Strict):
     tools: ListOf[ToolBody] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="Further variables for the template."
     )
-    documents: ListOf[dict[str, JsonValue]] | None = Field(
+    documents: ListOf[JsonObject] | None = Field(
         None, description="The template's variable of this name."
     )
     reasoning_effort: str | None = Field(None, description="The template's variable of this name.")

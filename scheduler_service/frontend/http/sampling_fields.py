@@ -4,9 +4,10 @@ Declared once, as OpenAI's interface and vLLM's extensions of it name them. A fi
 neither list is refused by its name, so that a misspelt one is no silent default.
 """
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_ENTRIES = 1024
@@ -27,6 +28,19 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 """Only the first entry that is wrong is told of, for the same reason."""
 DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
+
+
+def _told_by_json(value: Any) -> Any:
+    """The value as it is, unless JSON cannot tell it: Python reads NaN and infinities, too."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("no_json", "expected JSON, which has no NaN") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_told_by_json)]
+JsonList = Annotated[list[JsonValue], BeforeValidator(_told_by_json)]
 
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]

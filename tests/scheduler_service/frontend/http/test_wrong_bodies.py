@@ -13,6 +13,8 @@ from scheduler_service.frontend.http.tokens import DetokenizeBody, TokenizeChat,
 MANY = 5 * MAX_ENTRIES
 NO_FIELDS = dict.fromkeys(map(str, range(MANY)), 1)
 USER = {"role": "user", "content": "hello"}
+NANS = [[float("nan")] * MANY]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": NANS}}}
 TOKENIZE = TokenizeText | TokenizeChat
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -36,6 +38,10 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}),
     (ChatRequest, {"messages": [USER], "tools": [{}] * MANY}),
     (ChatRequest, {"messages": [USER], "documents": [1] * MANY}),
+    (ChatRequest, {"messages": [USER], "documents": [{"a": NANS}]}),
+    (ChatRequest, {"messages": [USER], "chat_template_kwargs": {"a": NANS}}),
+    (ChatRequest, {"messages": [USER | {"annotations": NANS}]}),
+    (ChatRequest, {"messages": [USER], "tools": [TOOL]}),
     (ChatRequest, {"messages": [USER], "modalities": ["audio"] * MANY}),
     (TOKENIZE, {"prompt": 1} | NO_FIELDS),
     (TOKENIZE, {"messages": [{}] * MANY}),
