@@ -171,7 +171,8 @@ def _startup(figure: Figure, results: Results) -> None:
         (right, "peak_mib", "peak memory, MiB"),
     ):
         bars = axes.barh(range(len(rows)), [row[figure_of] for row in rows], color=colours)
-        axes.bar_label(bars, fmt="{:,.4g}", fontsize=8)
+        axes.bar_label(bars, fmt="{:,.4g}", fontsize=8, padding=2)
+        axes.margins(x=0.15)
         axes.set_xlabel(title)
     left.set_yticks(range(len(rows)), names, fontsize=8)
     left.invert_yaxis()
