@@ -32,8 +32,8 @@ class GrpcServer:
         knows_callers: bool = False,
         health_listen: str | None = None,
     ) -> None:
-        """`credentials`: None for no TLS; `knows_callers` tells whether
-        strangers are kept out, by either; `health_listen`: an address for health checks alone."""
+        """`credentials`: None for no TLS; `knows_callers` tells whether strangers are kept out, by
+        them or by the interceptors; `health_listen`: an address for health checks alone."""
         self.server = grpc.aio.server(
             options=options or server_options(), interceptors=interceptors
         )
