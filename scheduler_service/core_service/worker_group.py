@@ -46,7 +46,10 @@ class Worker:
         """What is to be sent. A stream takes one message at a time, so all go through here."""
 
     def dismiss(self, stop_reason: str | None) -> None:
-        """End the stream; with a reason, tell the process to end."""
+        """End the stream; with a reason, tell the process to end. No effect the second time, as
+        where ranks of a group that has drained leave one by one."""
+        if self.dismissed.is_set():
+            return
         self.stop_reason = stop_reason
         if stop_reason is not None:
             self.tell_to_stop(stop_reason)

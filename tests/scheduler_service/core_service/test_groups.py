@@ -2,7 +2,9 @@
 
 import pytest
 
+from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.worker_group import Worker
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted
@@ -161,6 +163,14 @@ async def test_a_group_is_drained_as_one(service: CoreService, fleet: Fleet) -> 
     await until(lambda: not list(service.registry), "the group is gone")
     assert [worker.directives for worker in ranks] == [["serve", "drain", "stop"]] * 2
     assert [worker.stop_reason for worker in ranks] == ["drained", "drained"]
+
+
+async def test_a_rank_that_leaves_later_than_others_is_told_once_to_stop() -> None:
+    worker = Worker(pb.WorkerRegistration(), 0.0)
+    worker.dismiss("drained")
+    worker.dismiss("drained")
+    assert worker.directives.qsize() == 1
+    assert worker.dismissed.is_set()
 
 
 async def test_a_group_that_waits_for_ranks_is_drained_at_once(

@@ -91,10 +91,11 @@ def test_a_changed_recording_is_found_out(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_recording_and_the_core_serves_on(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with Cluster(tmp_path, worker_flags=WORKER, core_flags=["--record", str(path)]) as cluster:
+    core_flags = ["--record", str(path), "--log-level", "error"]
+    with Cluster(tmp_path, worker_flags=WORKER, core_flags=core_flags) as cluster:
         core = cluster.start_core()
         size = 4096
-        # More than this no file can hold that the core writes, its log on a pipe or file aside.
+        # More than this no file can hold that the core writes; its log is one, and must stay short.
         resource.prlimit(core.process.pid, resource.RLIMIT_FSIZE, (size, size))
         cluster.start_frontend()
         cluster.start_worker()
