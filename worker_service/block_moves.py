@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagewire_kernels.block_pairs import is_chained
 from pagewire_kernels.cpu.native import Library, library, move_blocks
 from pagewire_kernels.reference import swap_blocks
 from worker_service.plan import Int32Array
@@ -44,7 +45,7 @@ class CopyMover:
             _copy_run(source, target, pairs[start : start + length])
 
     def copy(self, cache: Tensor, pairs: Int32Array) -> None:
-        if _is_chained(pairs):
+        if is_chained(_as_tensor(pairs)):
             swap_blocks(cache, cache, _as_tensor(pairs))
         else:
             self.swap(cache, cache, pairs)
@@ -106,11 +107,6 @@ def _runs(pairs: Int32Array) -> npt.NDArray[np.int64]:
     is_first[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
     starts = np.flatnonzero(is_first)
     return np.stack([starts, np.diff(starts, append=len(pairs))], axis=1)
-
-
-def _is_chained(pairs: Int32Array) -> bool:
-    """Whether a block is both a source and a target."""
-    return len(pairs) > 0 and bool(np.isin(pairs[:, 0], pairs[:, 1]).any())
 
 
 def _copy_run(source: Tensor, target: Tensor, run: Int32Array) -> None:

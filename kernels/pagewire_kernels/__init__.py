@@ -6,6 +6,7 @@ layer sees it as two strided views `[num_blocks, block_size, num_kv_heads, head_
 sequence's tokens lie is told by its block table; what a step computes by `AttentionMetadata`.
 
     metadata.py    the layout of one step's batch
+    block_pairs.py moves of blocks that depend on each other
     reference/     the meaning of everything here, in plain torch: the oracle of the tests, and what
                    runs on a device that has nothing faster
     layer_kernels.py  what a model computes between products and attention, as one interface

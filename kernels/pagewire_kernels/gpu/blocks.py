@@ -5,11 +5,14 @@ and is moved as such, whatever its type. Bound by memory bandwidth within a devi
 between a device and pinned host memory, which a kernel reads and writes in place.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagewire_kernels.block_pairs import move_all
 from pagewire_kernels.gpu.checks import expect, expect_dtype, expect_rows
 
 _TILE_WORDS = 4096
@@ -58,16 +61,7 @@ def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     if len(pairs) == 0:
         return
     device = source.device if source.is_cuda else target.device
-    is_chained = source.data_ptr() == target.data_ptr() and bool(
-        torch.isin(pairs[:, 0], pairs[:, 1]).any()
-    )
-    if is_chained:
-        buffer = torch.empty((len(pairs), *source.shape[1:]), dtype=source.dtype, device=device)
-        rows = torch.arange(len(pairs), device=pairs.device)
-        _launch(source, buffer, torch.stack([pairs[:, 0], rows], dim=1), device)
-        _launch(buffer, target, torch.stack([rows, pairs[:, 1]], dim=1), device)
-    else:
-        _launch(source, target, pairs, device)
+    move_all(partial(_launch, device=device), source, target, pairs, device)
 
 
 def _launch(source: Tensor, target: Tensor, pairs: Tensor, device: torch.device) -> None:

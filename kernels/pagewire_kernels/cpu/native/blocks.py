@@ -6,10 +6,12 @@ blocks of most models.
 """
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from pagewire_kernels.block_pairs import move_all
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.structs import BlockCopyTask
@@ -29,16 +31,7 @@ def move_blocks(library: Library, source: Tensor, target: Tensor, pairs: Tensor)
         raise ValueError(f"blocks differ: {_told(source)} and {_told(target)}")
     if not (source.is_contiguous() and target.is_contiguous()):
         raise ValueError("expected whole blocks, contiguous")
-    is_chained = source.data_ptr() == target.data_ptr() and bool(
-        torch.isin(pairs[:, 0], pairs[:, 1]).any()
-    )
-    if is_chained:
-        buffer = torch.empty((len(pairs), *source.shape[1:]), dtype=source.dtype)
-        rows = torch.arange(len(pairs))
-        _copy(library, source, buffer, torch.stack([pairs[:, 0], rows], dim=1))
-        _copy(library, buffer, target, torch.stack([rows, pairs[:, 1]], dim=1))
-    else:
-        _copy(library, source, target, pairs.contiguous())
+    move_all(partial(_copy, library), source, target, pairs.contiguous(), source.device)
 
 
 def _copy(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> None:
