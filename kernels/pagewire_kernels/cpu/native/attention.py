@@ -52,7 +52,7 @@ def describe_attention(
 ) -> AttentionTask:
     """The task of `reference.paged_attention`, without scratch memory.
 
-    `query` has a dense last axis, `output` is contiguous, `sinks` and `alibi_slopes` are float32.
+    `query` has a dense last axis, `output` dense rows, `sinks` and `alibi_slopes` are float32.
     """
     size = query.element_size()
     num_kv_heads = key_cache.shape[2]

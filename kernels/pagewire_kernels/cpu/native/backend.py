@@ -80,7 +80,7 @@ class NativeBackend:
         check_cache(key_cache, value_cache, query)
         query = query if query.stride(2) == 1 else query.contiguous()
         num_rows, num_heads, head_dim = query.shape
-        output = new_rows(num_rows, num_heads * head_dim, query.dtype).view(query.shape)
+        output = new_rows(num_rows, num_heads * head_dim, query.dtype).unflatten(1, query.shape[1:])
         sinks = None if sinks is None else sinks.float().contiguous()
         alibi_slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
         task = describe_attention(

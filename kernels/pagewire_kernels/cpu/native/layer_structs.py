@@ -48,6 +48,7 @@ class TakeTask(ctypes.Structure):
         ("table", c_int64),
         ("table_row_bytes", c_int64),
         ("y", c_int64),
+        ("y_row_bytes", c_int64),
         ("row_bytes", c_int64),
         ("table_rows", c_int64),
     )
@@ -60,6 +61,7 @@ class LargestTask(ctypes.Structure):
         ("next_item", c_int64),
         ("num_rows", c_int64),
         ("x", c_int64),
+        ("x_stride", c_int64),
         ("size", c_int64),
         ("place", c_int64),
         ("value", c_int64),

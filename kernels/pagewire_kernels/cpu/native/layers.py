@@ -77,7 +77,7 @@ class NativeLayerKernels:
             weight=_address(weight),
             bias=_address(bias),
             y=y.data_ptr(),
-            y_stride=size,
+            y_stride=y.stride(0),
             size=size,
             eps=eps,
         )

@@ -171,7 +171,7 @@ class NativeWeight(_Packed):
             batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
             packed=self.address,
             y=y.data_ptr(),
-            y_stride=self.in_features,
+            y_stride=y.stride(0),
             in_features=self.in_features,
             out_features=self.out_features,
         )

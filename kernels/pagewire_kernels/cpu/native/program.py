@@ -25,7 +25,7 @@ from pagewire_kernels.cpu.native.compiled import Kernel, Library
 from pagewire_kernels.cpu.native.structs import Batch
 from pagewire_kernels.cpu.threads import NotRecordable
 
-_ALIGNMENT = 64
+_CACHE_LINE = _ALIGNMENT = 64
 _SHARE_BYTES = 64
 _MAX_STEPS = 1 << 14
 """Of src/share.h."""
@@ -195,10 +195,20 @@ def launch(kernel: Kernel, task: ctypes.Structure, num_threads: int) -> None:
 
 
 def new_rows(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [num_rows, size]: of the program being recorded, or a tensor of its own."""
+    """Uninitialised [num_rows, size] for kernels to write.
+
+    Rows begin an odd number of cache lines apart. Products read a dozen at once, and those a power
+    of two apart, as they often are without, would drive each other out of the first-level cache.
+    """
+    num_lines = -(-size * dtype.itemsize // _CACHE_LINE) | 1
+    return new_tensor((num_rows, num_lines * _CACHE_LINE // dtype.itemsize), dtype)[:, :size]
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory: of the program being recorded, or a tensor of its own."""
     if _state.program is None:
-        return torch.empty((num_rows, size), dtype=dtype)
-    return _state.program.buffers.take((num_rows, size), dtype)
+        return torch.empty(shape, dtype=dtype)
+    return _state.program.buffers.take(shape, dtype)
 
 
 def batch_of(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagewire_kernels.computed import Computed, HeadOutput
 from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.program import Program, record
+from pagewire_kernels.cpu.native.program import Program, new_rows, record
 from pagewire_kernels.cpu.native.structs import describe_batch
 from pagewire_kernels.cpu.native.taking import find_largest, take
 from pagewire_kernels.cpu.threads import NotRecordable
@@ -156,8 +156,7 @@ class _Recording:
 
     def take_embedded(self, embed: Embed, like: Tensor) -> None:
         self._embed = embed
-        shape = (self._program.max_rows, *like.shape[1:])
-        self._x = self._program.buffers.take(shape, like.dtype)
+        self._x = new_rows(self._program.max_rows, like.shape[1], like.dtype)
 
     def run_layers(self, layers: Layers, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.at = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.layer_structs import LargestTask, TakeTask
-from pagewire_kernels.cpu.native.program import count_address, launch, new_rows
+from pagewire_kernels.cpu.native.program import count_address, launch, new_rows, new_tensor
 from pagewire_kernels.cpu.native.structs import Batch
 
 
@@ -38,6 +38,7 @@ def take(
         table=table.data_ptr(),
         table_row_bytes=table.stride(0) * item,
         y=y.data_ptr(),
+        y_row_bytes=y.stride(0) * item,
         row_bytes=size * item,
         table_rows=table.shape[0],
     )
@@ -46,15 +47,16 @@ def take(
 
 
 def find_largest(library: Library, x: Tensor) -> Largest:
-    """Of each row of x, float32 [num_rows, size], contiguous."""
+    """Of each row of x, float32 [num_rows, size], with a dense last axis."""
     assert x.dtype == torch.float32
-    assert x.is_contiguous()
+    assert x.stride(1) == 1
     num_rows, size = x.shape
-    places = new_rows(num_rows, 1, torch.int64).flatten()
-    values = new_rows(num_rows, 1, torch.float32).flatten()
+    places = new_tensor((num_rows,), torch.int64)
+    values = new_tensor((num_rows,), torch.float32)
     task = LargestTask(
         num_rows=count_address(num_rows),
         x=x.data_ptr(),
+        x_stride=x.stride(0),
         size=size,
         place=places.data_ptr(),
         value=values.data_ptr(),

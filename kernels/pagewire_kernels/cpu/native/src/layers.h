@@ -63,15 +63,17 @@ struct TakeTask : Task {
   const int64_t* const* indices;  // [*num_rows]; those beyond the table give zeros
   const void* table;
   int64_t table_row_bytes;
-  void* y;  // [*num_rows], dense rows
-  int64_t row_bytes;
+  void* y;  // [*num_rows]
+  int64_t y_row_bytes;  // from row to row
+  int64_t row_bytes;    // of each
   int64_t table_rows;
 };
 
 // The largest number of each row and, of its places, the first; a NaN counts as largest.
 struct LargestTask : Task {
   const int64_t* num_rows;
-  const float* x;  // [*num_rows, size], dense
+  const float* x;  // [*num_rows, size]
+  int64_t x_stride;
   int64_t size;
   int64_t* place;  // [*num_rows]
   float* value;    // [*num_rows]

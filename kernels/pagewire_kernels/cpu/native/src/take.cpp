@@ -22,7 +22,7 @@ inline float largest_of(const float* x, int64_t count) {
 }
 
 void find_largest(const LargestTask& task, int64_t row) {
-  const float* x = task.x + row * task.size;
+  const float* x = task.x + row * task.x_stride;
   float value = -__builtin_inff();
   int64_t found = 0;  // where the stretch with the largest begins
   for (int64_t i = 0; i < task.size; i += kStretch) {
@@ -40,7 +40,7 @@ void find_largest(const LargestTask& task, int64_t row) {
 }
 
 void take_row(const TakeTask& task, int64_t row) {
-  char* y = static_cast<char*>(task.y) + row * task.row_bytes;
+  char* y = static_cast<char*>(task.y) + row * task.y_row_bytes;
   const int64_t index = (*task.indices)[row];
   if (index < 0 || index >= task.table_rows) {
     memset(y, 0, task.row_bytes);
