@@ -93,8 +93,9 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.kernels
-	$(BIN)/python -m benchmarks.offline --shape llama-160m --dtype bfloat16 float32 $(PEERS)
-	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype bfloat16 float32 --kv-cache-gib 2 $(PEERS)
+	$(BIN)/python -m benchmarks.offline --shape llama-160m --dtype bfloat16 float32 --kv-cache-gib 1 $(PEERS)
+	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype bfloat16 --kv-cache-gib 1 $(PEERS)
+	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype float32 --kv-cache-gib 2 $(PEERS)
 	$(BIN)/python -m benchmarks.startup $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.online $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.endurance

@@ -9,7 +9,7 @@ from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import recording
 from pagewire_kernels.cpu.native.structs import AttentionTask, Batch, CacheWriteTask
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 """Query rows of one KV head in a work item, unless the head has more for a single token."""
 
 _ALIGNMENT = 64
