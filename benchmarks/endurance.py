@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = rows(memories)
     show(lines, f"resident memory over {num_finished} requests, {rate:.0f} a second")
     figures = {"requests": num_finished, "requests_per_s": round(rate), "processes": lines}
-    print(f"written to {save('endurance', figures, load, args.results)}")
+    print(f"written to {save('endurance', figures, load.cores, args.results)}")
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = ForeignLoad()
     rows = run(args)
     show(rows)
-    print(f"written to {save('frontend', {'rows': rows}, load, args.results)}")
+    print(f"written to {save('frontend', {'rows': rows}, load.cores, args.results)}")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "copy_gb_per_s": round(ceilings.copy / 1e9, 1),
         "rows": rows,
     }
-    save("kernels_gpu" if is_gpu else "kernels", figures, load, args.output)
+    save("kernels_gpu" if is_gpu else "kernels", figures, load.cores, args.output)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class ForeignLoad:
     @property
     def cores(self) -> float:
         """Mean since this was made. Children count once they have been waited for, or while they
-        live."""
+        live; so ask while those live whose own children nobody waits for: servers."""
         foreign = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
         return round(max(0.0, foreign) / max(1e-9, time.monotonic() - self._wall), 2)
 
@@ -88,12 +88,12 @@ def _own_seconds() -> float:
 
 
 def save(
-    name: str, figures: Mapping[str, object], load: ForeignLoad, folder: Path = RESULTS
+    name: str, figures: Mapping[str, object], foreign_cores: float, folder: Path = RESULTS
 ) -> Path:
-    """Write figures to `folder` as NAME.json, with the machine."""
+    """Write figures to `folder` as NAME.json, with the machine and its `ForeignLoad`."""
     content = {
         "machine": describe(),
-        "foreign_cores": load.cores,
+        "foreign_cores": foreign_cores,
         **figures,
     }
     folder.mkdir(exist_ok=True, parents=True)

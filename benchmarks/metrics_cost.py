@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [measure(num_seqs, args.steps) for num_seqs in args.running]
     show(rows)
     figures = {"steps": args.steps, "scrape_interval_s": SCRAPE_INTERVAL_S, "rows": rows}
-    print(f"written to {save('metrics_cost', figures, load, args.results)}")
+    print(f"written to {save('metrics_cost', figures, load.cores, args.results)}")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             show(content)
             name = result_name(shape, dtype, args.device)
-            print(f"written to {save(name, content, load, args.results)}")
+            print(f"written to {save(name, content, load.cores, args.results)}")
 
 
 def patience_of(args: argparse.Namespace) -> Patience:

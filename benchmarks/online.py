@@ -62,12 +62,15 @@ class Ladder:
         )
 
 
-async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> list[Row]:
-    """A row for each rate and server."""
+async def climb(
+    servers: Sequence[Server], ladder: Ladder, repeats: int
+) -> tuple[list[Row], float]:
+    """A row for each rate and server, and the cores that anybody else kept busy meanwhile."""
     _end_in_order_when_told()
     async with all_of(servers):
         for server in servers:
             await _in_turn(server, _warm_up(server.target, ladder))
+        load = ForeignLoad()
         rows: list[Row] = []
         for rung, rate in enumerate(ladder.rates):
             seen: dict[str, list[Summary]] = {server.name: [] for server in servers}
@@ -80,7 +83,7 @@ async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> list
                     seen[server.name].append(Summary.of(run, ladder.limits))
                     _tell(server, rate, seen[server.name][-1])
             rows += [row(server, rate, seen[server.name]) for server in servers]
-    return rows
+        return rows, load.cores
 
 
 def _end_in_order_when_told() -> None:
@@ -195,8 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(args: argparse.Namespace, checkpoints: Path) -> Row:
-    """All that a run finds."""
+def measure(args: argparse.Namespace, checkpoints: Path) -> tuple[Row, float]:
+    """All that a run finds, and the cores that anybody else kept busy."""
     shape = SHAPES[args.shape]
     settings = Settings(
         shape=shape,
@@ -220,8 +223,8 @@ def measure(args: argparse.Namespace, checkpoints: Path) -> Row:
         servers.append(ServedPagewire(settings, "gRPC"))
     if args.vllm_python is not None:
         servers.append(ServedVllm(args.vllm_python, settings))
-    rows = asyncio.run(climb(servers, ladder, args.repeats))
-    return {
+    rows, foreign_cores = asyncio.run(climb(servers, ladder, args.repeats))
+    figures = {
         "shape": shape.name,
         "dtype": args.dtype,
         "device": args.device,
@@ -234,18 +237,18 @@ def measure(args: argparse.Namespace, checkpoints: Path) -> Row:
         "highest_good_rate": best_goodput(rows),
         "rows": rows,
     }
+    return figures, foreign_cores
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     args = _parser().parse_args(arguments)
-    load = ForeignLoad()
     with ExitStack() as stack:
         folder = args.checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        figures = measure(args, folder)
+        figures, foreign_cores = measure(args, folder)
     show(figures["rows"], f"{figures['shape']}, {figures['dtype']}: Poisson arrivals")
     print(f"highest rate with 90 % good requests: {figures['highest_good_rate']}")
-    print(f"written to {save('online', figures, load, args.results)}")
+    print(f"written to {save('online', figures, foreign_cores, args.results)}")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = ForeignLoad()
     rows = asyncio.run(run(args))
     show(rows)
-    print(f"written to {save('pipelining', {'rows': rows}, load, args.results)}")
+    print(f"written to {save('pipelining', {'rows': rows}, load.cores, args.results)}")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end_in_order_when_told()
     rows: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
-    load = ForeignLoad()
     for shape in args.shape:
         for dtype in args.dtype:
             settings = settings_of(args, shape, dtype)
@@ -157,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
     show(rows, "from launch to first token, and memory with the mixed workload")
     content = {"kv_cache_gib": args.kv_cache_gib, "rows": rows, "runs": runs}
-    print(f"written to {save('startup', content, load, args.results)}")
+    foreign_cores = max(start["foreign_cores"] for run in runs for start in run["starts"])
+    print(f"written to {save('startup', content, foreign_cores, args.results)}")
 
 
 if __name__ == "__main__":

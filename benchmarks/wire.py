@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     round_trips = asyncio.run(round_trip_rows(args.bytes, args.round_trips))
     show(messages, round_trips)
     figures = {"budget_bytes": BUDGET_BYTES, "messages": messages, "round_trips": round_trips}
-    print(f"written to {save('wire', figures, load, args.results)}")
+    print(f"written to {save('wire', figures, load.cores, args.results)}")
 
 
 if __name__ == "__main__":

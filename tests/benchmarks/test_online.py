@@ -65,7 +65,7 @@ class AloneServer(CountingServer):
 async def test_all_servers_get_the_same_load_and_are_alone_with_it() -> None:
     one, two = AloneServer("one"), AloneServer("two")
     one.others, two.others = [two], [one]
-    rows = await climb([one, two], LADDER, repeats=3)
+    rows, _ = await climb([one, two], LADDER, repeats=3)
     assert one.seen == two.seen
     assert len({tuple(arrival.prompt) for arrival in one.seen}) > 1
     assert [(line["rate"], line["engine"]) for line in rows] == [

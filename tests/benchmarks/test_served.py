@@ -98,7 +98,7 @@ async def test_pagewire_is_loaded_through_its_services(
         vocab_size=TINY.vocab_size,
         limits=Limits(),
     )
-    [line] = await climb([ServedPagewire(settings, interface)], ladder, repeats=1)
+    [line], _ = await climb([ServedPagewire(settings, interface)], ladder, repeats=1)
     assert (line["engine"], line["interface"]) == (name, interface)
     assert (line["num_complete"], line["num_failed"], line["good_share"]) == (5, 0, 1.0)
     assert line["total_ms_p99"] >= line["first_token_ms_p50"] > 0
