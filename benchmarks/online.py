@@ -62,9 +62,7 @@ class Ladder:
         )
 
 
-async def climb(
-    servers: Sequence[Server], ladder: Ladder, repeats: int
-) -> tuple[list[Row], float]:
+async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> tuple[list[Row], float]:
     """A row for each rate and server, and the cores that anybody else kept busy meanwhile."""
     _end_in_order_when_told()
     async with all_of(servers):
