@@ -114,7 +114,8 @@ class Placing:
             _note_refusals(group, schedulers)
             self._wait_for(best.scheduler, group)
         else:
-            self._open.clear()  # what follows goes ahead of nobody either
+            for scheduler in schedulers:  # what follows goes ahead of nobody there either
+                del self._open[scheduler]
         return None
 
     def _still_awaited(self, group: SequenceGroup, schedulers: list[Scheduler]) -> Scheduler | None:

@@ -1,0 +1,45 @@
+"""Requests that go ahead of others; the scenarios priority*.txt show the plans."""
+
+from scheduler_service.core import PolicyName
+from tests.support.core_driver import CoreDriver, make_capacity, make_driver
+
+
+def make_full(*, small: int, large: int) -> CoreDriver:
+    """A small worker group and a large one, each with a request of the given priority."""
+    driver = make_driver(
+        make_capacity("small", num_gpu_blocks=6),
+        policy=PolicyName.PRIORITY,
+        max_num_seqs=1,
+        watermark=0.0,
+    )
+    driver.submit(prompt=[1] * 4, max_tokens=16, priority=small)
+    driver.schedule("small")
+    driver.add_group(make_capacity("large", num_gpu_blocks=12))
+    driver.submit(prompt=[2] * 30, max_tokens=16, priority=large)
+    driver.schedule("large")
+    assert [group.num_running_sequences for group in driver.core.snapshot().groups] == [1, 1]
+    return driver
+
+
+def test_one_that_can_go_ahead_nowhere_holds_up_nobody_elsewhere() -> None:
+    driver = make_full(small=5, large=0)
+    waits = driver.submit(prompt=[3] * 30, max_tokens=2)
+    urgent = driver.submit(prompt=[4] * 4, max_tokens=2, priority=1)
+    plan = driver.schedule("small")
+    assert plan is not None
+    assert [new.token_ids for new in plan.new_sequences] == [[4] * 4]
+    driver.run_until_idle()
+    assert urgent.finished is not None
+    assert urgent.finished.queue_us == 0
+    assert waits.finished is not None
+    driver.check_empty()
+
+
+def test_one_that_can_go_ahead_nowhere_is_first_where_it_waits() -> None:
+    driver = make_full(small=0, large=0)
+    first = driver.submit(prompt=[3] * 30, max_tokens=2)
+    later = driver.submit(prompt=[4] * 30, max_tokens=2, priority=1)
+    driver.run_until_idle()
+    assert first.finished is not None
+    assert later.finished is not None
+    assert first.finished.queue_us < later.finished.queue_us
