@@ -67,26 +67,24 @@ class PrefixCache:
     def is_to_come(self, seq: Sequence, num_found: int) -> bool:
         """Whether most of what a waiting sequence would compute after its first `num_found` blocks
         is just being computed for another, and will be found soon."""
-        num_missing = seq.num_known - num_found * self._block_size
-        most_shared = 0
-        for other in list(self._unconfirmed):
-            if other.status is not SequenceStatus.RUNNING or other.is_prefilled:
-                del self._unconfirmed[other]
-            else:
-                most_shared = max(most_shared, self._num_shared(seq, other, num_found))
-        return 2 * most_shared * self._block_size > num_missing
-
-    def _num_shared(self, seq: Sequence, other: Sequence, first: int) -> int:
-        """Blocks from entry `first` on that a waiting sequence could share with a running one."""
         num_blocks = self._most_reusable_blocks(seq)
-        keys, others = self._keys(seq, num_blocks), other.block_keys.get(self._block_size, [])
-        end = first
-        while end < min(num_blocks, len(others)) and keys[end] == others[end]:
-            end += 1
-        return end - first
+        if num_blocks <= num_found:
+            return False
+        self._drop_confirmed()
+        keys = self._keys(seq, num_blocks)
+        most_shared = 0
+        for other in self._unconfirmed:
+            others = other.block_keys.get(self._block_size, [])
+            end, most = num_found, min(num_blocks, len(others))
+            while end < most and keys[end] == others[end]:
+                end += 1
+            most_shared = max(most_shared, end - num_found)
+        num_missing = seq.num_known - num_found * self._block_size
+        return 2 * most_shared * self._block_size > num_missing
 
     def note_admission(self, seq: Sequence) -> None:
         """A sequence begins to run: its first tokens will be computed."""
+        self._drop_confirmed()  # whoever goes ahead of others has not asked
         self._unconfirmed[seq] = None
 
     def note_departure(self, seq: Sequence) -> None:
@@ -111,6 +109,12 @@ class PrefixCache:
         """A sequence failed: nothing that it may have computed is to be found again."""
         seq.is_prefilled = False
         self._blocks.forget_keys(seq.block_keys.get(self._block_size, []))
+
+    def _drop_confirmed(self) -> None:
+        """Forget those whose first tokens are computed, and those that have left the batch."""
+        for seq in list(self._unconfirmed):
+            if seq.status is not SequenceStatus.RUNNING or seq.is_prefilled:
+                del self._unconfirmed[seq]
 
     def _most_reusable_blocks(self, seq: Sequence) -> int:
         return min(seq.num_known - 1, _most_reusable(seq)) // self._block_size
