@@ -210,7 +210,8 @@ class SchedulerCore:
     def take_stirred(self) -> set[str]:
         """Worker groups that may have something to plan since the last call, besides those that
         were told of a result, and all when one comes or goes. Requests that are submitted, or find
-        room by another's end, are placed by whichever group plans, and may be given to others."""
+        room by another's end, are placed by whichever group plans, and may be given to others.
+        And groups that drain, when what they were kept for has ended or is elsewhere."""
         return self._fleet.take_stirred()
 
     def take_outboxes(self) -> dict[str, Outbox]:
@@ -360,6 +361,7 @@ class SchedulerCore:
                 for seq in group.choices():
                     model.placement.note_answer(len(seq.output_token_ids))
             model.release(group)
+            model.stir_drained()
             if group.tenant.config.max_kv_blocks is not None:
                 self._fleet.stir_held_up()
             self._fleet.drop_if_unused(model)

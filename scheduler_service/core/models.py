@@ -221,6 +221,12 @@ class Model:
         can_plan = (s for s in self.schedulers if not s.is_full(is_awaited=True))
         self.stirred.update(scheduler.capacity.group_id for scheduler in can_plan)
 
+    def stir_drained(self) -> None:
+        """Have worker groups look that drain and have nothing: what they were kept for may have
+        ended, or be elsewhere."""
+        idle = (s for s in self.schedulers if s.is_draining and not s.groups)
+        self.stirred.update(scheduler.capacity.group_id for scheduler in idle)
+
     def _awaited(self) -> list[Scheduler]:
         """The worker groups that something waits for. Room in others, which drain or are too small,
         is no reason to look at what waits."""
@@ -280,3 +286,4 @@ class Model:
         self.policy.note_placed(group)
         scheduler.take(group, now_us)
         self.stirred.add(scheduler.capacity.group_id)
+        self.stir_drained()

@@ -1,5 +1,7 @@
 """Which worker groups are woken, since there may be a plan for them."""
 
+import pytest
+
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
 from scheduler_service.core.config import TenantConfig
 from scheduler_service.core_service.driver import CoreDriver
@@ -89,4 +91,23 @@ async def test_a_result_wakes_another_models_group_for_what_its_tenant_may_have_
     driver.apply("one", StepResult(step_id=1, token_ids=[7]))
     assert deployment.take_woken() == {"one", "another"}
     assert driver.next_plan("another") is not None
+    driver.close()
+
+
+@pytest.mark.parametrize("then", ["ends", "goes on"])
+async def test_a_group_that_drains_is_woken_when_nothing_can_come_to_it_any_more(then: str) -> None:
+    """What was on its way to one of two that drain has ended, or is in the other."""
+    deployment = Deployment(SchedulerConfig(), first="m", second="m")
+    driver = deployment.driver
+    driver.submit(make_request(max_tokens=1 if then == "ends" else 4))
+    assert driver.next_plan("first") is not None
+    driver.drain_group("first")
+    driver.drain_group("second")
+    assert not driver.is_drained("second")
+    deployment.take_woken()
+    driver.apply("first", StepResult(step_id=1, token_ids=[7]))
+    if then == "goes on":
+        assert driver.next_plan("first") is not None
+    assert driver.is_drained("second")
+    assert deployment.take_woken() == {"first", "second"}
     driver.close()
