@@ -227,6 +227,8 @@ class Scheduler:
                 # What it has done since its last result is lost with it.
                 done_us = max(group.clock.since_us, self.clock.mark_us)
                 group.clock.leave_batch(min(done_us, now_us), Phase.RECOVERY)
+            elif group.clock.phase is Phase.PREEMPTED:
+                group.clock.recover(now_us)
             group.num_running = 0
             for seq in group.unfinished():
                 seq.restart()

@@ -2,6 +2,8 @@
 
 import pytest
 
+from scheduler_service.core import InspectionDetail
+from scheduler_service.core.request_snapshot import RequestState
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 
 
@@ -60,6 +62,25 @@ def test_one_that_kills_its_workers_does_not_take_its_neighbours_along(place: in
     assert poison.error.reason == "WORKERS_LOST"
     assert all(record.finished is not None for record in records)
     assert [record.num_losses for record in records] == [2, 2, 2]
+
+
+def test_a_preempted_request_whose_worker_dies_was_preempted_and_then_recovers() -> None:
+    driver = make_driver(make_capacity(num_gpu_blocks=5), watermark=0.0, pipeline_depth=1)
+    driver.submit(prompt=[1] * 7, max_tokens=9)
+    last = driver.submit(prompt=[2] * 8, max_tokens=4, request_id="last")
+    while driver.core.snapshot().num_preemptions == 0:
+        driver.schedule("g0")
+        driver.deliver("g0")
+    driver.now += 0.25
+    driver.lose_group("g0")
+    requests = driver.core.inspect(InspectionDetail(include_requests=True)).requests
+    assert {request.state for request in requests} == {RequestState.RECOVERING}
+    driver.now += 0.5
+    driver.add_group(make_capacity("g1"))
+    driver.run_until_idle()
+    assert last.finished is not None
+    assert 250_000 <= last.finished.preempted_us < 260_000
+    assert 500_000 <= last.finished.recovery_us < 510_000
 
 
 def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
