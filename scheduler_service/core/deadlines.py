@@ -3,12 +3,13 @@
 Nothing is refused or dropped that might have succeeded: the estimate is the least that a request
 can take, and whatever is not known counts as nothing.
 
-    own work    Tokens of its prompt that no worker group has cached, then the tokens it must have
-                (one, or `min_tokens`): on the worker group that is best for it, at the lowest costs
-                per token and step that moving averages of its results have ever shown. Nothing of
-                the kind measured on some group: no time. Begun before, and so perhaps cached or
-                swapped out: no time for the prompt. While a request lives that begins alike and may
-                compute the same blocks before: none either.
+    own work    Tokens of its prompt that no worker group has cached, on device or host, then
+                the tokens it must have (one, or `min_tokens` as far as there is room): on the
+                worker group that is best for it, at the lowest costs per token and step that moving
+                averages of its results have ever shown. Nothing of the kind measured on some group:
+                no time. Begun before, and so perhaps cached or swapped out: no time for the prompt.
+                While a request lives that begins alike and may compute the same blocks before: none
+                either.
     the queue   Prompt tokens that are served before its own in the policy's order, at three times
                 the speed at which the queue has drained of late: answers differ in length, so that
                 it may go faster for a while. The speed is measured, so it takes cached tokens and
@@ -104,8 +105,9 @@ def _own_us(group: SequenceGroup, model: Model, *, is_cached: bool = False) -> f
 
 
 def _own_us_on(scheduler: Scheduler, group: SequenceGroup, is_cached: bool) -> float:
-    least_output = max(group.request.min_tokens, 1)
-    num_tokens = max(least_output - len(seq.output_token_ids) for seq in group.unfinished())
+    room = group.max_length(scheduler.capacity) - group.num_prompt_tokens
+    least_output = max(min(group.request.min_tokens, room), 1)
+    num_tokens = max(least_output - len(seq.output_token_ids) for seq in group.going_on())
     decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
     if is_cached:
         return decode_us

@@ -78,9 +78,11 @@ class Room:
         return self._config.enable_prefix_caching
 
     def num_tokens_to_compute(self, group: SequenceGroup) -> int:
-        """Tokens of a group that has not run that are not in blocks here."""
+        """Tokens of a group that has not run that are in no block here, be it on the host."""
         longest = group.longest
-        return longest.num_known - len(self._prefixes.find(longest)) * self._blocks.block_size
+        num_found = len(self._prefixes.find(longest))
+        num_found += len(self._prefixes.find_on_host(longest, num_found))
+        return longest.num_known - num_found * self._blocks.block_size
 
     @property
     def has_room(self) -> bool:

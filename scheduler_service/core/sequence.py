@@ -1,6 +1,6 @@
 """Sequences, and the groups in which one request's sequences are scheduled together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -216,7 +216,7 @@ class SequenceGroup:
         """Whether another worker's death would fail it, and it has not come further than it was at
         the last one. Computed alone, it can neither hide behind others nor be taken for them."""
         return self.suspect_length > 0 and self.suspect_length > min(
-            seq.num_known for seq in self.unfinished()
+            seq.num_known for seq in self.going_on()
         )
 
     def choices(self) -> list[Sequence]:
@@ -254,6 +254,10 @@ class SequenceGroup:
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""
         return (seq for seq in self.sequences if not seq.status.is_finished)
+
+    def going_on(self) -> Iterable[Sequence]:
+        """The same, but for those that no beam is held by: they have come nowhere."""
+        return self.unfinished() if self.beams is None else self.beams.held
 
     def end(self, seq: Sequence, status: SequenceStatus) -> None:
         """Note that one of its sequences, which must not be running, has ended."""

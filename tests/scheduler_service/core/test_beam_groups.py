@@ -12,6 +12,7 @@ from scheduler_service.core import (
     ResultMismatch,
     SchedulerConfig,
 )
+from scheduler_service.core.deadlines import _own_us
 from scheduler_service.core.plan import RowCandidates, StepResult
 from scheduler_service.errors import InvalidArgument
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -143,6 +144,24 @@ def test_a_frontend_cannot_stop_a_beam() -> None:
     driver.core.stop_choice("f0", record.request.handle, 0, driver.now)
     driver.run_until_idle()
     assert record.finished is not None
+
+
+def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
+    driver = make_driver()
+    driver.submit(prompt=PROMPT, max_tokens=9, min_tokens=4, beam_search=THREE)
+    three = RowCandidates(token_ids=[7, 8, 9], logprobs=[-1.0, -2.0, -3.0])
+    one = RowCandidates(token_ids=[7], logprobs=[-1.0])
+    none = RowCandidates(token_ids=[], logprobs=[])
+    for number, rows in enumerate(({0: three}, {0: one, 1: none, 2: none}), 1):
+        driver.core.schedule("g0", driver.now)
+        result = StepResult(
+            step_id=number, token_ids=[-1] * len(rows), candidates=rows, busy_us=1000
+        )
+        driver.core.update("g0", result, driver.now)
+    [group] = driver.core._registry.groups()
+    group.suspect_length = len(PROMPT) + 2
+    assert not group.is_suspect
+    assert _own_us(group, driver.core._fleet.models["m"]) == 1000, "two tokens more"
 
 
 def test_a_search_whose_constraints_leave_nothing_fails_by_name() -> None:

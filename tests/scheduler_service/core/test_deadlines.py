@@ -56,10 +56,10 @@ def test_the_estimate_is_never_more_than_the_time_it_takes(policy: PolicyName, r
     assert num_waits > 100 or rate < 30
 
 
-def make_measured_driver(config: SchedulerConfig = ALONE) -> CoreDriver:
+def make_measured_driver(config: SchedulerConfig = ALONE, **capacity: object) -> CoreDriver:
     """A core that has seen requests: 100 us per prompt token, 1 ms per output token."""
     driver = CoreDriver(config)
-    driver.add_group(make_capacity())
+    driver.add_group(make_capacity(**capacity))
     for token in (30, 31):
         driver.submit(prompt=[token] * 10, max_tokens=5)
         driver.run_until_idle()
@@ -93,6 +93,25 @@ def test_tokens_that_are_cached_take_no_time() -> None:
     driver.submit(prompt=prompt, max_tokens=1)
     driver.run_until_idle()
     driver.submit(prompt=prompt, max_tokens=1, timeout=0.001)
+
+
+def test_tokens_that_the_host_has_take_no_time() -> None:
+    driver = make_measured_driver(num_cpu_blocks=64)
+    prompt = [i % 7 for i in range(40)]
+    for tokens in (prompt, [9] * 60):  # the second drives the blocks of the first out
+        driver.submit(prompt=tokens, max_tokens=1)
+        driver.run_until_idle()
+    record = driver.submit(prompt=prompt, max_tokens=1, timeout=0.003)
+    driver.run_until_idle()
+    assert record.cached_tokens > 30
+
+
+def test_no_more_tokens_are_waited_for_than_there_is_room_for() -> None:
+    driver = make_measured_driver()
+    driver.submit(prompt=[1] * 10, max_tokens=3, min_tokens=50, timeout=0.02)
+    driver.submit(prompt=[2] * 61, max_tokens=100, min_tokens=50, timeout=0.02)
+    with pytest.raises(DeadlineExceeded):
+        driver.submit(prompt=[3] * 10, max_tokens=50, min_tokens=50, timeout=0.02)
 
 
 def test_a_prompt_that_another_request_may_compute_before_takes_no_time() -> None:

@@ -174,8 +174,7 @@ def test_blocks_on_the_host_count_as_what_it_takes_to_bring_them_back() -> None:
         measure(scheduler)
     both = Deployment(cold, warm)
     turn = both.submit([*conversation, 7], max_tokens=1)
-    assert warm.room.num_tokens_to_compute(turn) > 8
-    assert warm.room.prospect(turn).num_blocks_to_fetch > 0
+    assert warm.room.prospect(turn).num_blocks_to_fetch > 2
     both.place()
     assert both.where(turn) == "warm"
 
