@@ -14,6 +14,8 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 from scheduler_service.core.snapshot import Totals
 from scheduler_service.errors import GenerationFailed
 
+_OUT = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+
 
 class Receiving:
     """Takes results in: what was computed can be found, tokens are delivered, sequences end."""
@@ -77,10 +79,13 @@ class Receiving:
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Tell how far prompts are computed, but for those that have left the batch since the step
-        was planned: they may have begun again."""
+        was planned: they may have begun again. If their next tokens come with this result they have
+        not; what was computed is lost, but these count."""
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
                 self._prefixes.note_prefill(seq, num_tokens, is_last)
+                self._totals.note_prefill(seq, num_tokens, is_last, now_us)
+            elif is_last and seq.status in _OUT and seq.num_in_flight:
                 self._totals.note_prefill(seq, num_tokens, is_last, now_us)
 
     def _receive_candidates(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
@@ -90,9 +95,11 @@ class Receiving:
                 self.finish_search(seq.group, now_us)
 
     def _count(self, step: InFlightStep, num_accepted: int, waited_us: int) -> None:
-        """Decodes come in every step, so each has waited for its token since the step before."""
+        """Decodes come in every step, so each has waited for its token since the step before. Those
+        of beams are none: what they have is told at the end."""
         self._totals.num_generated_tokens += num_accepted
-        num_decoded = num_accepted - sum(is_last for _, _, is_last in step.prefills)
+        first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
+        num_decoded = num_accepted - sum(not seq.group.is_lockstep for seq in first)
         if num_decoded > 0:
             self._totals.inter_token.add(waited_us, num_decoded)
 

@@ -31,6 +31,8 @@ EVENTS = {
 }
 """What the span of the whole tells of by name; the others are its begin and its end."""
 
+_OUT_OF_BATCH = ("preempted", "recovery")
+
 Phase = tuple[str, int, int]
 """Name, and microseconds of its begin and end."""
 
@@ -41,7 +43,9 @@ def phases(entries: list[Entry]) -> Iterator[Phase]:
     has_token = False
     for event, now_us, _ in entries:
         then = BEGINS.get(event, name)
-        has_token |= event is RequestEvent.FIRST_TOKEN
+        if event is RequestEvent.FIRST_TOKEN:
+            has_token = True
+            then = name if name in _OUT_OF_BATCH else then  # it was in flight
         if event is RequestEvent.PREFILLED and name == "prefill" and has_token:
             then = "decode"  # what was lost is computed again
         if then != name or event is RequestEvent.ENDED:

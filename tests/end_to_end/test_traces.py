@@ -198,3 +198,24 @@ def test_phases_tell_of_preemptions_and_losses_without_gaps() -> None:
         ("prefill", 90, 95),
         ("decode", 95, 99),
     ]
+
+
+def test_a_first_token_that_comes_late_does_not_end_a_preemption() -> None:
+    event = RequestEvent
+    entries = [
+        (event.QUEUED, 0, 5),
+        (event.STARTED, 10, 5),
+        (event.PREEMPTED, 20, 5),
+        (event.PREFILLED, 30, 5),
+        (event.FIRST_TOKEN, 30, 6),
+        (event.STARTED, 40, 6),
+        (event.PREFILLED, 50, 6),
+        (event.ENDED, 99, 12),
+    ]
+    assert list(phases(entries)) == [
+        ("queue", 0, 10),
+        ("prefill", 10, 20),
+        ("preempted", 20, 40),
+        ("prefill", 40, 50),
+        ("decode", 50, 99),
+    ]

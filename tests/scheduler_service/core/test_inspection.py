@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from scheduler_service.core import InspectionDetail, SchedulerConfig
+from scheduler_service.core import BeamParams, EarlyStopping, InspectionDetail, SchedulerConfig
 from scheduler_service.core.block_map import CACHED
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.latency_histogram import (
@@ -195,6 +195,34 @@ def test_latencies_are_counted_once_for_each_token() -> None:
     counts = driver.core.snapshot()
     assert sum(counts.first_token_counts) == 2
     assert sum(counts.inter_token_counts) == counts.num_generated_tokens - 3
+
+
+def test_a_first_token_counts_though_its_request_has_left_the_batch_meanwhile() -> None:
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, watermark=0, pipeline_depth=3
+    )
+    driver = make_driver(config=config, num_gpu_blocks=5)
+    driver.submit(prompt=[1] * 7, max_tokens=9)
+    driver.submit(prompt=[2] * 8, max_tokens=4, request_id="preempted")
+    for _ in range(3):
+        driver.schedule("g0")
+    assert events(live(driver)["preempted"])[-1] == "PREEMPTED"
+    driver.deliver("g0")
+    driver.collect()
+    assert events(live(driver)["preempted"])[-2:] == ["PREFILLED", "FIRST_TOKEN"]
+    assert sum(driver.core.snapshot().first_token_counts) == 2
+    driver.run_until_idle()
+    assert sum(driver.core.snapshot().first_token_counts) == 2
+
+
+def test_prompts_of_beams_take_nothing_from_the_latencies_of_others() -> None:
+    driver = make_driver()
+    driver.submit(prompt=[1, 2], max_tokens=5)
+    step(driver)
+    params = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
+    driver.submit(prompt=[3, 4], max_tokens=3, beam_search=params)
+    driver.run_until_idle()
+    assert sum(driver.core.snapshot().inter_token_counts) == 4
 
 
 def test_a_histogram_puts_a_time_under_the_first_bound_that_holds_it() -> None:
