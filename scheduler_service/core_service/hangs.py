@@ -32,10 +32,13 @@ class Hangs:
         self._num_hangs = 0
         self._limit_s = 0.0
 
+    def note_stream(self, num_steps: int) -> None:
+        """A stream has ended after so many steps, for whatever reason."""
+        if num_steps >= NUM_SOUND_STEPS:
+            self._num_hangs = 0
+
     def note(self, overdue: StepOverdue) -> None:
         """A stream has ended because a step did not come back."""
-        if overdue.num_done >= NUM_SOUND_STEPS:
-            self._num_hangs = 0
         self._num_hangs += 1
         self._limit_s = overdue.limit_s
 

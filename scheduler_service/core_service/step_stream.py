@@ -37,8 +37,6 @@ class StepOverdue(LinkFailed):
 
     def __init__(self, step_id: int, limit_s: float) -> None:
         super().__init__(f"step {step_id} is overdue: not all results within {limit_s:.3g} s")
-        self.num_done = step_id - 1
-        """Steps of the stream before it."""
         self.limit_s = limit_s
 
 

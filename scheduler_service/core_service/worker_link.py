@@ -270,6 +270,7 @@ class WorkerLink:
         finally:
             for call in calls:
                 call.cancel()
+            self._hangs.note_stream(self._stream.num_steps)
             self._num_former_steps, self._stream = self.num_steps, None
             self._driver.remove_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)

@@ -10,7 +10,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.hangs import MAX_HANGS
+from scheduler_service.core_service.hangs import MAX_HANGS, NUM_SOUND_STEPS
 from scheduler_service.core_service.service import CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
@@ -79,6 +79,22 @@ async def test_a_worker_that_hangs_in_a_row_is_put_aside_until_it_registers_anew
         await frontend.wait_finished(2)
         assert frontend.tokens[2] == counted(7, 3)
     assert len(worker.epochs) == MAX_HANGS + 1
+
+
+async def test_a_hang_is_forgotten_after_a_hundred_steps_whatever_ends_them(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker("w"))
+    async with AttachedFrontend(service.address) as frontend:
+        worker.hold_results()
+        await frontend.submit(1, [1, 2, 3], max_tokens=NUM_SOUND_STEPS + 9)
+        await until(lambda: worker.epochs == [1, 2], "its step was given up")
+        worker.may_answer.set()
+        await frontend.wait_finished(1)
+    worker.busy_us = int(MAX_HANGS * LIMIT_S * 1e6)
+    worker.break_stream()
+    await until(lambda: worker.epochs == [1, 2, 3], "another stream begins")
+    assert worker.directives == ["serve"]
 
 
 async def test_a_worker_that_is_busy_with_a_lost_step_is_given_nothing_until_it_is_done(
