@@ -20,8 +20,10 @@ if TYPE_CHECKING:  # and where a status is made: the codes alone do without
 DOMAIN = "pagewire"
 DETAILS_KEY = "grpc-status-details-bin"
 
-MAX_MESSAGE_CHARS = 1000
-"""A message travels twice in the trailers, which peers limit to a few KiB."""
+MAX_TEXT_BYTES, MAX_DETAIL_BYTES = 1000, 500
+"""Of a message, which travels twice in the trailers, and of each of an error's details, which may
+hold what a caller has sent. Peers take 8 KiB of trailers, in which a byte that is not ASCII takes
+three."""
 
 COMMON_CODES: Mapping[type[errors.PagewireError], grpc.StatusCode] = {
     errors.PagewireError: grpc.StatusCode.INTERNAL,
@@ -54,7 +56,7 @@ class Statuses:
         if not isinstance(error, errors.PagewireError):
             error = errors.PagewireError("internal error")
         status = status_pb2.Status(
-            code=self.code(error).value[0], message=error.message[:MAX_MESSAGE_CHARS]
+            code=self.code(error).value[0], message=_cut(error.message, MAX_TEXT_BYTES)
         )
         for detail in _details(error):
             packed = any_pb2.Any()
@@ -89,12 +91,14 @@ def unless_over() -> Iterator[None]:
 def _details(error: errors.PagewireError) -> list[Any]:
     from google.rpc import error_details_pb2
 
+    metadata = {key: _cut(value, MAX_DETAIL_BYTES) for key, value in error.details.items()}
     details: list[Any] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.details)
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     ]
     if isinstance(error, errors.InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.expected[:MAX_MESSAGE_CHARS]
+            field=_cut(error.field, MAX_DETAIL_BYTES),
+            description=_cut(error.expected, MAX_TEXT_BYTES),
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_delay_s is not None:
@@ -102,6 +106,11 @@ def _details(error: errors.PagewireError) -> list[Any]:
         delay.FromMicroseconds(round(error.retry_delay_s * 1e6))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return details
+
+
+def _cut(text: str, most: int) -> str:
+    """The text, or what of it goes into so many bytes."""
+    return text.encode(errors="backslashreplace")[:most].decode(errors="ignore")
 
 
 COMMON = Statuses(COMMON_CODES)

@@ -1,6 +1,8 @@
 """Every error has a code, travels with its details, and arrives as the same error."""
 
+from base64 import b64encode
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -85,9 +87,24 @@ def test_an_error_that_is_not_ours_tells_nothing_of_itself() -> None:
     assert b"secret" not in status.SerializeToString()
 
 
-def test_a_long_message_is_cut_to_what_trailers_can_carry() -> None:
-    error = errors.InvalidArgument("text", "x" * 100_000)
-    assert len(to_status(error).SerializeToString()) < 4000
+TRAILERS_BYTES = 8192
+"""What gRPC takes at least."""
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "\u00e9" * 100_000, "\U0001f600" * 100_000])
+def test_long_texts_are_cut_to_what_trailers_can_carry(text: str) -> None:
+    for error in (
+        errors.InvalidArgument(text, text),
+        errors.UnknownModel(text, details={"model": text, "served": text}),
+    ):
+        status = to_status(error)
+        message = quote(status.message)  # as gRPC writes it
+        binary = b64encode(status.SerializeToString())
+        assert 500 < len(message) + len(binary) < TRAILERS_BYTES
+
+
+def test_a_text_that_is_no_unicode_is_told_all_the_same() -> None:
+    assert to_status(errors.InvalidArgument("text", "a \ud800")).message == "text: a \\ud800"
 
 
 @pytest.mark.parametrize("error_class", CLASSES)

@@ -106,8 +106,9 @@ async def test_a_template_that_refuses_a_chat_names_the_messages(ready: Served) 
 async def test_the_model_tells_about_itself(ready: Served) -> None:
     for request in (pb.GetModelRequest(), pb.GetModelRequest(model="tiny")):
         assert (await ready.client.GetModel(request)).model == model_info()
-    error = await error_of(ready.client.GetModel(pb.GetModelRequest(model="other")))
-    assert error.code() is grpc.StatusCode.NOT_FOUND
+    for name in ("other", "\N{GRINNING FACE}" * 10_000):
+        error = await error_of(ready.client.GetModel(pb.GetModelRequest(model=name)))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_status_is_the_cores(ready: Served) -> None:
