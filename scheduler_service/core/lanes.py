@@ -35,7 +35,8 @@ class Lanes(Generic[Kind]):
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
         self._num_lanes: Counter[str | None] = Counter()
         """How many lanes each of the policy's is."""
-        self._set_aside: dict[WaitingQueue, None] = {}
+        self._set_aside: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
+        """With who was first, and how many blocks its tenant had."""
         self._left_out: dict[WaitingQueue, None] = {}
         """Lanes that are to be looked at again, all or some of their groups."""
         self._num_of_kind: Counter[Kind] = Counter()
@@ -109,20 +110,20 @@ class Lanes(Generic[Kind]):
                 self._policy.close_lane(group.tenant)
 
     def set_aside(self, head: SequenceGroup) -> None:
-        """Leave a lane out for now: its first cannot be served for its tenant's own limits."""
+        """Leave a lane out for now: its first cannot be served, as its tenant has too many blocks
+        for that."""
         lane = self._lanes[self._key_of[head]]
         self._order.remove(lane)
-        self._set_aside[lane] = None
+        self._set_aside[lane] = head, head.tenant.num_kv_blocks
 
     def take_back(self) -> None:
-        """Look again at the lanes that were set aside."""
-        if not self._set_aside:
-            return
-        lanes, self._set_aside = self._set_aside, {}
-        first = self.head()
-        for lane in lanes:
-            self._policy.open_lane(lane.first().tenant, first)
-            self._put_in_order(lane)
+        """Look again at the lanes that were set aside and have another first now, or whose tenants
+        have fewer blocks: they may be many, and this is asked in every step."""
+        self._take_back(
+            lane
+            for lane, (head, num_blocks) in self._set_aside.items()
+            if lane.first() is not head or head.tenant.num_kv_blocks < num_blocks
+        )
 
     def leave_out(self, head: SequenceGroup) -> None:
         """Have nothing of a lane be next until `look_again`: its kind finds no room."""
@@ -149,7 +150,7 @@ class Lanes(Generic[Kind]):
 
     def sort_anew(self) -> None:
         """Ask for all groups' kinds again: those of worker groups have changed."""
-        self.take_back()
+        self._take_back(self._set_aside)
         self.look_again()
         groups = [group for lane in self._lanes.values() for group in lane.take_all()]
         self._lanes, self._order = {}, RemovableHeap()
@@ -181,6 +182,14 @@ class Lanes(Generic[Kind]):
 
     def _place(self, head: SequenceGroup) -> tuple[Any, tuple[int, ...]]:
         return self._policy.key(head), head.rank
+
+    def _take_back(self, set_aside: Iterable[WaitingQueue]) -> None:
+        lanes = list(set_aside)
+        first = self.head() if lanes else None
+        for lane in lanes:
+            del self._set_aside[lane]
+            self._policy.open_lane(lane.first().tenant, first)
+            self._put_in_order(lane)
 
     def _put_in_order(self, lane: WaitingQueue) -> None:
         if lane in self._order:

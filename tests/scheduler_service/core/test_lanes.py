@@ -54,6 +54,23 @@ def test_a_lane_that_is_set_aside_holds_up_nobody_and_comes_back() -> None:
     assert drain(lanes) == [third, first, second]
 
 
+def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> None:
+    tenants = Tenants(TenantConfig(), LIMITED)
+    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    group = make_group(tenants, "limited")
+    group.tenant.num_kv_blocks = 3
+    lanes.add(group)
+    lanes.set_aside(group)
+    for num_blocks, head in ((3, None), (4, None), (2, group)):
+        group.tenant.num_kv_blocks = num_blocks
+        lanes.take_back()
+        lanes.check()
+        assert lanes.head() is head
+    lanes.set_aside(group)
+    lanes.sort_anew()
+    assert lanes.head() is group
+
+
 def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
     lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
