@@ -47,6 +47,8 @@ How it is made, from the outside in:
     prefix_cache.py   what sequences begin alike; cached_blocks.py knows which blocks hold it
     batch.py          a plan in the making
     pipeline.py       plans without results yet
+    lead.py           how many of them there may be
+    introducing.py    what a worker is told of a sequence
     receiving.py      what follows from their results; delivery.py takes them to outboxes
     ending.py         how sequences end
     beam_search.py    beam search: who goes on, who has ended, when it is over
@@ -57,6 +59,9 @@ How it is made, from the outside in:
     sequence.py       one choice; one request's choices
     frontends.py      who gets which news
     request_clock.py  where a request's time goes
+    timeline.py       what happened to it, and when
+    inspection.py     a close look at both: request_snapshot.py, block_map.py
+    latency_histogram.py   how long tokens took, for all requests
     plan.py, request.py, outbox.py, config.py, snapshot.py   what goes in and out
 
 Promises to workers, beyond those of plan.proto:
