@@ -46,6 +46,8 @@ def phases(entries: list[Entry]) -> Iterator[Phase]:
         if event is RequestEvent.FIRST_TOKEN:
             has_token = True
             then = name if name in _OUT_OF_BATCH else then  # it was in flight
+        if event is RequestEvent.WORKER_LOST and name == "queue":
+            then = name  # it had not begun there
         if event is RequestEvent.PREFILLED and name == "prefill" and has_token:
             then = "decode"  # what was lost is computed again
         if then != name or event is RequestEvent.ENDED:

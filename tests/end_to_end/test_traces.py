@@ -219,3 +219,16 @@ def test_a_first_token_that_comes_late_does_not_end_a_preemption() -> None:
         ("prefill", 40, 50),
         ("decode", 50, 99),
     ]
+
+
+def test_a_request_that_has_not_begun_is_in_the_queue_though_its_worker_is_lost() -> None:
+    event = RequestEvent
+    entries = [
+        (event.QUEUED, 0, 5),
+        (event.PLACED, 1, 0),
+        (event.WORKER_LOST, 10, 5),
+        (event.PLACED, 20, 1),
+        (event.STARTED, 30, 5),
+        (event.ENDED, 40, 5),
+    ]
+    assert list(phases(entries)) == [("queue", 0, 30), ("prefill", 30, 40)]
