@@ -40,7 +40,9 @@ Phase = tuple[str, int, int]
 def phases(entries: list[Entry]) -> Iterator[Phase]:
     """What the request did, without gaps, from its first event to its last."""
     name, since = "", 0
-    has_token = False
+    kinds = {event for event, *_ in entries}
+    # What goes on at a new core with tokens has no first one here.
+    has_token = RequestEvent.RESUMED in kinds and RequestEvent.FIRST_TOKEN not in kinds
     for event, now_us, _ in entries:
         then = BEGINS.get(event, name)
         if event is RequestEvent.FIRST_TOKEN:

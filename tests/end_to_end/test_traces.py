@@ -232,3 +232,19 @@ def test_a_request_that_has_not_begun_is_in_the_queue_though_its_worker_is_lost(
         (event.ENDED, 40, 5),
     ]
     assert list(phases(entries)) == [("queue", 0, 30), ("prefill", 30, 40)]
+
+
+def test_a_request_that_comes_to_a_new_core_with_tokens_decodes_once_they_are_computed() -> None:
+    event = RequestEvent
+    entries = [
+        (event.RESUMED, 0, 9),
+        (event.PLACED, 1, 0),
+        (event.STARTED, 10, 9),
+        (event.PREFILLED, 20, 9),
+        (event.ENDED, 50, 12),
+    ]
+    assert list(phases(entries)) == [
+        ("recovery", 0, 10),
+        ("prefill", 10, 20),
+        ("decode", 20, 50),
+    ]
