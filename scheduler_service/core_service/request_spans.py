@@ -40,18 +40,24 @@ Phase = tuple[str, int, int]
 def phases(entries: list[Entry]) -> Iterator[Phase]:
     """What the request did, without gaps, from its first event to its last."""
     name, since = "", 0
+    former, num_to_compute = None, 0
     kinds = {event for event, *_ in entries}
     # What goes on at a new core with tokens has no first one here.
     has_token = RequestEvent.RESUMED in kinds and RequestEvent.FIRST_TOKEN not in kinds
-    for event, now_us, _ in entries:
+    for event, now_us, num_tokens in entries:
         then = BEGINS.get(event, name)
-        if event is RequestEvent.FIRST_TOKEN:
+        if event is RequestEvent.STARTED:
+            num_to_compute = num_tokens
+            then = "decode" if former is RequestEvent.SWAPPED_IN else then
+        elif event is RequestEvent.FIRST_TOKEN:
             has_token = True
             then = name if name in _OUT_OF_BATCH else then  # it was in flight
-        if event is RequestEvent.WORKER_LOST and name == "queue":
+        elif event is RequestEvent.WORKER_LOST and name == "queue":
             then = name  # it had not begun there
-        if event is RequestEvent.PREFILLED and name == "prefill" and has_token:
-            then = "decode"  # what was lost is computed again
+        elif event is RequestEvent.PREFILLED and name == "prefill":
+            is_done = has_token or num_tokens >= num_to_compute
+            then = "decode" if is_done else then
+        former = event
         if then != name or event is RequestEvent.ENDED:
             if name:
                 yield name, since, now_us

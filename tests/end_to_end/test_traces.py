@@ -183,6 +183,7 @@ def test_phases_tell_of_preemptions_and_losses_without_gaps() -> None:
         (event.FIRST_TOKEN, 30, 6),
         (event.SWAPPED_OUT, 50, 9),
         (event.SWAPPED_IN, 60, 9),
+        (event.STARTED, 60, 9),
         (event.WORKER_LOST, 70, 9),
         (event.STARTED, 90, 9),
         (event.PREFILLED, 95, 9),
@@ -248,3 +249,15 @@ def test_a_request_that_comes_to_a_new_core_with_tokens_decodes_once_they_are_co
         ("prefill", 10, 20),
         ("decode", 20, 50),
     ]
+
+
+def test_a_search_that_tells_no_tokens_decodes_once_its_prompt_is_computed() -> None:
+    event = RequestEvent
+    entries = [
+        (event.QUEUED, 0, 5),
+        (event.STARTED, 10, 5),
+        (event.PREFILLED, 20, 3),
+        (event.PREFILLED, 30, 5),
+        (event.ENDED, 50, 9),
+    ]
+    assert list(phases(entries)) == [("queue", 0, 10), ("prefill", 10, 30), ("decode", 30, 50)]
