@@ -40,7 +40,8 @@ Phase = tuple[str, int, int]
 def phases(entries: list[Entry]) -> Iterator[Phase]:
     """What the request did, without gaps, from its first event to its last."""
     name, since = "", 0
-    former, num_to_compute = None, 0
+    former: RequestEvent | None = None
+    num_to_compute = 0
     kinds = {event for event, *_ in entries}
     # What goes on at a new core with tokens has no first one here.
     has_token = RequestEvent.RESUMED in kinds and RequestEvent.FIRST_TOKEN not in kinds

@@ -18,9 +18,12 @@ export function phasesOf(events, ageMs) {
     const next = events[i + 1]?.[0];
     if (event === RESUMED) enter("recovering", at);
     else if (event === STARTED) enter(events[i - 1]?.[0] === SWAPPED_IN ? "decode" : "prefill", at);
-    else if (event === FIRST_TOKEN || (event === PREFILLED && next !== PREFILLED && next !== undefined)) enter("decode", at);
+    else if (event === FIRST_TOKEN || (event === PREFILLED && next !== PREFILLED && next !== undefined)) {
+      if (name === "prefill") enter("decode", at);  // else it was in flight when the request left the batch
+    }
     else if (event === PREEMPTED) enter("preempted", at);
     else if (event === SWAPPED_OUT) enter("swapped", at);
+    else if (event === LOST && name === "queued") return;  // it had not begun there
     else if (event === LOST || event === MOVED) enter("recovering", at);
   });
   if (ageMs > since) phases.push({ name, ms: ageMs - since });
