@@ -180,10 +180,11 @@ class WorkerGroup:
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
-        if self._link is None or not self.is_whole:  # nothing runs here
-            self._dismiss_all("drained")
-        else:
+        if self._link is not None and self.is_whole:
             self._link.drain()
+            if self._link.has_stream:
+                return
+        self._dismiss_all("drained")  # nothing runs here
 
     async def step(self) -> None:
         """To be run on each rank's stream: the last to join steps for all, the others wait."""

@@ -104,6 +104,11 @@ class WorkerLink:
         return self._draining.is_set()
 
     @property
+    def has_stream(self) -> bool:
+        """Whether anything may run at the workers: before, they are being sized, or dialled again."""
+        return self._stream is not None
+
+    @property
     def num_steps(self) -> int:
         """Steps executed since the group was whole."""
         return self._num_former_steps + (self._stream.num_steps if self._stream else 0)

@@ -107,6 +107,19 @@ async def test_requests_finish_although_all_groups_are_drained(
     await until(lambda: all(worker.stop_reason for worker in workers), "both are told to stop")
 
 
+async def test_a_group_whose_caches_are_being_made_is_drained_at_once(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = FakeWorker("starting")
+    worker.may_initialize.clear()
+    await fleet.start(worker)
+    await until(lambda: worker.num_profiles, "it is being sized")
+    service.registry.drain("starting")
+    await until(lambda: worker.stop_reason == "drained", "it was told to stop", timeout_s=10)
+    assert worker.directives == ["serve", "drain", "stop"]
+    worker.may_initialize.set()
+
+
 async def test_the_command_waits_until_the_group_is_gone(
     service: CoreService, fleet: Fleet
 ) -> None:
