@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import grpc
 
 from pagewire.v1 import model_pb2
+from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service.core_service.registry import WorkerRegistry
-from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.core_service.worker_link import Dial
 from scheduler_service.errors import Unavailable, UnknownModel
 
@@ -41,8 +41,10 @@ class AssetCache:
         fetch = self._fetches.get(fingerprint)
         if fetch is None:
             self._forget_all_but({group.registration.model.fingerprint for group in self._registry})
+            # Groups may be without workers when it begins.
+            workers = [group.registration for group in holders]
             fetch = self._fetches[fingerprint] = asyncio.create_task(
-                _fetch_from_any(holders, self._dial)
+                _fetch_from_any(workers, self._dial)
             )
             fetch.add_done_callback(lambda done: self._forget_failed(fingerprint, done))
         return await asyncio.shield(fetch)
@@ -63,8 +65,8 @@ class AssetCache:
             del self._fetches[fingerprint]
 
 
-async def _fetch_from_any(groups: list[WorkerGroup], dial: Dial) -> Files:
-    for registration in [group.registration for group in groups]:
+async def _fetch_from_any(workers: list[pb.WorkerRegistration], dial: Dial) -> Files:
+    for registration in workers:
         try:
             files = await _fetch(registration.address, dial)
         except grpc.aio.AioRpcError as error:
