@@ -91,8 +91,9 @@ TRAILERS_BYTES = 8192
 """What gRPC takes at least."""
 
 
-@pytest.mark.parametrize("text", ["x" * 100_000, "\u00e9" * 100_000, "\U0001f600" * 100_000])
-def test_long_texts_are_cut_to_what_trailers_can_carry(text: str) -> None:
+@pytest.mark.parametrize("character", ["x", "\u00e9", "\U0001f600"])
+def test_long_texts_are_cut_to_what_trailers_can_carry(character: str) -> None:
+    text = character * 100_000
     for error in (
         errors.InvalidArgument(text, text),
         errors.UnknownModel(text, details={"model": text, "served": text}),
