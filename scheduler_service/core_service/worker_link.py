@@ -105,7 +105,7 @@ class WorkerLink:
 
     @property
     def has_stream(self) -> bool:
-        """Whether anything may run at the workers: before, they are being sized, or dialled again."""
+        """Whether anything may run at the workers: without, they are being sized or dialled."""
         return self._stream is not None
 
     @property
