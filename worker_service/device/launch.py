@@ -82,7 +82,10 @@ class StepLaunch:
         )
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
         self._rows = SamplingRows(slots=row_slots, positions=row_positions)
-        self._logits = lambda: self._model.compute_logits(hidden.index_select(0, last))
+        # Without a way back to this launch: a circle would keep hidden states and caches, which are
+        # memory of the device, until the garbage collector comes.
+        model = self._model
+        self._logits = lambda: model.compute_logits(hidden.index_select(0, last))
 
     def replay(self, inputs: HostInputs, batch: SamplingBatch, changes: Changes, size: int) -> None:
         """Compute a batch of decodes that all sample, by the recording of a padded size."""

@@ -1,5 +1,6 @@
 """Steps launched before the last one's tokens are known give the tokens they would give after."""
 
+import gc
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from tests.support.worker_driver import GREEDY, Row, column, sampler_params
 from tests.worker_service.test_model_runner import Bench, continuation
 from worker_service import wire
 from worker_service.cache_engine import CacheEngine
+from worker_service.device.launch import StepLaunch
 from worker_service.device.runner import DeviceRunner
 from worker_service.device.state import DeviceState
 from worker_service.executor import FinishedStep, Step
@@ -342,3 +344,18 @@ def test_memory_of_flights_is_used_again() -> None:
     assert len(made) <= 3
     assert isinstance(pipeline.bench.runner, DeviceRunner)
     assert LateMark().is_reached is False
+
+
+@pytest.mark.parametrize("make_runner", [eager, recorded])
+def test_what_a_step_was_computed_with_is_let_go_of_at_once(make_runner: Any) -> None:
+    """Not when the garbage collector comes: hidden states and caches are memory of the device."""
+    pipeline = Pipeline(9, make_runner=make_runner)
+    pipeline.bench.plans.add(1, [1, 2, 3], sampling=PARAMS["log probabilities"])
+    gc.collect()
+    gc.disable()
+    try:
+        for rows in ([Row(1, 3)], [Row(1)]):
+            pipeline.launch(rows)
+        assert not [each for each in gc.get_objects() if type(each) is StepLaunch]
+    finally:
+        gc.enable()
