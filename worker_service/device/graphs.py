@@ -86,6 +86,8 @@ class CudaRecorder:
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
+        # The one for pinned memory, since torch 2.10, cannot be told, and refuses this pool.
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 class EagerTwin:
