@@ -39,7 +39,9 @@ class CudaMark:
 
     def wait(self) -> None:
         """Wait until it has."""
-        self._event.synchronize()
+        # A thread that has no device yet would take the first one, and memory there.
+        with torch.cuda.device(self._event.device):
+            self._event.synchronize()
 
     def us_since(self, earlier: Mark) -> int:
         """Microseconds between the two."""
