@@ -57,7 +57,8 @@ def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
+                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
         else:
             is_wide = isinstance(value, int) and abs(value) >= 2**31
             signature[parameter.name] = (
@@ -216,18 +217,25 @@ def _move_blocks() -> None:
     gpu.move_blocks(cache, cache, torch.tensor([[0, 1]]))
 
 
-def _sampling() -> None:
-    n = 2
-    whole, double = torch.zeros(n, dtype=torch.int32), torch.ones(n, dtype=torch.float64)
-    metadata = SamplingMetadata(
-        temperature=torch.ones(n),
+def _sampling_metadata(n: int, begin: int = 0) -> SamplingMetadata:
+    """Columns of n rows that begin so many elements after a boundary."""
+    whole = torch.zeros(begin + n, dtype=torch.int32)[begin:]
+    double = torch.ones(begin + n, dtype=torch.float64)[begin:]
+    return SamplingMetadata(
+        temperature=torch.ones(begin + n)[begin:],
         top_k=whole,
         top_p=double,
         min_p=double,
-        seeds=torch.zeros(n, dtype=torch.int64),
+        seeds=torch.zeros(begin + n, dtype=torch.int64)[begin:],
         choice_indices=whole,
         positions=whole,
     )
+
+
+def _sampling() -> None:
+    n = 2
+    metadata = _sampling_metadata(n)
+    whole = metadata.positions
     logits = torch.zeros(n, 151936)
     gpu.sample(logits, metadata)
     gpu.uniforms(metadata.seeds, whole, whole)
@@ -258,6 +266,13 @@ def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
     launch()
     assert len(launched) == num_kernels
     assert all(kernel.asm["cubin"] for kernel in launched)
+
+
+def test_sampling_is_compiled_once_wherever_its_columns_begin(launched: list[Any]) -> None:
+    logits = torch.zeros(3, 151936)
+    for begin in (0, 1):
+        gpu.sample(logits, _sampling_metadata(3, begin))
+    assert len({kernel.hash for kernel in launched}) == 1
 
 
 def test_quotients_are_rounded_as_torch_rounds_before_they_become_fp8(launched: list[Any]) -> None:

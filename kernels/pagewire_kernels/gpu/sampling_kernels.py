@@ -175,7 +175,19 @@ def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
     return tl.minimum(first, last)
 
 
-@triton.jit
+# Columns begin where a batch's size leaves them: were that looked at, an odd number of rows would
+# have the kernel compiled anew, while its requests wait.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperatures",
+        "top_ks",
+        "top_ps",
+        "min_ps",
+        "seeds",
+        "choice_indices",
+        "positions",
+    ]
+)
 def sample(
     tokens,
     logits,
