@@ -95,6 +95,7 @@ def _host_of(
                 listen=service.listen or DEFAULT_LISTEN,
                 advertise=service.advertise,
                 distributed_init=place.distributed_init,
+                first_local_rank=place.first_local_rank,
             )
         )
     from worker_service.launchers.ray_cluster import RayConfig, RayHost, connect

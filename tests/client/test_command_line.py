@@ -24,7 +24,7 @@ from pagewire.v1.sampling_pb2 import (
 )
 from pagewire_client.cli import terminal
 from pagewire_client.cli.app import app
-from pagewire_client.local import flags, programs
+from pagewire_client.local import LocalServices, flags, programs
 from tests.support.fake_frontend import (
     MODEL,
     Break,
@@ -352,6 +352,17 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
         theirs = set(inspect.signature(command).parameters) - placed_by_us
         ours = {flag.name for flag in flags.FLAGS if service in flag.services}
         assert ours == theirs, service
+
+
+def test_each_worker_of_a_machine_is_told_of_gpus_of_its_own() -> None:
+    services = LocalServices("m", engine_flags={"tensor_parallel_size": 2}, num_workers=3)
+    told = [
+        process.command[process.command.index("--local-rank") + 1]
+        for process in services.processes
+        if "--local-rank" in process.command
+    ]
+    services.stop()
+    assert told == ["2", "4"]  # the first takes 0 and 1, unless the environment says otherwise
 
 
 def test_a_simulated_worker_is_told_by_flag_or_environment(

@@ -50,7 +50,11 @@ class RankFlags:
         ),
     ] = None
     local_rank: Annotated[
-        int, Option(envvar=env("LOCAL_RANK"), help="Which of the machine's GPUs a rank takes.")
+        int,
+        Option(
+            envvar=env("LOCAL_RANK"),
+            help="Which of the machine's GPUs a rank takes, or the first of those started.",
+        ),
     ] = 0
     distributed_init: Annotated[
         str | None,

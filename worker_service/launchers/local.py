@@ -29,6 +29,9 @@ class LocalConfig:
     distributed_init: str | None
     """Where rank 0 keeps the store. None: rank 0 is one of these, and takes a free port."""
 
+    first_local_rank: int = 0
+    """Which of the machine's GPUs the first of these ranks takes."""
+
     def __post_init__(self) -> None:
         address_of(self.listen, len(self.ranks) - 1, "listen")
         if self.advertise is not None:
@@ -89,7 +92,7 @@ class LocalHost(RankHost):
         return RankCommand(
             arguments=config.arguments,
             rank=rank,
-            local_rank=offset,
+            local_rank=config.first_local_rank + offset,
             store=self._store,
             group_id=config.group_id,
             listen=address_of(config.listen, offset, "listen"),

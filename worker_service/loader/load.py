@@ -45,7 +45,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     Raises a `WorkerError` that tells what is wrong with the option, the place or the checkpoint.
     """
     started = time.monotonic()
-    device = resolve_device(config.device, config.local_rank)
+    is_alone = config.layout.world_size == 1
+    device = resolve_device(config.device, config.local_rank, is_alone=is_alone)
     if config.batch_invariant and device.type == "cuda" and config.layout.world_size > 1:
         raise InvalidOption(
             "batch_invariant: on GPUs only with one rank, since several add up their parts in an"

@@ -25,10 +25,11 @@ _DTYPES = {
 }
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> torch.device:
     """The device called `name`; `auto` is a GPU if there is one.
 
-    Of several GPUs, names without a number take the one with the number `local_rank`.
+    Of several GPUs, names without a number take the one with the number `local_rank`. is_alone:
+    whether the device is to hold a whole model, as `gpu_number` has it.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,19 +40,26 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InvalidOption(f"device: expected auto, cpu or cuda:N, got {name!r}")
     if device.type == "cuda":
-        return _check_gpu(
-            torch.device("cuda", local_rank if device.index is None else device.index)
-        )
+        if not torch.cuda.is_available():
+            raise InvalidOption(f"device: {device} was asked for, but torch finds no GPU")
+        num_gpus = torch.cuda.device_count()
+        index = gpu_number(device.index, local_rank, num_gpus, is_alone=is_alone)
+        return torch.device("cuda", index)
     return torch.device("cpu")
 
 
-def _check_gpu(device: torch.device) -> torch.device:
-    if not torch.cuda.is_available():
-        raise InvalidOption(f"device: {device} was asked for, but torch finds no GPU")
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise InvalidOption(f"device: {device} was asked for, of {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
+def gpu_number(asked: int | None, local_rank: int, num_gpus: int, *, is_alone: bool) -> int:
+    """The GPU asked for by number, or that of `local_rank`.
+
+    Of workers that each hold a whole model (`is_alone`) more than there are GPUs may share them, as
+    far as memory goes; ranks of one model may not. Raises InvalidOption.
+    """
+    number = local_rank if asked is None else asked
+    if asked is None and is_alone:
+        number %= num_gpus
+    if number >= num_gpus:
+        raise InvalidOption(f"device: cuda:{number} was asked for, of {num_gpus} GPUs")
+    return number
 
 
 def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -37,6 +37,9 @@ class StartRanks:
 
     group_id: str | None = None
 
+    first_local_rank: int = 0
+    """Which of the machine's GPUs the first of them takes, the others those after it."""
+
 
 def find_place(flags: RankFlags, variables: Mapping[str, str]) -> Place | StartRanks:
     """What this process is to be, by its flags and environment. Raises InvalidOption."""
@@ -55,7 +58,9 @@ def find_place(flags: RankFlags, variables: Mapping[str, str]) -> Place | StartR
     torchrun = read_torchrun(variables)
     if torchrun is not None:
         return _told_by_torchrun(flags, torchrun)
-    return StartRanks(ranks=range(world_size), group_id=flags.group_id)
+    return StartRanks(
+        ranks=range(world_size), group_id=flags.group_id, first_local_rank=flags.local_rank
+    )
 
 
 def _on_all_nodes(flags: RankFlags, world_size: int) -> StartRanks:
@@ -85,6 +90,7 @@ def _on_one_node(flags: RankFlags, world_size: int) -> StartRanks:
         ranks=range(node * size, (node + 1) * size),
         distributed_init=flags.distributed_init,
         group_id=flags.group_id or f"nodes-{flags.distributed_init}",
+        first_local_rank=flags.local_rank,
     )
 
 

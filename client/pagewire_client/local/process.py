@@ -69,6 +69,11 @@ class ServiceProcess:
         self._keeper = threading.Thread(target=self._keep_alive, name=name, daemon=True)
 
     @property
+    def command(self) -> list[str]:
+        """What follows `python -m`."""
+        return list(self._command)
+
+    @property
     def pid(self) -> int | None:
         """Of the running process."""
         process = self._process

@@ -191,8 +191,14 @@ class LocalServices:
             *("--listen", address),
             *("--advertise", address),
             *("--group-id", f"worker-{index}"),
+            *self._gpus_of(index),
             *self._take_metrics_ports(self._num_ranks),
         )
+
+    def _gpus_of(self, index: int) -> tuple[str, ...]:
+        """The flag for which of the machine's GPUs a worker takes: those after the ones that the
+        workers before it have. What the first takes may be told by the environment."""
+        return ("--local-rank", str(index * self._num_ranks)) if index else ()
 
     def _take_metrics_ports(self, count: int = 1) -> tuple[str, str]:
         """The flag for a service of so many processes. It is told even if there are none, since the

@@ -21,7 +21,7 @@ from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, ModelConfig, load_model
 from worker_service.loader.assets import iter_assets
 from worker_service.loader.fingerprint import fingerprint
-from worker_service.loader.placement import resolve_dtype, set_threads
+from worker_service.loader.placement import gpu_number, resolve_dtype, set_threads
 
 TOKENS = list(range(3, 30))
 CPU = torch.device("cpu")
@@ -147,6 +147,16 @@ def test_auto_keeps_the_checkpoints_type_on_gpus() -> None:
     ("asked", "num_parameters", "expected"),
     [(None, 7_000_000_000, 2), (None, 1_000_000, 1), (2, 1_000_000, 2), (1, 7_000_000_000, 1)],
 )
+def test_workers_take_gpus_in_turn_and_ranks_of_one_model_each_its_own() -> None:
+    whole = [gpu_number(None, local_rank, 2, is_alone=True) for local_rank in range(4)]
+    assert whole == [0, 1, 0, 1]
+    assert gpu_number(1, 0, 2, is_alone=True) == 1
+    assert gpu_number(None, 1, 2, is_alone=False) == 1
+    for asked, local_rank, is_alone in ((None, 2, False), (2, 0, True)):
+        with pytest.raises(InvalidOption, match="cuda:2 was asked for, of 2 GPUs"):
+            gpu_number(asked, local_rank, 2, is_alone=is_alone)
+
+
 def test_a_small_model_takes_one_thread_unless_more_are_asked_for(
     asked: int | None, num_parameters: int, expected: int
 ) -> None:

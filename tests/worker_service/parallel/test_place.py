@@ -57,6 +57,14 @@ def test_a_node_starts_its_part() -> None:
     )
 
 
+def test_ranks_take_the_gpus_from_the_one_that_was_told_on() -> None:
+    nodes = {"num_nodes": 2, "node_rank": 0, "distributed_init": "host-a:29500"}
+    for settings in ({}, nodes):
+        place = find_place(flags(local_rank=4, **settings), {})
+        assert isinstance(place, StartRanks)
+        assert place.first_local_rank == 4
+
+
 def test_ray_starts_even_one() -> None:
     for sizes, ranks in (((2, 2), range(4)), ((1, 1), range(1))):
         given = flags(
