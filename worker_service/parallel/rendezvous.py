@@ -8,7 +8,7 @@ the others keep their weights.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +104,7 @@ class Meeting:
 
     def device_process_group(self, name: str, ranks: Sequence[int]) -> Any:
         """An NCCL group of some ranks, this one among them."""
+        survive_lost_peers(os.environ)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = _COLLECTIVE_TIMEOUT
         return self._make(distributed.ProcessGroupNCCL, name, ranks, options)
@@ -120,6 +121,12 @@ class Meeting:
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             return ProcessGroupGloo.create_default_device()
         return ProcessGroupGloo.create_device(hostname=self._local_host)
+
+
+def survive_lost_peers(environment: MutableMapping[str, str]) -> None:
+    """Have torch leave errors of NCCL to us, unless the user says otherwise: by default it ends the
+    process of a rank that notices that another is gone, and its weights with it."""
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def _launcher_keeps_the_store() -> bool:

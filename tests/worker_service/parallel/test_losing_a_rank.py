@@ -10,6 +10,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row
 from worker_service.errors import GroupBroken
+from worker_service.parallel.rendezvous import survive_lost_peers
 
 NUM_BLOCKS = 64
 SOON_S = 20
@@ -89,3 +90,11 @@ def test_a_rank_whose_group_has_parted_executes_nothing(two: RankThreads) -> Non
     first.run(runner.reset).result(SOON_S)
     with pytest.raises(GroupBroken, match="has not joined"):
         first.run(lambda: first.execute(a_plan(1))).result(SOON_S)
+
+
+def test_a_rank_on_a_gpu_outlives_another_unless_the_user_has_it_otherwise() -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # by default torch ends the process
+    for before, after in (({}, "0"), ({name: "3"}, "3")):
+        environment: dict[str, str] = dict(before)
+        survive_lost_peers(environment)
+        assert environment == {name: after}
