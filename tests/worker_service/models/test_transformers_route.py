@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.metadata import AttentionMetadata
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
@@ -135,6 +136,25 @@ def test_long_rotary_factors_are_chosen_by_the_length_served(
     tokens = torch.arange(prompt_len).tolist()
     (logits,) = PagedDriver(loaded.model).run([(0, 0, tokens)])
     torch.testing.assert_close(logits, Oracle(path).logits(tokens), atol=1e-4, rtol=0)
+
+
+class _KeepsNumbers(TorchDispatchMode):
+    """Whatever takes a number of a tensor to the host, as a condition does, raises."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a GPU would be waited for"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo2", "phi3"])
+def test_a_forward_pass_looks_at_no_number_on_the_host(family: str) -> None:
+    loaded = load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype="float32"))
+    driver = PagedDriver(loaded.model)
+    with _KeepsNumbers():
+        driver.run([(0, 0, [5, 6, 7]), (1, 0, [8])])
+        driver.run([(0, 3, [9]), (1, 1, [10])])
 
 
 class _Misplaced:

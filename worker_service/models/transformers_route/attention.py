@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.metadata import AttentionMetadata
@@ -43,15 +43,15 @@ class RouteState:
 
 
 def attach(model: nn.Module, state: RouteState) -> None:
-    """Make `state` known to all parts of `model`, and our function known to `transformers`."""
+    """Make `state` known to all parts of `model`, and our function known to `transformers`.
+
+    No function for masks is registered beside it: which positions a row sees, the kernel knows
+    itself, and without one the library prepares none, for which it would look at the positions on
+    the host.
+    """
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, no_mask)
     for module in model.modules():
         setattr(module, _STATE, state)
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Stands in for a mask: which positions a row sees, the kernel knows itself."""
 
 
 # Arguments that do not change what attention computes here: positions are in keys and queries
