@@ -58,6 +58,8 @@ class ModelExecutor:
         self._state: DeviceState | None = None
         """Beside the cache on a GPU of one rank."""
         self._max_num_seqs = self._runner.max_graph_batch_size
+        self._state_num_seqs = 0
+        """For how many sequences the state was made."""
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
@@ -96,7 +98,10 @@ class ModelExecutor:
         if self._rendezvous is not None:
             self.loaded.ranks.join(self._rendezvous, epoch, self._device)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
-            # Let go of the old ones first: both would not fit.
+            # Let go of the old ones first: both would not fit. Blocks that are still being moved
+            # would come to lie in memory that others have by then.
+            if self._cache is not None:
+                self._cache.finish()
             self._cache = self._state = None
             self._cache = CacheEngine(
                 self.loaded.model.kv_cache_spec,
@@ -111,15 +116,24 @@ class ModelExecutor:
             return RankRunner(model, self._cache, block_size, ranks, self._grammars)
         if self._device.type == "cpu":
             return ModelRunner(model, self._cache, block_size, self._grammars)
-        if self._state is None:
+        if self._state is None or self._state_num_seqs < self._max_num_seqs:
+            self._state = None
             self._state = self._make_state(self._cache)
+            self._state_num_seqs = self._max_num_seqs
         grammars = self._grammars
         return DeviceRunner(model, self._cache, block_size, self._state, grammars=grammars)
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()
         recorder = CudaRecorder(self._device) if sizes else None
-        return DeviceState(self.loaded.model, cache, self.loaded.block_size, recorder, sizes)
+        return DeviceState(
+            self.loaded.model,
+            cache,
+            self.loaded.block_size,
+            recorder,
+            sizes,
+            num_seqs=self._max_num_seqs,
+        )
 
     def _graph_sizes(self) -> list[int]:
         """Padded batch sizes of the decode steps that are recorded."""

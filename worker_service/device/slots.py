@@ -129,10 +129,12 @@ class DeviceSlots:
         return outcome
 
 
-def initial_slots(max_blocks: int) -> int:
-    """Slots to begin with: enough for most, as long as the block tables stay small."""
+def initial_slots(max_blocks: int, num_seqs: int = 1) -> int:
+    """Slots to begin with: enough for most, as long as the block tables stay small, and in any case
+    for so many sequences, whose host table doubles until it holds them."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
-    return max(_MIN_INITIAL_SLOTS, min(_MAX_INITIAL_SLOTS, affordable))
+    needed = 1 << (num_seqs - 1).bit_length()
+    return max(_MIN_INITIAL_SLOTS, min(_MAX_INITIAL_SLOTS, affordable), needed)
 
 
 def _pack(table: SamplingTable, slots: Int64Array) -> Int64Array:

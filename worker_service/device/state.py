@@ -42,10 +42,12 @@ class DeviceState:
         recorder: Recorder | None = None,
         sizes: list[int] | None = None,
         num_slots: int | None = None,
+        num_seqs: int = 1,
         max_penalty_bytes: int = MAX_BYTES,
     ) -> None:
         """recorder: makes recordings of decode steps of these padded sizes; None makes none.
-        num_slots: sequences to make room for at first; None takes enough for most.
+        num_slots: sequences to make room for at first; None takes enough for most, and for as many
+        as are told of in `num_seqs`: to make room later takes as long as to record.
         max_penalty_bytes: memory for counts of tokens."""
         self._model = model
         self._kv_cache = cache.device_cache
@@ -53,7 +55,7 @@ class DeviceState:
         self._recorder = recorder
         self._sizes = sizes or []
         self._max_penalty_bytes = max_penalty_bytes
-        self._make(num_slots or initial_slots(self._max_blocks))
+        self._make(num_slots or initial_slots(self._max_blocks, num_seqs))
 
     def note_new(self, slot: int, table: SequenceTable) -> None:
         """A sequence has come into a slot."""

@@ -12,6 +12,7 @@ from tests.worker_service.test_model_runner import Bench, continuation
 from worker_service.cache_engine import CacheEngine
 from worker_service.device.graphs import Replay, graph_sizes
 from worker_service.device.runner import DeviceRunner
+from worker_service.device.slots import initial_slots
 from worker_service.device.state import DeviceState
 
 
@@ -81,3 +82,11 @@ def test_recordings_outlive_an_epoch() -> None:
         results = [bench.step([Row(1, 3)]), *(bench.step([Row(1)]) for _ in range(3))]
         assert [int(each.token_ids[0]) for each in results] == continuation([5, 6, 7], 4)
     assert recorder.num_recorded == 6
+
+
+def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
+    """Room that is made later has everything recorded anew, in the middle of a step."""
+    long, short = 65_536, 128  # blocks of a sequence
+    assert initial_slots(short) == initial_slots(short, 256) == 1024
+    assert initial_slots(short, 1025) == 2048  # as the host's table has then
+    assert (initial_slots(long), initial_slots(long, 300)) == (256, 512)
