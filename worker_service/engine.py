@@ -7,6 +7,7 @@ takes the worker over, and whatever an older one had here is dropped.
 import asyncio
 import logging
 from collections.abc import Iterator
+from typing import NoReturn
 
 from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
 from worker_service.executor import BlockCounts, Executor, ModelFacts, Runner
@@ -51,6 +52,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy = asyncio.Event()
+        self._suspicion = asyncio.Event()
 
     @property
     def facts(self) -> ModelFacts:
@@ -163,6 +165,17 @@ class Engine:
             self._executor.interrupt()
             self._forget_stream()
             logger.info("step stream closed epoch=%d", stream.epoch)
+
+    def suspect_device(self) -> None:
+        """Something has failed for which the device may be to blame."""
+        self._suspicion.set()
+
+    async def watch_device(self) -> NoReturn:
+        """Look at the device whenever it is suspected. Raises DeviceLost once it is of no use."""
+        while True:
+            await self._suspicion.wait()
+            self._suspicion.clear()
+            await self._thread.run(self._executor.check_device)
 
     def end_idle_spans(self) -> None:
         """End the spans of requests without a step for a while; to be called now and then."""

@@ -12,6 +12,7 @@
     ├── SentAway           the core told this worker to end
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
+    ├── DeviceLost         the device computes nothing more for this process
     └── StepFailed         our own bug, or the device's failure, in the middle of a step
 
 Nothing here knows gRPC: `worker_service/status_codes.py` maps each class to a status code.
@@ -74,6 +75,10 @@ class StaleEpoch(WorkerError):
 
 class GroupBroken(WorkerError):
     """Another rank of the group is gone, or parted with this one; a new epoch joins them again."""
+
+
+class DeviceLost(WorkerError):
+    """The device computes nothing more for this process; a new one may find it sound."""
 
 
 class StepFailed(WorkerError):

@@ -105,6 +105,10 @@ class Executor(Protocol):
         """
         ...
 
+    def check_device(self) -> None:
+        """Wait for the device. Raises DeviceLost if it computes nothing more for this process."""
+        ...
+
     def interrupt(self) -> None:
         """From any thread: have what waits for other ranks give up, with GroupBroken."""
         ...

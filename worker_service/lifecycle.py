@@ -17,7 +17,7 @@ from service_common.version import VERSION
 from worker_service.address import Address, advertised, parse
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine
-from worker_service.errors import SentAway
+from worker_service.errors import DeviceLost, SentAway, WorkerError
 from worker_service.executor import Executor
 from worker_service.metrics.collector import WorkerCollector, WorkerFacts, make_registry
 from worker_service.registration import Membership, Registrar
@@ -65,7 +65,8 @@ class Worker:
         )
         self._registrar: Registrar | None = None
         self._grace_s: float | None = config.grace_period_s
-        self._sent_away: str | None = None
+        self._failure: WorkerError | None = None
+        """What `run` raises in the end."""
         self._end = asyncio.Event()
         self._released = asyncio.Event()
         """Set when nobody is to be waited for."""
@@ -83,7 +84,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until told to end.
 
-        Raises CannotListen, and WorkerError if it cannot go on, or was sent away.
+        Raises CannotListen, and WorkerError if it cannot go on, was sent away, or lost its device.
         """
         await self._server.start()
         metrics = self._publish()
@@ -99,8 +100,8 @@ class Worker:
             self.is_stuck = not self._engine.stop()
             if self._traces is not None:
                 await self._traces.close()
-        if self._sent_away is not None:
-            raise SentAway(f"the core ended this worker: {self._sent_away}")
+        if self._failure is not None:
+            raise self._failure
 
     def _publish(self) -> MetricsServer | None:
         """Let Prometheus ask, where it is to. Raises CannotListen."""
@@ -169,6 +170,7 @@ class Worker:
         self.ready.set()
         async with asyncio.TaskGroup() as tasks:
             registrar = registering = None
+            watching = tasks.create_task(self._watch_device())
             ending_idle = (
                 tasks.create_task(self._end_idle_spans()) if self._traces is not None else None
             )
@@ -179,7 +181,7 @@ class Worker:
                 logger.info("waiting to be called, since no core was named (--core)")
             await self._end.wait()
             await self._drain(registrar)
-            for task in (registering, ending_idle):
+            for task in (registering, ending_idle, watching):
                 if task is not None:
                     task.cancel()
 
@@ -231,8 +233,19 @@ class Worker:
         """The core has no use for us: at once, and an error unless we were draining anyway."""
         logger.warning("told to stop reason=%s", reason)
         if not self._end.is_set():
-            self._sent_away = reason
+            self._failure = SentAway(f"the core ended this worker: {reason}")
         self.end_at_once()
+
+    async def _watch_device(self) -> None:
+        """End once the device is lost: this process would fail all that it is given from then on,
+        and a new one may find the device sound."""
+        try:
+            await self._engine.watch_device()
+        except DeviceLost as error:
+            logger.error("device lost error=%s", error)
+            if not self._end.is_set():
+                self._failure = error
+            self.end_at_once()
 
 
 async def _until_first(*waits: Coroutine[None, None, object]) -> None:

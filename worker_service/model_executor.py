@@ -13,7 +13,7 @@ from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.device.graphs import CudaRecorder, graph_sizes
 from worker_service.device.runner import DeviceRunner
 from worker_service.device.state import DeviceState
-from worker_service.errors import InvalidOption
+from worker_service.errors import DeviceLost, InvalidOption
 from worker_service.executor import BlockCounts, ModelFacts
 from worker_service.loader import LoadedModel
 from worker_service.loader.assets import iter_assets
@@ -146,6 +146,17 @@ class ModelExecutor:
         if not records:
             return []
         return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
+
+    def check_device(self) -> None:
+        """Wait for the device. What breaks a GPU's context, such as an access to memory that is not
+        there, fails all that this process asks of it from then on: raises DeviceLost."""
+        if self._loaded is None or self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise DeviceLost(f"{self._device} is lost to this process: {reason}") from None
 
     def interrupt(self) -> None:
         """From any thread: have what waits for other ranks give up."""

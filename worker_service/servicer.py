@@ -39,6 +39,8 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
                 return await rpc(self, request, context)
         except WorkerError as error:
             logger.warning("call refused rpc=%s error=%s", rpc.__name__, error)
+            if isinstance(error, StepFailed):
+                self._engine.suspect_device()
             await abort(context, error)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
@@ -46,6 +48,7 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             await abort(context, _no_message())
         except Exception as error:
             logger.exception("call failed rpc=%s", rpc.__name__)
+            self._engine.suspect_device()
             await abort(context, StepFailed(f"{rpc.__name__} failed: {type(error).__name__}"))
 
     return translated

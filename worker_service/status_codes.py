@@ -19,6 +19,7 @@ STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
     errors.SentAway: grpc.StatusCode.UNAVAILABLE,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
     errors.GroupBroken: grpc.StatusCode.ABORTED,
+    errors.DeviceLost: grpc.StatusCode.UNAVAILABLE,
     errors.StepFailed: grpc.StatusCode.INTERNAL,
 }
 

@@ -96,6 +96,7 @@ async def running_worker(
     listen: str = "127.0.0.1:0",
     grace_period_s: float = 10.0,
     profile_dir: Path = Path(),
+    executor: type[ModelExecutor] = ModelExecutor,
 ) -> AsyncIterator[RunningWorker]:
     """A worker that serves, or, with `load`, is about to load."""
     config = WorkerConfig(
@@ -106,7 +107,7 @@ async def running_worker(
         profile_dir=str(profile_dir),
     )
     load_or_count = load or (lambda: loaded_counting_model(model, block_size=BLOCK_SIZE))
-    worker = Worker(config, ModelExecutor(config.cache, Profiler(profile_dir), load_or_count))
+    worker = Worker(config, executor(config.cache, Profiler(profile_dir), load_or_count))
     task = asyncio.create_task(worker.run())
     waiting = asyncio.create_task((worker.listening if load else worker.ready).wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,10 @@ from tests.support.running_worker import NUM_BLOCKS, RunningWorker, Steps, runni
 from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, column, sampler_params, values
 from worker_service import step_summary
+from worker_service.errors import DeviceLost
+from worker_service.executor import BlockCounts
 from worker_service.loader import LoadedModel
+from worker_service.model_executor import ModelExecutor
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -46,6 +49,16 @@ class BrokenModel(CountingModel):
         if len(args[0]) == 3:  # type: ignore[arg-type]
             raise ZeroDivisionError("the model is broken")
         return super().forward(*args, **kwargs)  # type: ignore[arg-type]
+
+
+class WithoutDevice(ModelExecutor):
+    """One whose device fails for good when it measures memory, and is lost in any failure."""
+
+    def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def check_device(self) -> None:
+        raise DeviceLost("it answers nothing any more")
 
 
 def details(error: grpc.aio.AioRpcError) -> tuple[str, list[str]]:
@@ -292,6 +305,27 @@ async def test_an_exception_in_the_model_ends_the_stream_as_internal(
         plans.add(1, [1, 2])
         await second.send(plans.plan([Row(1, 2)]))
         assert values((await second.result()).token_ids) == [next_token([1, 2])]
+
+
+async def test_a_worker_whose_device_is_lost_in_a_step_ends() -> None:
+    async with running_worker(BrokenModel(), executor=WithoutDevice) as running:
+        await running.initialize(1)
+        steps, plans = Steps(running.stub), PlanBuilder(epoch=1)
+        plans.add(1, [1, 2, 3])
+        await steps.send(plans.plan([Row(1, 3)]))
+        assert (await steps.error()).code() == grpc.StatusCode.INTERNAL
+        with pytest.raises(DeviceLost, match="it answers nothing any more"):
+            await asyncio.wait_for(running.task, 10)
+
+
+async def test_a_worker_whose_device_is_lost_between_steps_ends() -> None:
+    async with running_worker(executor=WithoutDevice) as running:
+        with pytest.raises(grpc.aio.AioRpcError, match="ProfileBlocks failed: RuntimeError"):
+            await running.stub.ProfileBlocks(
+                pb.ProfileBlocksRequest(max_num_seqs=1, max_num_batched_tokens=1)
+            )
+        with pytest.raises(DeviceLost, match="it answers nothing any more"):
+            await asyncio.wait_for(running.task, 10)
 
 
 async def test_plans_of_a_cancelled_stream_are_dropped() -> None:

@@ -50,6 +50,9 @@ class SimulatedExecutor:
             num_cpu_blocks=num_cpu_blocks,
         )
 
+    def check_device(self) -> None:
+        """There is none to be lost."""
+
     def interrupt(self) -> None:
         """There are no other ranks to wait for."""
 
