@@ -143,10 +143,6 @@ def test_auto_keeps_the_checkpoints_type_on_gpus() -> None:
     assert resolve_dtype("auto", {"dtype": "float16"}, torch.device("cuda")) == torch.float16
 
 
-@pytest.mark.parametrize(
-    ("asked", "num_parameters", "expected"),
-    [(None, 7_000_000_000, 2), (None, 1_000_000, 1), (2, 1_000_000, 2), (1, 7_000_000_000, 1)],
-)
 def test_workers_take_gpus_in_turn_and_ranks_of_one_model_each_its_own() -> None:
     whole = [gpu_number(None, local_rank, 2, is_alone=True) for local_rank in range(4)]
     assert whole == [0, 1, 0, 1]
@@ -157,6 +153,10 @@ def test_workers_take_gpus_in_turn_and_ranks_of_one_model_each_its_own() -> None
             gpu_number(asked, local_rank, 2, is_alone=is_alone)
 
 
+@pytest.mark.parametrize(
+    ("asked", "num_parameters", "expected"),
+    [(None, 7_000_000_000, 2), (None, 1_000_000, 1), (2, 1_000_000, 2), (1, 7_000_000_000, 1)],
+)
 def test_a_small_model_takes_one_thread_unless_more_are_asked_for(
     asked: int | None, num_parameters: int, expected: int
 ) -> None:
