@@ -75,8 +75,27 @@ def test_a_step_is_done_though_a_thread_of_it_never_comes_back(
 
     product.program.run(2, one_comes)
     assert torch.equal(product.y, expected)
+    assert product.program.num_taken_over == 1
     word = ctypes.c_uint64.from_address(product.program._program.shares).value
     assert word & 3 == GONE, "when it comes back it must not write"
+
+
+def test_an_item_that_takes_long_is_not_begun_again_and_again(library: Library) -> None:
+    """By two threads in turns, each of which would throw away what the other has done so far."""
+    num_inputs, num_runs = 200_000, 8
+    weight = NativeWeight(torch.ones(1, num_inputs), library, HugeMemory())
+    program = Program(library, NUM_ROWS)
+    with record(program):
+        x = program.buffers.take((NUM_ROWS, num_inputs), torch.float32)
+        y = weight.apply(x)
+    x.fill_(1.0)
+    pool = threads.ThreadPool(2)
+    for _ in range(num_runs):
+        program.run(2, pool.run)
+        assert (y == num_inputs).all()
+    pool.close()
+    # Once or twice, where another process really has a thread's core.
+    assert program.num_taken_over <= 2 * num_runs
 
 
 def test_threads_that_outnumber_the_cores_change_nothing(library: Library) -> None:

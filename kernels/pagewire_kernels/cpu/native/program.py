@@ -57,7 +57,11 @@ class Buffers:
 class _Step(ctypes.Structure):
     """`Step` of src/program.cpp."""
 
-    _fields_ = (("kernel", ctypes.c_int64), ("task", ctypes.c_int64))
+    _fields_ = (
+        ("kernel", ctypes.c_int64),
+        ("task", ctypes.c_int64),
+        ("item_cycles", ctypes.c_int64),
+    )
 
 
 class _Program(ctypes.Structure):
@@ -70,6 +74,7 @@ class _Program(ctypes.Structure):
         ("shares", ctypes.c_int64),
         ("num_shares", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
+        ("num_taken_over", ctypes.c_int64),
     )
 
 
@@ -113,6 +118,11 @@ class Program:
     def num_steps(self) -> int:
         """Kernels in the program."""
         return len(self._steps)
+
+    @property
+    def num_taken_over(self) -> int:
+        """How often a thread has begun again what another was at, in all runs."""
+        return int(self._program.num_taken_over)
 
     def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
         """Run all steps over what `batch` describes."""

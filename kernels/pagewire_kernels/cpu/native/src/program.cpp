@@ -5,8 +5,6 @@
 // The last one to leave takes the program on to the next step. So a step waits for those who work
 // on it, but not for a thread that never came, nor for long for one that another process keeps from
 // its core, where a kernel lets its work be taken over (share.h).
-#include <algorithm>
-
 #include "share.h"
 
 extern "C" int sched_yield(void);
@@ -22,15 +20,17 @@ using pagewire::Task;
 struct Step {
   void (*kernel)(Task*);
   Task* task;
+  uint64_t item_cycles;  // that the item took which was finished last; 0 before there is one
 };
 
 struct Program {
-  const Step* steps;
+  Step* steps;
   int64_t num_steps;
   int64_t state;  // step * kMaxThreads + threads on it; 0 before the program runs
   Share* shares;  // of threads as they come; those beyond have none
   int64_t num_shares;
   int64_t num_threads;  // that have come; 0 before the program runs
+  int64_t num_taken_over;  // items that were begun again, in all runs
 };
 
 constexpr int64_t kMaxThreads = 1 << 16;
@@ -42,6 +42,12 @@ constexpr uint64_t kCyclesBeforeYield = 1 << 18;
 // One that waits for longer than items take begins another's again. A few microseconds are nothing
 // beside the time that a thread loses when it is kept from its core.
 constexpr uint64_t kCyclesBeforeTakingOver = 1 << 14;
+
+// More than the step's items take, however long that is: what is begun again too soon is not done
+// sooner, and of two threads that do so in turns neither would ever be done.
+inline uint64_t patience(const Step& step) {
+  return kCyclesBeforeTakingOver + 2 * __atomic_load_n(&step.item_cycles, __ATOMIC_RELAXED);
+}
 
 inline void relax() { __builtin_ia32_pause(); }
 
@@ -83,12 +89,11 @@ void work(Program& program, int64_t i, const Place& here) {
 
 // Waits until step `i` is done.
 void wait(Program& program, int64_t i, const Place& here) {
-  const uint64_t patience =
-      std::min(kCyclesBeforeTakingOver + 2 * here.item_cycles, kCyclesBeforeYield);
   uint64_t since = now();
   while (load(program.state) < (i + 1) * kMaxThreads) {
     const uint64_t waited = now() - since;
-    if (waited > patience && take_over(here)) {
+    if (waited > patience(program.steps[i]) && take_over(here)) {
+      __atomic_fetch_add(&program.num_taken_over, 1, __ATOMIC_RELAXED);
       work(program, i, here);
       since = now();
     } else if (waited < kCyclesBeforeYield) {
@@ -105,9 +110,10 @@ PAGEWIRE_KERNEL pw_run_program(Program* program) {
   const int64_t number = __atomic_fetch_add(&program->num_threads, 1, __ATOMIC_RELAXED);
   if (number >= program->num_shares) return;
   Place& here = pagewire::place();
-  here = {program->shares, program->num_shares, program->shares + number, 0, 0};
+  here = {program->shares, program->num_shares, program->shares + number, 0, nullptr};
   for (int64_t i = join(*program); i < program->num_steps; i = join(*program)) {
     here.step = i;
+    here.item_cycles = &program->steps[i].item_cycles;
     work(*program, i, here);
     wait(*program, i, here);
   }

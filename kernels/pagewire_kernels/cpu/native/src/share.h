@@ -52,7 +52,7 @@ struct Place {
   int64_t num_shares;
   Share* own;
   int64_t step;
-  uint64_t item_cycles;  // that its last item took
+  uint64_t* item_cycles;  // that the step's item took which was finished last
 };
 
 inline Place& place() {
@@ -81,7 +81,9 @@ class SharedItems {
 
   // Whether the item taken last is still this thread's.
   bool may_write() {
-    place_.item_cycles = now() - began_;
+    if (place_.item_cycles != nullptr) {
+      __atomic_store_n(place_.item_cycles, now() - began_, __ATOMIC_RELAXED);
+    }
     for (;;) {
       const Holding h = own_.get();
       if (h.at == At::kGone) return false;
