@@ -210,18 +210,21 @@ class Worker:
 
     def _registration(self) -> scheduler_service_pb2.WorkerRegistration:
         network, layout = self._config.network, self._config.group.layout
-        reached_at = advertised(parse(self.address, "listen"), self._core)
         return scheduler_service_pb2.WorkerRegistration(
             worker_id=network.worker_id,
             group_id=network.group_id,
             rank=layout.rank,
             world_size=layout.world_size,
             samples=layout.samples,
-            address=network.advertise or str(reached_at),
+            address=network.advertise or self._reached_at(),
             model=self._servicer.model_info(),
             last_epoch=self._engine.last_epoch,
             version=VERSION,
         )
+
+    def _reached_at(self) -> str:
+        """Raises InvalidOption while the core's name cannot be resolved, where that is needed."""
+        return str(advertised(parse(self.address, "listen"), self._core))
 
     def _drain_as_told(self) -> None:
         """The core drains us and ends our stream when it is done, however long that takes."""

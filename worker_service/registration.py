@@ -17,6 +17,7 @@ from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
 from service_common.cluster import Cluster
 from service_common.repetition import Repetition
+from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Membership:
     """What the worker says of itself, read anew for each heartbeat."""
 
     registration: Callable[[], pb.WorkerRegistration]
+    """Raises InvalidOption while there is no way to tell where the worker is reached."""
+
     num_steps: Callable[[], int]
     state: status_pb2.WorkerState.ValueType = status_pb2.WORKER_STATE_READY
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,6 +124,8 @@ class Registrar:
             return "the core did not answer"
         except asyncio.InvalidStateError:
             return "the stream broke"
+        except InvalidOption as error:
+            return str(error)
         finally:
             if heartbeats is not None:
                 heartbeats.cancel()

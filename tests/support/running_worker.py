@@ -94,6 +94,7 @@ async def running_worker(
     load: Callable[[], LoadedModel] | None = None,
     core: str | None = None,
     listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
     grace_period_s: float = 10.0,
     profile_dir: Path = Path(),
     executor: type[ModelExecutor] = ModelExecutor,
@@ -102,7 +103,9 @@ async def running_worker(
     config = WorkerConfig(
         model=ModelConfig(model="counting"),
         cache=CacheConfig(block_size=BLOCK_SIZE),
-        network=NetworkConfig(listen=listen, core=core, group_id="group"),
+        network=NetworkConfig(
+            listen=listen, advertise=advertise, core=core, group_id="group"
+        ),
         grace_period_s=grace_period_s,
         profile_dir=str(profile_dir),
     )

@@ -15,7 +15,9 @@ from tests.support.fake_registry import FakeRegistry, Registered, fake_registry
 from tests.support.running_worker import Steps, running_worker
 from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, values
-from worker_service.errors import SentAway
+from worker_service import lifecycle
+from worker_service.address import Address, advertised
+from worker_service.errors import InvalidOption, SentAway
 
 READY, DRAINING = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_DRAINING
 
@@ -68,6 +70,38 @@ async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(
             assert again.registration.worker_id == stream.registration.worker_id
         # It serves all the time.
         await running.initialize(10)
+
+
+async def test_a_worker_outlives_a_time_in_which_its_core_s_name_is_not_known(
+    core_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a name lives no longer than what it names, which is being started again."""
+    tried = []
+
+    def at_the_third_try(listening: Address, core: Address | None) -> Address:
+        tried.append(core)
+        if len(tried) < 3:
+            raise InvalidOption("advertise: there is no route to the core")
+        return advertised(listening, core)
+
+    monkeypatch.setattr(lifecycle, "advertised", at_the_third_try)
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        assert stream.registration.address == running.worker.address
+        assert len(tried) == 3
+
+
+async def test_a_worker_that_is_told_its_address_looks_for_none(
+    core_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "advertised", lambda *_: pytest.fail("nobody asked"))
+    told = "worker-7.pool:7620"
+    async with fake_registry(core_address) as registry:
+        async with running_worker(core=core_address, advertise=told):
+            assert (await first_stream(registry)).registration.address == told
 
 
 async def test_a_stream_that_the_core_ends_is_opened_again(core_address: str) -> None:
