@@ -1,6 +1,7 @@
 """Ranks as children of the launcher, on its own machine: all of a group, or the machine's part."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class LocalHost(RankHost):
         )
         self._processes[rank] = process
         if self._is_ending:  # since before it was there to be told
-            process.terminate()
+            _tell_to_end(process)
         try:
             return await process.wait()
         finally:
@@ -83,7 +84,7 @@ class LocalHost(RankHost):
         """Send SIGTERM to all."""
         self._is_ending = True
         for process in self._processes.values():
-            process.terminate()
+            _tell_to_end(process)
 
     def _command(self, rank: int) -> RankCommand:
         config = self._config
@@ -103,3 +104,8 @@ class LocalHost(RankHost):
         """Ranks share the machine's cores, unless told how many threads to take."""
         threads = max(1, (os.cpu_count() or 1) // len(self._config.ranks))
         return {"OMP_NUM_THREADS": str(threads)} | os.environ
+
+
+def _tell_to_end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        process.terminate()
