@@ -108,30 +108,39 @@ def run_batch(
     draw(logits, filters, rows.double() * 0.5)
 
 
-def available_host_memory() -> int:
+def available_host_memory(root: Path = Path("/")) -> int:
     """Bytes of memory this process may still take, minding a container's limit."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
+    meminfo = root / "proc/meminfo"
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    return min(available, *_container_memory())
+    return min(available, *_container_memory(root / "sys/fs/cgroup"))
 
 
-def _container_memory() -> list[int]:
+def _container_memory(root: Path) -> list[int]:
     """Bytes left to the container, where control groups (version 2, then 1) limit it."""
     found = []
-    for root, limit_file, usage_file in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    for folder, limit_file, usage_file, prefix in (
+        (root, "memory.max", "memory.current", ""),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        limit_path, usage_path = Path(root, limit_file), Path(root, usage_file)
+        limit_path, usage_path = folder / limit_file, folder / usage_file
         if limit_path.exists() and usage_path.exists():
             limit = limit_path.read_text().strip()
             if limit != "max":
-                found.append(max(0, int(limit) - int(usage_path.read_text())))
+                used = int(usage_path.read_text()) - _file_pages(folder / "memory.stat", prefix)
+                found.append(max(0, int(limit) - used))
     return found or [2**63]
+
+
+def _file_pages(stat: Path, prefix: str) -> int:
+    """Bytes of files that were read, such as a checkpoint's. A control group counts them as used,
+    up to its limit, but lets go of them when memory is wanted."""
+    names = (f"{prefix}active_file", f"{prefix}inactive_file")
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
 def _cpu_budget(

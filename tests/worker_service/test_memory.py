@@ -1,6 +1,7 @@
 """How many blocks fit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from worker_service.executor import BlockCounts
 from worker_service.memory import available_host_memory, profile_blocks
 
 CPU = torch.device("cpu")
+GIB = 2**30
 
 
 def profile(config: CacheConfig, model: CountingModel | None = None, seqs: int = 8) -> BlockCounts:
@@ -72,6 +74,50 @@ def test_the_largest_batch_is_shared_out_among_its_sequences(
     model = CountingModel()
     memory.run_batch(model, 4, CPU, num_seqs, num_tokens)
     assert model.batches == [batch]
+
+
+VERSIONS = {
+    1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+
+
+def machine(root: Path, version: int, limit: str, used: int, files: tuple[int, int]) -> Path:
+    """One with 64 GiB available, whose control group has read so much of files."""
+    limit_file, usage_file, prefix = VERSIONS[version]
+    active, inactive = files
+    stat = f"anon 5\n{prefix}inactive_file {inactive}\n{prefix}active_file {active}\nfile 7\n"
+    contents = {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {64 * 2**20} kB\n",
+        f"sys/fs/cgroup/{limit_file}": limit,
+        f"sys/fs/cgroup/{usage_file}": str(used),
+        f"sys/fs/cgroup/{Path(usage_file).parent}/memory.stat": stat,
+    }
+    for name, content in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_container_s_limit_counts_less_what_it_has_in_use(tmp_path: Path, version: int) -> None:
+    root = machine(tmp_path, version, str(8 * GIB), 3 * GIB, (0, 0))
+    assert available_host_memory(root) == 5 * GIB
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_files_that_were_read_leave_a_container_s_memory_to_others(
+    tmp_path: Path, version: int
+) -> None:
+    """A checkpoint's pages fill a group up to its limit, and are let go of when it is reached."""
+    root = machine(tmp_path, version, str(8 * GIB), 8 * GIB, (GIB, 4 * GIB))
+    assert available_host_memory(root) == 5 * GIB
+
+
+def test_a_container_without_a_limit_has_what_the_machine_has(tmp_path: Path) -> None:
+    root = machine(tmp_path, 2, "max", 3 * GIB, (0, 0))
+    assert available_host_memory(root) == 64 * GIB
 
 
 def test_available_memory_is_plausible() -> None:
