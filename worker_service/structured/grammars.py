@@ -75,7 +75,11 @@ class Grammars:
         """A thread for masks, beside the one that computes the model."""
 
     def expect(self, constraint: Constraint) -> Future[LLMatcher]:
-        """Begin to compile a constraint, unless it is there or on its way."""
+        """Begin to compile a constraint, unless it is there or on its way.
+
+        Of a matcher at the start of an output, to be copied; one with an error if the constraint
+        cannot be compiled. Raises ValueError if it cannot even be put into a grammar.
+        """
         text = to_lark(constraint.kind, constraint.texts)
         with self._lock:
             future = self._compiled.get(text)
@@ -86,10 +90,6 @@ class Grammars:
             else:
                 self._compiled.move_to_end(text)
             return future
-
-    def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at the start of an output; one with an error if it could not be compiled."""
-        return self.expect(constraint).result().deep_copy()
 
     def _compile(self, text: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)

@@ -17,6 +17,8 @@ from worker_service.structured.constraint import Constraint
 from worker_service.structured.matching import OutputMatcher
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from worker_service.structured.grammars import Grammars
 
 Int32Array = npt.NDArray[np.int32]
@@ -46,26 +48,39 @@ class ConstrainedRow(NamedTuple):
     """Its output tokens so far."""
 
 
+class _Asked(NamedTuple):
+    """What a sequence asked for."""
+
+    constraint: Constraint
+    min_tokens: int
+    compiled: "Future[LLMatcher] | None"
+    """Kept for its first mask, since others may be compiled meanwhile, more than are cached. None in
+    a fork that goes on with its parent's matcher."""
+
+
 class TokenMasks:
     """The matchers of the sequences that a runner knows, by slot. Belongs to the model thread."""
 
     def __init__(self, grammars: "Grammars") -> None:
         self._grammars = grammars
-        self._asked: dict[int, tuple[Constraint, int]] = {}
-        """Constraint and min_tokens."""
+        self._asked: dict[int, _Asked] = {}
         self._matchers: dict[int, OutputMatcher] = {}
         """Of those that have sampled: ranks that never do have none."""
 
     def add(
         self, slot: int, constraint: Constraint, min_tokens: int, parent_slot: int | None
     ) -> None:
-        """A sequence with a constraint has come into a slot, perhaps as a fork."""
-        self._asked[slot] = (constraint, min_tokens)
+        """A sequence with a constraint has come into a slot, perhaps as a fork.
+
+        Raises ValueError for a constraint that cannot be put into a grammar.
+        """
+        compiled = None
         parent = None if parent_slot is None else self._matchers.get(parent_slot)
         if parent is not None:
             self._matchers[slot] = parent.fork(constraint, min_tokens)
         else:
-            self._grammars.expect(constraint)
+            compiled = self._grammars.expect(constraint)
+        self._asked[slot] = _Asked(constraint, min_tokens, compiled)
 
     def remove(self, slots: Int64Array) -> None:
         """The sequences in these slots are forgotten."""
@@ -108,8 +123,10 @@ class TokenMasks:
         """The row's matcher, where its output ends."""
         matcher = self._matchers.get(row.slot)
         if matcher is None:
-            constraint, min_tokens = self._asked[row.slot]
-            matcher = OutputMatcher(constraint, min_tokens, self._grammars.matcher(constraint))
+            asked = self._asked[row.slot]
+            assert asked.compiled is not None, "who has a matcher from the start keeps it"
+            start = asked.compiled.result().deep_copy()
+            matcher = OutputMatcher(asked.constraint, asked.min_tokens, start)
             self._matchers[row.slot] = matcher
         matcher.take_in(row.output)
         return matcher

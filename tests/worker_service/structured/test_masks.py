@@ -212,6 +212,24 @@ def test_a_row_that_cannot_go_on_fails_alone(asked: Constraint, output: list[int
     assert not found[1]
 
 
+def test_of_more_constraints_than_are_kept_each_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that come in one plan are all needed in the same step."""
+    grammars, texts = Grammars(TEXTS), []
+    compile_one = grammars._compile
+    monkeypatch.setattr(
+        grammars, "_compile", lambda text: (texts.append(text), compile_one(text))[1]
+    )
+    masks, slots = TokenMasks(grammars), range(MAX_CACHED + 3)
+    for slot in slots:
+        masks.add(slot, constraint("choice", str(slot)), 0, None)
+    found, failed = masks_after(masks, {slot: [] for slot in slots})
+    assert all(found)
+    assert not any(failed)
+    assert len(texts) == len(slots)
+
+
 def test_compiled_constraints_are_shared_and_bounded() -> None:
     grammars = Grammars(TEXTS)
     first = grammars.expect(constraint("choice", "0"))
