@@ -216,7 +216,10 @@ class ModelRunner:
         if self._masks is None:
             raise InvalidPlan(f"{field}.sampling.constraint", "expected none: not supported here")
         parent = None if new.parent_seq_id is None else table.slot(new.parent_seq_id)
-        self._masks.add(table.slot(new.seq_id), params.constraint, params.min_tokens, parent)
+        try:
+            self._masks.add(table.slot(new.seq_id), params.constraint, params.min_tokens, parent)
+        except ValueError as error:
+            raise InvalidPlan(f"{field}.sampling.constraint", str(error)) from error
 
     def _constrained_rows(self, slots: Int64Array) -> list[ConstrainedRow]:
         """Those of a batch's rows that have a constraint, and have not failed."""

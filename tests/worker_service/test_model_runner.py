@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.v1 import plan_pb2
+from pagewire.v1 import plan_pb2, sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import RUNNERS, host
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params
@@ -394,6 +394,14 @@ BAD_SEQUENCES = {
     ),
     "empty bad word": ({"sampling": sampler_params(bad_words=[{}])}, "token_ids"),
     "logprobs": ({"sampling": sampler_params(logprobs=5000)}, "logprobs"),
+    "schema": (
+        {"sampling": sampler_params(constraint=sampling_pb2.Constraint(json_schema="{"))},
+        "constraint",
+    ),
+    "schema of nothing": (
+        {"sampling": sampler_params(constraint=sampling_pb2.Constraint(json_schema="7"))},
+        "constraint",
+    ),
 }
 
 
