@@ -127,9 +127,12 @@ class Engine:
         self._fence(epoch)
         self._runner = None
 
-        self._runner = await self._thread.run(
-            lambda: self._executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
-        )
+        def make_runner() -> Runner:
+            # Whose turn comes too late must not wait for other ranks, where nobody interrupts it.
+            self._check_newest(epoch)
+            return self._executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+        self._runner = await self._thread.run(make_runner)
         logger.info(
             "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
             epoch,
@@ -142,8 +145,7 @@ class Engine:
 
         A worker that drains takes it, too: the core may not have known when it sent the first plan.
         """
-        if epoch < self.last_epoch:
-            raise StaleEpoch(f"epoch {epoch} is below {self.last_epoch}, which has taken over")
+        self._check_newest(epoch)
         if self._runner is None:
             raise OutOfOrder("no cache: InitializeCache comes before ExecuteSteps")
         if epoch == self.last_epoch and self._stream_epoch == epoch:
@@ -223,6 +225,10 @@ class Engine:
     def _check_serving(self) -> None:
         if self.is_draining:
             raise NotReady("the worker is shutting down")
+
+    def _check_newest(self, epoch: int) -> None:
+        if epoch < self.last_epoch:
+            raise StaleEpoch(f"epoch {epoch} is below {self.last_epoch}, which has taken over")
 
     def _check_within_reach(self, epoch: int) -> None:
         if epoch > self.last_epoch + MAX_EPOCH_STEP:

@@ -5,13 +5,15 @@ Until then nothing is sent: sums are this rank's own part, gathered logits repea
 later stage computes on made-up hidden states. Shapes and memory are the same.
 """
 
+import threading
+
 import torch
 from torch import Tensor
 
 from worker_service.errors import GroupBroken
 from worker_service.parallel.layout import Layout
 from worker_service.parallel.lines import Lines
-from worker_service.parallel.rendezvous import Meeting, Rendezvous
+from worker_service.parallel.rendezvous import Rendezvous
 
 
 class Ranks:
@@ -20,7 +22,8 @@ class Ranks:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.lines: Lines | None = None
-        self._meeting: Meeting | None = None
+        self._cancelled = threading.Event()
+        """Of the present epoch's meeting, from before it begins."""
 
     @property
     def joined(self) -> Lines:
@@ -62,15 +65,15 @@ class Ranks:
     def join(self, rendezvous: Rendezvous, epoch: int, device: torch.device) -> None:
         """Meet the others for an epoch. Raises GroupBroken if not all of them come."""
         self.leave()
-        self._meeting = rendezvous.meet(epoch)
-        self._meeting.wait_for_all()
-        self.lines = Lines(self.layout, self._meeting, device)
+        cancelled = self._cancelled = threading.Event()
+        meeting = rendezvous.meet(epoch, cancelled)
+        meeting.wait_for_all()
+        self.lines = Lines(self.layout, meeting, device)
 
     def interrupt(self) -> None:
         """From any thread: whatever waits for other ranks gives up, with GroupBroken."""
-        meeting, lines = self._meeting, self.lines
-        if meeting is not None:
-            meeting.cancelled.set()
+        self._cancelled.set()
+        lines = self.lines
         if lines is not None:
             lines.interrupt()
 

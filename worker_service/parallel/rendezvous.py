@@ -38,7 +38,6 @@ class Rendezvous:
         self._address = address
         self._layout = layout
         self._server: Any = None
-        self._meeting: Meeting | None = None
 
     def open(self) -> None:
         """Keep the store, on rank 0. Raises CannotListen."""
@@ -52,10 +51,13 @@ class Rendezvous:
             why = str(error).splitlines()[0]
             raise CannotListen(f"{self._address} for the group's store", why) from None
 
-    def meet(self, epoch: int) -> "Meeting":
-        """The place where all ranks come for this epoch. Raises GroupBroken without rank 0."""
+    def meet(self, epoch: int, cancelled: threading.Event) -> "Meeting":
+        """The place where all ranks come for this epoch. Raises GroupBroken without rank 0.
+
+        cancelled: see `Meeting`; may be set while this looks for rank 0.
+        """
         local_host = local_host_towards(self._address)
-        return Meeting(self._store(f"epoch-{epoch}"), self._layout, local_host)
+        return Meeting(self._store(f"epoch-{epoch}"), self._layout, local_host, cancelled)
 
     def _store(self, prefix: str) -> Any:
         try:
@@ -74,8 +76,10 @@ class Rendezvous:
 class Meeting:
     """The ranks of one epoch while they find each other."""
 
-    def __init__(self, store: Any, layout: Layout, local_host: str) -> None:
-        self.cancelled = threading.Event()
+    def __init__(
+        self, store: Any, layout: Layout, local_host: str, cancelled: threading.Event
+    ) -> None:
+        self.cancelled = cancelled
         """Set, from any thread, to have this rank give up, then or later."""
         self._store = store
         self._layout = layout

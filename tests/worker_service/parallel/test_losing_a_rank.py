@@ -1,16 +1,21 @@
 """What a rank does when another is gone, or does not come."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from scheduler_service.core.plan import StepResult
 from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row
+from worker_service.address import TcpAddress
 from worker_service.errors import GroupBroken
-from worker_service.parallel.rendezvous import survive_lost_peers
+from worker_service.parallel.layout import Layout
+from worker_service.parallel.ranks import Ranks
+from worker_service.parallel.rendezvous import Meeting, Rendezvous, survive_lost_peers
 
 NUM_BLOCKS = 64
 SOON_S = 20
@@ -70,6 +75,32 @@ def test_a_rank_that_waits_for_others_to_come_can_be_told_to_give_up(two: RankTh
     with pytest.raises(GroupBroken, match="not all ranks of the group have come"):
         joining.result(SOON_S)
     assert second.runner is not None
+
+
+class _NobodyComes:
+    """A store in which this rank finds itself alone, and may look but once."""
+
+    def __init__(self) -> None:
+        self._answers = iter([False])
+
+    def set(self, name: str, value: str) -> None:
+        pass
+
+    def check(self, names: list[str]) -> bool:
+        return next(self._answers)
+
+
+def test_a_rank_that_is_told_to_give_up_while_it_looks_for_the_store_does_not_wait() -> None:
+    layout = Layout(tensor_parallel_size=2)
+    ranks = Ranks(layout)
+
+    class Slow(Rendezvous):
+        def meet(self, epoch: int, cancelled: threading.Event) -> Meeting:
+            ranks.interrupt()
+            return Meeting(_NobodyComes(), layout, "127.0.0.1", cancelled)
+
+    with pytest.raises(GroupBroken, match="not all ranks of the group have come"):
+        ranks.join(Slow(TcpAddress("127.0.0.1", 1), layout), 1, torch.device("cpu"))
 
 
 def test_ranks_that_were_parted_meet_again_and_give_the_same_tokens(two: RankThreads) -> None:
