@@ -11,6 +11,7 @@ from worker_service.sampler.upload import upload
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
 def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
@@ -20,16 +21,26 @@ def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
 
 
 def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, Candidates]:
-    """The most probable tokens of these rows, by row; none that was excluded.
+    """The most probable tokens of these rows, by row; none that was excluded. Of equal ones those with
+    the lowest ids, however many a neighbour asks for.
 
     logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are told of each.
     """
     index = upload(rows, logprobs.device)
-    token_ids, values = most_probable(logprobs[index], int(counts.max()))
+    # One more than is told, to see whether those that are told end among equals.
+    token_ids, values = most_probable(logprobs[index], int(counts.max()) + 1)
     found = {}
     for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
-        kept = min(count, int(np.isfinite(values[place]).sum()))
-        found[row] = Candidates(
-            token_ids=token_ids[place, :kept].astype(np.int32), logprobs=values[place, :kept]
-        )
+        ids, best = token_ids[place], values[place]
+        kept = min(count, int(np.isfinite(best).sum()))
+        if kept and best[kept - 1] == best[-1] and len(best) < logprobs.shape[1]:
+            ids, best = _sorted(logprobs[row])
+        found[row] = Candidates(token_ids=ids[:kept].astype(np.int32), logprobs=best[:kept])
     return found
+
+
+def _sorted(logprobs: Tensor) -> tuple[Int64Array, Float32Array]:
+    """All tokens of a row: ids and log probabilities, the lower id first among equals."""
+    values = logprobs.cpu().numpy()
+    ids = np.argsort(-values, kind="stable")
+    return ids, values[ids]

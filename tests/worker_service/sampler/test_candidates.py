@@ -1,6 +1,7 @@
 """Rows whose tokens the core chooses: what they report."""
 
 import numpy as np
+import pytest
 import torch
 
 from tests.worker_service.sampler.test_sampler import Rows, int32, mixed_rows
@@ -50,6 +51,19 @@ def test_equal_tokens_come_in_order_of_their_ids() -> None:
     ids = rows.sample().candidates[0].token_ids.tolist()
     assert len(ids) == 40
     assert ids == sorted(ids)
+
+
+@pytest.mark.parametrize("vocab_size", [100, 3000, 40_000])
+def test_of_equal_tokens_the_lowest_are_told_whatever_a_neighbour_asks_for(vocab_size: int) -> None:
+    """As a vocabulary's unused tokens are, whose weights are all alike."""
+    rows = Rows(vocab_size=vocab_size)
+    logits = torch.zeros(vocab_size)
+    logits[vocab_size - 3 :] = 1.0
+    first = rows.add(SamplerParams(num_candidates=20), logits)
+    expected = [vocab_size - 3, vocab_size - 2, vocab_size - 1, *range(17)]
+    assert rows.sample([first]).candidates[0].token_ids.tolist() == expected
+    rows.add(SamplerParams(num_candidates=90))
+    assert rows.sample().candidates[0].token_ids.tolist() == expected
 
 
 def test_more_than_the_vocabulary_is_the_vocabulary() -> None:
