@@ -120,15 +120,15 @@ def cache_cases(where: Setting) -> Iterator[Case]:
     backend, kv_heads = where.kernels.attention, 8
     num_rows = 8192 if where.device.type == "cuda" else 1024
     cache = where.filled(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
-    rows = where.filled(num_rows, kv_heads, HEAD_DIM)
+    keys, values = (where.filled(num_rows, kv_heads, HEAD_DIM) for _ in range(2))
     slots = torch.randperm(num_rows, device=where.device)
     yield Case(
         kernel="write keys and values",
         size=f"{num_rows} rows",
         implementation=type(backend).__name__,
         dtype=where.dtype_name,
-        run=lambda: backend.write_kv(rows, rows, cache[:, 0, 0], cache[:, 0, 1], slots),
-        num_bytes=4 * rows.nbytes,
+        run=lambda: backend.write_kv(keys, values, cache[:, 0, 0], cache[:, 0, 1], slots),
+        num_bytes=4 * keys.nbytes,
     )
     yield from move_cases(where)
 
