@@ -3,7 +3,6 @@
 `meter.py`        counts steps on the thread that collects them
 `collector.py`    the meter's numbers, and the worker's state, as Prometheus' samples
 `metric_list.py`  names and meanings
-`server.py`       `--metrics-port`
 
 How the scheduling side's metrics are named is told in `scheduler_service/metrics`, and holds here.
 """
