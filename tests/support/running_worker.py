@@ -103,9 +103,7 @@ async def running_worker(
     config = WorkerConfig(
         model=ModelConfig(model="counting"),
         cache=CacheConfig(block_size=BLOCK_SIZE),
-        network=NetworkConfig(
-            listen=listen, advertise=advertise, core=core, group_id="group"
-        ),
+        network=NetworkConfig(listen=listen, advertise=advertise, core=core, group_id="group"),
         grace_period_s=grace_period_s,
         profile_dir=str(profile_dir),
     )

@@ -99,9 +99,11 @@ async def test_a_worker_that_is_told_its_address_looks_for_none(
 ) -> None:
     monkeypatch.setattr(lifecycle, "advertised", lambda *_: pytest.fail("nobody asked"))
     told = "worker-7.pool:7620"
-    async with fake_registry(core_address) as registry:
-        async with running_worker(core=core_address, advertise=told):
-            assert (await first_stream(registry)).registration.address == told
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address, advertise=told),
+    ):
+        assert (await first_stream(registry)).registration.address == told
 
 
 async def test_a_stream_that_the_core_ends_is_opened_again(core_address: str) -> None:

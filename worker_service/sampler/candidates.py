@@ -21,8 +21,8 @@ def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
 
 
 def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, Candidates]:
-    """The most probable tokens of these rows, by row; none that was excluded. Of equal ones those with
-    the lowest ids, however many a neighbour asks for.
+    """The most probable tokens of these rows, by row; none that was excluded. Of equal ones
+    those with the lowest ids, however many a neighbour asks for.
 
     logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are told of each.
     """

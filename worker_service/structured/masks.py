@@ -54,8 +54,8 @@ class _Asked(NamedTuple):
     constraint: Constraint
     min_tokens: int
     compiled: "Future[LLMatcher] | None"
-    """Kept for its first mask, since others may be compiled meanwhile, more than are cached. None in
-    a fork that goes on with its parent's matcher."""
+    """Kept for its first mask, since others may be compiled meanwhile, more than are cached. None
+    in a fork that goes on with its parent's matcher."""
 
 
 class TokenMasks:
