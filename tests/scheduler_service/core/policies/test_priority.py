@@ -51,7 +51,7 @@ def test_one_that_can_go_ahead_nowhere_is_first_where_it_waits() -> None:
 def num_groups() -> int:
     """Requests that the core, or anything of it, still knows."""
     gc.collect()
-    return sum(isinstance(thing, SequenceGroup) for thing in gc.get_objects())
+    return sum(type(thing) is SequenceGroup for thing in gc.get_objects())
 
 
 def test_what_goes_ahead_of_one_that_waits_leaves_nothing_behind() -> None:
