@@ -15,7 +15,6 @@ class HermesParser:
         self._names = names
         self._text = ""
         self._call: JsonCall | None = None
-        self._has_called = False
 
     def push(self, text: str) -> list[Event]:
         """Text up to a tag, and calls."""
@@ -49,7 +48,6 @@ class HermesParser:
         before, tag, after = self._text.partition(OPEN)
         if tag:
             self._text, self._call = after, JsonCall(self._names)
-            self._has_called = True
             return _content(before.rstrip())
         # Space before a tag is not the reader's; neither is it between calls.
         held = partial_marker(before, OPEN)

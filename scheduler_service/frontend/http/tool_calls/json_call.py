@@ -7,6 +7,7 @@ known. Until then everything is held back: an object that names none of the func
 """
 
 import json
+import re
 from collections.abc import Collection
 from enum import Enum, auto
 
@@ -14,6 +15,9 @@ from scheduler_service.frontend.http.tool_calls.events import CallArguments, Cal
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 SPACE = " \t\r\n"
+
+_HALVES = re.compile("[\ud800-\udfff]")
+"""Of characters that take two escapes in JSON; no text that travels can have one alone."""
 
 
 class JsonValue:
@@ -216,9 +220,9 @@ class JsonCall:
 
 
 def _parsed(text: str) -> str:
-    """The text that a JSON string tells; empty if it is none."""
+    """The text that a JSON string tells, with U+FFFD for half a character; empty if it is none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
-    return value if isinstance(value, str) else ""
+    return _HALVES.sub("\ufffd", value) if isinstance(value, str) else ""

@@ -3,9 +3,10 @@
 from collections.abc import Collection
 
 from scheduler_service.frontend.http.tool_calls.events import Content, Event, partial_marker
-from scheduler_service.frontend.http.tool_calls.json_call import JsonCall
+from scheduler_service.frontend.http.tool_calls.json_call import SPACE, JsonCall
 
 PYTHON_TAG = "<|python_tag|>"
+_BETWEEN = SPACE + ";,"
 
 
 class LlamaParser:
@@ -16,6 +17,7 @@ class LlamaParser:
         self._start = ""
         """The text, as long as it is not clear whether it is a call."""
         self._is_content = False
+        self._has_called = False
         self._call: JsonCall | None = None
 
     def push(self, text: str) -> list[Event]:
@@ -28,20 +30,20 @@ class LlamaParser:
         return self._read(text)
 
     def finish(self) -> list[Event]:
-        """What was too short to tell."""
-        if self._is_content:
+        """What was too short to tell; a call that was cut off stays so."""
+        if self._is_content or (self._call is not None and self._call.has_begun):
             return []
-        rest = self._start
-        if self._call is not None and not self._call.has_begun:
-            rest += self._call.held
+        rest = self._start + (self._call.held if self._call is not None else "")
         return [Content(rest)] if rest.strip() else []
 
     def _look(self) -> list[Event]:
         """Whether the text begins with a call."""
+        if self._has_called:
+            self._start = self._start.lstrip(_BETWEEN)
         begin = self._start.lstrip()
         if partial_marker(begin, PYTHON_TAG) == len(begin):
             return []
-        rest = begin.removeprefix(PYTHON_TAG).lstrip(" \t\r\n;,")
+        rest = begin.removeprefix(PYTHON_TAG).lstrip(_BETWEEN)
         if not rest:
             return []
         if rest[0] != "{":
@@ -59,6 +61,6 @@ class LlamaParser:
             self._is_content = True
             return [*events, Content(self._start + self._call.held + rest)]
         if self._call.is_done:
-            self._call, self._start = None, rest
+            self._call, self._start, self._has_called = None, rest, True
             return events + self._look()
         return events

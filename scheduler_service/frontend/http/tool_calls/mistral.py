@@ -37,9 +37,11 @@ class MistralParser:
         return events
 
     def finish(self) -> list[Event]:
-        """A marker that did not come to its end is text."""
+        """What did not come to be a marker or a call is text; a call that was cut off stays so."""
         rest, self._text = self._text, ""
-        return [Content(rest)] if rest.strip() and self._read == self._read_content else []
+        if self._read == self._read_call and not self._call.has_begun:
+            rest = self._call.held
+        return [Content(rest)] if rest.strip() else []
 
     # Each takes a part of the text; None if more is needed to know what it is.
 

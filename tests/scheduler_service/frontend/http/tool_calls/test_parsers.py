@@ -56,12 +56,21 @@ CASES: list[tuple[str, str, Outcome]] = [
     ),
     ("hermes", "<tool_call>nonsense", ("<tool_call>nonsense", [])),
     ("hermes", '<tool_call>{"name": "ad', ('<tool_call>{"name": "ad', [])),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": "\\ud83d\\ude00 \\ud800"}</tool_call>',
+        ("", [("add", "\U0001f600 \ufffd")]),
+    ),
     ("llama", "The answer is {5}.", ("The answer is {5}.", [])),
     ("llama", '{"name": "add", "parameters": ' + SUM + "}", ("", [("add", SUM)])),
     ("llama", f"<|python_tag|>{WEATHER}; {ADD}", ("", [("get_weather", PARIS), ("add", SUM)])),
     ("llama", '{"answer": 5}', ('{"answer": 5}', [])),
     ("llama", '{"name": "nobody", "x": 1} yes', ('{"name": "nobody", "x": 1} yes', [])),
     ("llama", "<|python", ("<|python", [])),
+    ("llama", f"<|python_tag|>{WEATHER[:-2]}", ("", [("get_weather", PARIS[:-1])])),
+    ("llama", f'{ADD}; {{"name": "add", "parameters": {{"a', ("", [("add", SUM), ("add", '{"a')])),
+    ("llama", f"{ADD};", ("", [("add", SUM)])),
+    ("llama", f"{ADD}; done", ("done", [("add", SUM)])),
     ("llama", "  ", ("", [])),
     ("mistral", "a [TOOL] b", ("a [TOOL] b", [])),
     (
@@ -75,6 +84,10 @@ CASES: list[tuple[str, str, Outcome]] = [
         ("Well", [("get_weather", PARIS), ("add", SUM)]),
     ),
     ("mistral", f"[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{SUM}", ("", [("add", SUM)])),
+    ("mistral", "[TOOL_CALLS]I cannot", ("I cannot", [])),
+    ("mistral", '[TOOL_CALLS][{"name": "ad', ('{"name": "ad', [])),
+    ("mistral", f"[TOOL_CALLS][{WEATHER[:-2]}", ("", [("get_weather", PARIS[:-1])])),
+    ("mistral", f"[TOOL_CALLS]get_weather{PARIS[:-1]}", ("", [("get_weather", PARIS[:-1])])),
     ("required", f"[{ADD},\n {WEATHER}]", ("", [("add", SUM), ("get_weather", PARIS)])),
     ("required", '[{"name": "add", "parameters": {"a', ("", [("add", '{"a')])),
     ("named", SUM, ("", [("add", SUM)])),
@@ -132,6 +145,11 @@ def test_any_cut_gives_the_same(case: tuple[str, str, Outcome], data: st.DataObj
 def test_no_text_makes_a_parser_fail_or_call_what_there_is_not(kind: str, parts: list[str]) -> None:
     _, calls = outcome(PARSERS[kind](), parts)
     assert all(name in NAMES for name, _ in calls)
+
+
+def test_a_name_nested_beyond_sense_is_no_call() -> None:
+    text = '{"name": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert outcome(LlamaParser(NAMES), [text]) == (text, [])
 
 
 @pytest.mark.parametrize("kind", ["hermes", "llama", "mistral", "required"])
