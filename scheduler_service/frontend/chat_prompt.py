@@ -11,6 +11,10 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.model_assets import ServedModel
 
+_END = "\uffff"
+"""Put behind the text of a turn that is to be continued, to find its end in what a template makes
+of it: the text may stand in the template's own words behind it, too. No character has this code."""
+
 
 def check_chat(chat: inference_pb.Chat) -> None:
     """Raise InvalidArgument unless the conversation has turns, each with a role, and all JSON in it
@@ -43,14 +47,17 @@ def chat_tokens(chat: inference_pb.Chat, model: ServedModel) -> list[int]:
         add_generation_prompt = chat.add_generation_prompt
     else:
         add_generation_prompt = not chat.continue_final_message
+    messages = [_message(message) for message in chat.messages]
+    if chat.continue_final_message:
+        messages[-1]["content"] = messages[-1]["content"].rstrip() + _END
     text = tokenizer.render_chat(
-        [_message(message) for message in chat.messages],
+        messages,
         tools=[_tool(tool) for tool in chat.tools] or None,
         variables=_parse_object(chat.template_arguments_json, "chat.template_arguments_json"),
         add_generation_prompt=add_generation_prompt,
     )
     if chat.continue_final_message:
-        text = _cut_behind(text, chat.messages[-1].content.strip())
+        text = _cut_at_end(text, chat.messages[-1].content.strip())
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -87,6 +94,10 @@ def _parse_object(text: str, path: str) -> dict[str, Any]:
     """The object that `text` tells; an empty text is an empty one."""
     try:
         value = json.loads(text) if text else {}
+        if "\\u" in text:  # templates write it out, and half a character is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(path, "expected no half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(path, f"expected JSON: {error}") from None
     if not isinstance(value, dict):
@@ -103,11 +114,11 @@ def _check_continued(chat: inference_pb.Chat) -> None:
         raise InvalidArgument(path, "expected the last message to be an assistant's with a text")
 
 
-def _cut_behind(text: str, content: str) -> str:
-    """The prompt up to the end of the last turn's text."""
-    place = text.rfind(content)
-    if place < 0:
+def _cut_at_end(text: str, content: str) -> str:
+    """The prompt up to the end of the last turn's text, which is marked."""
+    text, _, _ = text.rpartition(_END)
+    if not text.endswith(content):
         raise InvalidArgument(
             "chat.continue_final_message", "the model's chat template changes the text of turns"
         )
-    return text[: place + len(content)]
+    return text

@@ -2,6 +2,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.chat_prompt import check_chat
 from scheduler_service.frontend.model_assets import build_model
 from scheduler_service.frontend.prompt import prompt_tokens
 from tests.support.fake_core import model_info
@@ -76,3 +77,57 @@ def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
     request = generate_request(LONG, truncate_prompt_tokens=0, max_tokens=256)
     with pytest.raises(InvalidArgument, match="max_tokens"):
         prompt_tokens(request, MODEL)
+
+
+CHATML = (
+    b"{% for m in messages %}"
+    b"<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    b"{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("begun", ["hello", "e", "<", "|", " <|im_end|> \n", "a\uffffb"])
+def test_a_turn_is_continued_where_its_text_ends(begun: str) -> None:
+    """Though the template's own words behind it have the same text."""
+    model = build_model(model_info(), model_files(byte_level()) | {"chat_template.jinja": CHATML})
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="user", content="hi")
+    request.chat.messages.add(role="assistant", content=begun)
+    request.chat.continue_final_message = True
+    text = byte_level().decode(prompt_tokens(request, model), skip_special_tokens=False)
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{begun.strip()}"
+
+
+@pytest.mark.parametrize("change", [b"upper", b"truncate(6)", b"length"])
+def test_a_turn_that_the_template_changes_cannot_be_continued(change: bytes) -> None:
+    template = CHATML.replace(b"trim", change)
+    model = build_model(model_info(), model_files(byte_level()) | {"chat_template.jinja": template})
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="assistant", content="hello world")
+    request.chat.continue_final_message = True
+    with pytest.raises(InvalidArgument, match=r"chat\.continue_final_message"):
+        prompt_tokens(request, model)
+
+
+HALF = '{"a": "\\ud83d"}'
+
+
+@pytest.mark.parametrize("field", ["template_arguments_json", "tools", "messages"])
+def test_json_with_half_a_character_is_refused_by_its_field(field: str) -> None:
+    """It would be no text that could be tokenized."""
+    chat = pb.Chat(messages=[pb.ChatMessage(role="assistant", content="hi")])
+    if field == "tools":
+        chat.tools.add(name="f", parameters_json=HALF)
+    elif field == "messages":
+        chat.messages[0].tool_calls.add(name="f", arguments_json=HALF)
+    else:
+        chat.template_arguments_json = HALF
+    with pytest.raises(InvalidArgument, match="surrogate") as refused:
+        check_chat(chat)
+    assert refused.value.field.startswith(f"chat.{field}")
+
+
+def test_json_with_both_halves_of_a_character_is_taken() -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    chat.template_arguments_json = '{"a": "\\ud83d\\ude00"}'
+    check_chat(chat)
