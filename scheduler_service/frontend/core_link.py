@@ -93,6 +93,10 @@ class CoreLink:
             if self._choices.keys().isdisjoint(range(first, first + count)):
                 return first
 
+    def _unfinished(self) -> list[RequestStream]:
+        """Those of which a core has more to say: others wait for a slow reader alone."""
+        return [each for each in self._requests.values() if not each.has_ended_at_core]
+
     # The stream's life.
 
     async def run(self) -> None:
@@ -117,7 +121,7 @@ class CoreLink:
         """One stream from its first to its last message."""
         self._without_model.clear()
         self._outgoing = Outgoing(self._frontend_id)
-        for request in self._requests.values():
+        for request in self._unfinished():
             self._outgoing.submit(request)
         call = self._core.Attach()
         try:
@@ -152,7 +156,7 @@ class CoreLink:
     def _detach(self) -> None:
         self.is_attached = False
         self.num_core_losses += 1
-        for request in self._requests.values():
+        for request in self._unfinished():
             request.stopwatch.lost()
         self._on_models(())
 

@@ -11,7 +11,9 @@ from scheduler_service.columns import to_column
 from scheduler_service.frontend import outgoing
 from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.core_link import MAX_HANDLE, CoreLink
+from scheduler_service.frontend.model_assets import build_model
 from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.settled import settle
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, FakeRequest, model_info
@@ -27,7 +29,7 @@ from tests.support.frontends import (
     text_of,
     tokens_of,
 )
-from tests.support.tokenizers import letters
+from tests.support.tokenizers import byte_level, letters, model_files
 
 
 async def started(served: Served, **fields: object) -> tuple[object, FakeRequest]:
@@ -92,6 +94,39 @@ async def test_a_core_that_dies_is_waited_for_and_a_new_one_gets_the_open_reques
         assert text_of(await read_all(call)) == "c"
     finally:
         await fresh.stop()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+async def test_what_has_ended_is_not_submitted_to_the_next_core_for_a_slow_reader(
+    served: Served, is_good: bool
+) -> None:
+    """It would be computed again, and by whom nobody would tell to stop."""
+    model = build_model(model_info(), model_files(byte_level()))
+    ended = RequestStream("slow", None, lambda _: None, "")
+    ended.begin(settle(generate_request([5]), "slow", model, [5]))
+    served.frontend.link.submit(ended)
+    request = await served.core.next_request()
+    await request.accept()
+    await request.send_tokens(letters("ab"))
+    if is_good:
+        await request.finish_choice()
+        await request.finish()
+    else:
+        await request.fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED")
+    await eventually(lambda: ended.has_ended_at_core)
+    request.attachment.break_off()
+    await served.core.attachment(1)
+    call = served.client.Generate(generate_request([5], request_id="other"))
+    again = await served.core.next_request()
+    assert again.submit.request_id == "other"
+    await again.complete(letters("c"))
+    await read_all(call)
+    last = ended.take()
+    assert last is not None
+    assert tokens_of([last]) == letters("ab")
+    assert last.HasField("usage") is is_good
+    assert last.timings.unaccounted_us == last.timings.recovery_us == 0
+    served.frontend.link.close(ended)
 
 
 async def test_a_core_on_its_way_out_does_not_fail_the_request_that_the_next_can_do(
