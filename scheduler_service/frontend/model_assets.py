@@ -168,12 +168,12 @@ class ModelDirectory:
         return model if model is not None and model.info == info else None
 
     def _take_in(self, info: model_pb2.ModelInfo) -> None:
+        if info.name in self._loading:
+            self._loading.pop(info.name).cancel()
         ready = self._ready.get(info.name)
         if ready is not None and ready.info.fingerprint == info.fingerprint:
             self._ready[info.name] = replace(ready, info=info)
             return
-        if info.name in self._loading:
-            self._loading[info.name].cancel()
         self._loading[info.name] = asyncio.create_task(self._load(info))
 
     async def _load(self, info: model_pb2.ModelInfo) -> None:

@@ -89,6 +89,21 @@ async def test_a_model_that_goes_while_its_files_come_is_not_ready() -> None:
     await directory.close()
 
 
+async def test_a_model_that_comes_back_while_files_of_another_of_its_name_come_is_ready() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    await directory.resolve("tiny", ANYBODY)
+    fetch.gate.clear()
+    directory.update([model_info(fingerprint="tiny-2")])
+    (loading,) = directory._loading.values()
+    await asyncio.sleep(0)
+    directory.update([model_info()])
+    fetch.gate.set()
+    await asyncio.wait([loading])
+    assert directory.current("tiny", ANYBODY).info == model_info()
+
+
 async def test_the_name_may_be_left_out_only_where_one_model_is_served() -> None:
     directory = ModelDirectory(Fetch())
     directory.update([model_info("a"), model_info("b")])
