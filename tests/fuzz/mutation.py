@@ -31,6 +31,7 @@ WORDS = (
     "Hello, world",
     "[0-9]+",
     '{"type":"object"}',
+    '{"\\ud800":"\\ud800"}',
 )
 
 _FLOAT_TYPES = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)

@@ -10,7 +10,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.authentication import Tenant
 from scheduler_service.frontend.many import MAX_ERRORS, ManyRequests
 from tests.scheduler_service.frontend.conftest import Served
-from tests.support.fake_core import FakeCore
+from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
     bad_field,
     client_of,
@@ -61,6 +61,22 @@ async def test_answers_are_told_apart_and_half_closing_lets_them_finish(served: 
     assert all(answer[-1].HasField("usage") for answer in responses.values())
     assert errors == {}
     assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_an_error_that_names_half_a_character_does_not_touch_the_others() -> None:
+    async with (
+        FakeCore(models=[model_info(structured_output=True)]) as core,
+        running_frontend(core.address) as frontend,
+        client_of(frontend) as client,
+    ):
+        call = client.GenerateMany()
+        await send(call, "bad", json_schema='{"\\ud800": 1}')
+        await send(call, "good")
+        await call.done_writing()
+        await (await core.next_request()).complete(letters("ok"))
+        responses, errors = await read_events(call)
+    assert text_of(responses["good"]) == "ok"
+    assert bad_field(errors["bad"].status) == "sampling_params.json_schema"
 
 
 async def test_one_requests_error_does_not_touch_the_others(served: Served) -> None:

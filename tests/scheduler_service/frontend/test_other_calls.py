@@ -111,6 +111,17 @@ async def test_the_model_tells_about_itself(ready: Served) -> None:
         assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.parametrize("name", ["x" * 100_000, "\u8a9e" * 5_000])
+async def test_what_is_asked_for_by_a_long_name_is_not_there(ready: Served, name: str) -> None:
+    """Rather than that the answer is too long."""
+    for call in (
+        ready.client.GetModel(pb.GetModelRequest(model=name)),
+        ready.client.Abort(pb.AbortRequest(request_id=name)),
+        ready.client.Generate(generate_request([5], model=name)),
+    ):
+        assert (await error_of(call)).code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_the_status_is_the_cores(ready: Served) -> None:
     response = await ready.client.GetStatus(pb.GetStatusRequest())
     assert response.status.num_running == 7
