@@ -61,11 +61,20 @@ OPENAI_CODES = {
 }
 """By our reason, where OpenAI has a name of its own."""
 
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
+"""What is told of a wrong name may have all of it, and a body has room for a long one."""
+
 RETRY_AFTER_S = 1
 """Told with 429 and 503 where the error tells no delay."""
 
-_NO_FIELDS = ("body", "query", "path", "header", "str", "int", "float", "bool")
+_NO_FIELDS = (
+    *("body", "query", "path", "header"),
+    *("str", "int", "float", "bool", "NamedToolChoice"),
+)
 """Parts of pydantic's paths that tell where it looked, or which type it tried."""
+
+BODY_FORMS = ("TokenizeText", "TokenizeChat")
+"""What pydantic calls the forms of a body that may have several; they come first in its paths."""
 
 PROTO_NAMES = {
     "text": "prompt",
@@ -192,7 +201,7 @@ def handle_errors(app: FastAPI) -> None:
 
 def _invalid(error: RequestValidationError) -> JSONResponse:
     """The first of what pydantic complains about, by its path in the body."""
-    first = _most_telling(error.errors())
+    first = _most_telling(_of_meant_form(error.errors()))
     loc = first["loc"]
     if loc[1:2] == ("response_format",):
         loc = loc[:2] + loc[3:]  # what comes next is no field, but the kind of format
@@ -209,6 +218,18 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     return JSONResponse(_body(400, message, param, "invalid_field"), 400)
 
 
+def _of_meant_form(errors: Sequence[Any]) -> Sequence[Any]:
+    """Of a body that may have several forms, the complaints of the one that it is closest to,
+    without the form's name."""
+    by_form: dict[str, list[Any]] = {}
+    for each in errors:
+        head, *rest = each["loc"]
+        if not rest or rest[0] not in BODY_FORMS:
+            return errors
+        by_form.setdefault(rest[0], []).append(each | {"loc": (head, *rest[1:])})
+    return min(by_form.values(), key=len)
+
+
 def _most_telling(errors: Sequence[Any]) -> Any:
     """Of the first field's complaints the one that looked deepest: where several types may stand,
     the others say no more than that it is none of them."""
@@ -218,4 +239,6 @@ def _most_telling(errors: Sequence[Any]) -> Any:
 
 def _body(code: int, message: str, param: str | None, reason: str | None) -> dict[str, Any]:
     kind = TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": reason}}
+    shown = param and param[:MAX_PARAM_CHARS]
+    error = {"message": message[:MAX_MESSAGE_CHARS], "type": kind, "param": shown, "code": reason}
+    return {"error": error}

@@ -227,6 +227,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
             "messages[0].content[1].type",
         ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f", "args": 1}}},
+            "tool_choice.function.args",
+        ),
     ],
 )
 async def test_what_is_wrong_within_a_field_is_named_by_its_path(
