@@ -1,6 +1,8 @@
 """HTTP by TLS, with keys, and with limits on what a connection may cost."""
 
 import asyncio
+import contextlib
+import re
 import socket
 import ssl
 from pathlib import Path
@@ -14,7 +16,8 @@ from scheduler_service.frontend.server import Frontend
 from service_common.tls import TlsFiles
 from tests.support.certificates import Authority, Issued
 from tests.support.fake_core import FakeCore
-from tests.support.http_frontends import http_frontend, http_served
+from tests.support.http_frontends import http_frontend, http_served, none_open
+from tests.support.tokenizers import letters
 
 KEY = "pw-" + "k" * 40
 
@@ -198,6 +201,74 @@ async def test_a_head_without_end_costs_its_sender_the_connection() -> None:
         assert (await served.client.get("/health")).status_code == 200
 
 
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A request as it travels."""
+    lines = [f"POST {path} HTTP/1.1", "host: a", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
+
+
+async def test_a_head_without_end_that_is_sent_ahead_costs_its_sender_the_connection() -> None:
+    """While the request before it is being answered."""
+    async with http_served() as served:
+        assert served.frontend.http is not None
+        host, _, port = served.frontend.http.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(post("/v1/completions", b'{"prompt": "hello", "stream": true}'))
+        await (await served.core.next_request()).accept()
+        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 2 * patience.MAX_HEAD_BYTES)
+        await none_open(served.frontend)
+        writer.close()
+        assert (await served.client.get("/health")).status_code == 200
+
+
+async def test_requests_that_are_sent_ahead_are_answered_in_their_order() -> None:
+    text = b"hello " * patience.MAX_HEAD_BYTES
+    ahead = post("/tokenize", b'{"prompt": "%b"}' % text)
+    last = post("/tokenize", b'{"prompt": "a"}', "connection: close")
+    async with http_served() as served:
+        first = post("/v1/completions", b'{"prompt": "hello"}')
+        answers = asyncio.create_task(raw(served.frontend, first + ahead + ahead + last))
+        await (await served.core.next_request()).complete(letters("ok"))
+        told = await answers
+    assert told.count(b"HTTP/1.1 200") == 4
+    counts = re.findall(rb'"text":"ok"|"count":(\d+)', told)
+    assert [int(count or 0) > 1000 for count in counts] == [False, True, True, False]
+
+
+TRAILERS = [b"a: b\r\n" * patience.MAX_HEAD_BYTES, b"a: " + b"b" * 4 * patience.MAX_HEAD_BYTES]
+
+
+@pytest.mark.parametrize("trailers", TRAILERS)
+async def test_trailers_without_end_cost_their_sender_the_connection(
+    trailers: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "MAX_PUBLIC_MESSAGE_BYTES", patience.MAX_HEAD_BYTES)
+    async with http_served() as served:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        assert await raw(served.frontend, head + b"2\r\n{}\r\n0\r\n" + trailers) == b""
+        assert (await served.client.get("/health")).status_code == 200
+
+
+async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "HEAD_TIMEOUT_S", 600)
+    async with http_served(api_key=KEY) as served, asyncio.timeout(20):
+        assert served.frontend.http is not None
+        host, _, port = served.frontend.http.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head, body = post("/v1/completions", b"{}")[:-2], b"{}"
+        for _ in range(2):
+            writer.write(head)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            await reader.readuntil(b"}}")
+            writer.write(body)
+        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 8 * patience.MAX_HEAD_BYTES)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_a_body_that_does_not_come_in_time_ends_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -238,6 +309,9 @@ BODIES = [
     '{"prompt": "\\ud800"}',
     '{"messages": [{"role": "user", "content": "\\ud800"}]}',
     '{"model": "\\ud800", "prompt": "a"}',
+    '{"model": "' + "m" * 100_000 + '", "prompt": "a"}',
+    '{"model": "' + "m" * 100_000 + '", "messages": [{"role": "user", "content": "a"}]}',
+    '{"prompt": "a", "' + "x" * 100_000 + '": 1}',
 ]
 
 
