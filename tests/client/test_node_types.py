@@ -37,6 +37,14 @@ def test_a_wrong_type_is_found(tmp_path: Path) -> None:
     assert "Type 'string' is not assignable to type 'number'" in run.stdout
 
 
+def declared(interface: str) -> list[str]:
+    """The names of its members, in their order."""
+    types = (NODE_CLIENT / "src/client.d.ts").read_text()
+    found = re.search(rf"^export interface {interface} {{\n(.*?)^}}", types, re.M | re.S)
+    assert found is not None
+    return re.findall(r"^  (\w+)\??:", found[1], re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("interface", "message"),
     [
@@ -46,8 +54,11 @@ def test_a_wrong_type_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_a_type_has_the_fields_of_its_message(interface: str, message: Descriptor) -> None:
-    declared = (NODE_CLIENT / "src/client.d.ts").read_text()
-    found = re.search(rf"^export interface {interface} {{\n(.*?)^}}", declared, re.M | re.S)
+    assert declared(interface) == [field.json_name for field in message.fields]
+
+
+def test_options_have_the_names_by_which_the_client_takes_them() -> None:
+    source = (NODE_CLIENT / "src/client.js").read_text()
+    found = re.search(r"^  constructor\(.*\{ (.+) \} = \{\}\) \{$", source, re.MULTILINE)
     assert found is not None
-    names = re.findall(r"^  (\w+)\??:", found[1], re.MULTILINE)
-    assert names == [field.json_name for field in message.fields]
+    assert declared("ClientOptions") == [each.split(" = ")[0] for each in found[1].split(", ")]

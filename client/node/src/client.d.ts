@@ -55,7 +55,7 @@ export interface RequestOptions {
 
 export interface ClientOptions {
   /** Sent as a bearer token. */
-  token?: string;
+  apiKey?: string;
   /** Default: no encryption. */
   credentials?: ChannelCredentials;
   /** How long a stream that broke is tried again; default 60,000, 0 not at all. */

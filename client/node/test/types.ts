@@ -5,7 +5,7 @@ import { credentials } from "@grpc/grpc-js";
 import { Client, type Answer, type OutputDelta, type SamplingParams } from "../src/client.js";
 
 const client = new Client(["host1:7600", "host2:7600"], {
-  token: "secret",
+  apiKey: "secret",
   credentials: credentials.createSsl(),
   recoveryTimeoutMs: 10_000,
 });
@@ -31,3 +31,5 @@ client.stream("Hello", { max_tokens: 3 });
 export const seed: Promise<number> = client.generate("Hello").then((answer) => answer.seed);
 // @ts-expect-error: null while it goes on
 export const reason = (delta: OutputDelta): "stop" | "length" => delta.finishReason;
+// @ts-expect-error: no option has another name
+new Client("host:7600", { token: "secret" });
