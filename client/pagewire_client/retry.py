@@ -3,6 +3,7 @@
 Nothing here sleeps or speaks gRPC: the clients ask, and do the waiting their own way.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ NO_RETRIES = RetryPolicy(max_retries=0, recovery_timeout_s=0.0)
 
 
 class Deadline:
-    """The instant by which a call and all its retries must be over; never, for None."""
+    """The instant by which a call with all its retries must be over; None and infinity: never."""
 
     def __init__(
         self, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
@@ -45,7 +46,9 @@ class Deadline:
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout_s!r}")
         self._clock = clock
-        self._end = None if timeout_s is None else clock() + timeout_s
+        self._end: float | None = None
+        if timeout_s is not None and timeout_s < math.inf:
+            self._end = clock() + timeout_s
 
     def remaining_s(self) -> float | None:
         """Seconds left, not below 0; None without a deadline."""

@@ -250,6 +250,10 @@ def test_a_timeout_also_bounds_the_retries(make_client: Any) -> None:
         make_client("127.0.0.1:1").generate("Hello", TEN, timeout=0.05)
 
 
+def test_a_timeout_that_never_passes_is_none(client: Any) -> None:
+    assert client.generate("Hello", TEN, timeout=float("inf")).finished
+
+
 def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFrontend) -> None:
     frontend.hold.clear()
     stream = client.stream("Hello", TEN)
