@@ -119,6 +119,11 @@ class AsyncCaller:
                 failure = errors.from_call(error)
             except errors.Unavailable as error:
                 failure = error
+            except asyncio.CancelledError:
+                # Also raised, of a task that nobody cancels, when `close` ends the call.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                failure = errors.Unavailable("the connection was closed")
             if not cancelled.is_set():
                 delay = delay_after(failure)
                 self.connections.leave(address)

@@ -37,6 +37,35 @@ async def test_another_task_may_close_a_stream_that_waits(frontend: FakeFrontend
         assert await ended(frontend)
 
 
+async def test_a_stream_whose_client_is_closed_does_not_look_complete(
+    frontend: FakeFrontend,
+) -> None:
+    """A task that seems to be cancelled is none that a group of tasks would tell of."""
+    frontend.hold.clear()
+    client = AsyncClient(frontend.address)
+    stream = client.stream("Hello", TEN)
+    await anext(stream)
+    await anext(stream)
+    rest = asyncio.create_task(_collect(stream))
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await rest
+    assert await ended(frontend)
+
+
+async def test_many_requests_whose_client_is_closed_end_with_an_error(
+    frontend: FakeFrontend,
+) -> None:
+    frontend.hold.clear()
+    client = AsyncClient(frontend.address)
+    many = asyncio.create_task(client.generate_many(["one", "two"], TEN))
+    await asyncio.to_thread(frontend.first_token_sent.wait, 5)
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await many
+
+
 async def test_leaving_the_block_cancels_the_request(frontend: FakeFrontend) -> None:
     frontend.hold.clear()
     async with AsyncClient(frontend.address) as client:
