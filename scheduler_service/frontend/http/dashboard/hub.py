@@ -149,6 +149,11 @@ class Hub:
                 self._tell(response.status)
         except TimeoutError:
             self._lost = "the scheduler core is silent"
+        except asyncio.CancelledError:
+            # A call ends so, too, when its channel is closed for one with newer certificates.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            self._lost = "the scheduler core cannot be reached"
         except grpc.aio.AioRpcError as error:
             self._lost = "the scheduler core cannot be reached"
             logger.debug("watch ended code=%s details=%s", error.code().name, error.details())

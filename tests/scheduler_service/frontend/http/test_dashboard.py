@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -14,9 +15,12 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.core_connection import CoreConnection
 from scheduler_service.frontend.http.app import make_app
+from scheduler_service.frontend.http.dashboard.hub import Hub
 from scheduler_service.frontend.http.dashboard.router import FILE_PATHS
 from scheduler_service.frontend.http.services import HttpServices
+from service_common.cluster import NO_CLUSTER, Cluster
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served
@@ -158,6 +162,26 @@ async def test_the_cores_loss_is_told_and_the_next_core_is_followed(
         message = await next_message(lines)
         assert (message["lost"], message["facts"]["engine"]) == (None, {"running": 0})
     assert len(core.watches) == 2
+
+
+async def test_the_core_is_followed_over_a_new_channel_when_the_former_is_closed(
+    core: WatchedCore,
+) -> None:
+    async with core, asyncio.timeout(20):
+        connection = CoreConnection(Cluster(NO_CLUSTER), core.address)
+        hub = Hub(connection)
+        async with aclosing(hub.lines()) as lines:
+            await anext(lines)
+            core.statuses.put_nowait(make_status())
+            await anext(lines)
+            former = connection._channel
+            connection._open()
+            await former.close()
+            assert json.loads(await anext(lines))["lost"] is not None
+            core.statuses.put_nowait(make_status(uptime_s=2.0))
+            assert json.loads(await anext(lines))["lost"] is None
+        hub.close()
+        await connection.close()
 
 
 async def test_a_status_that_makes_no_sense_is_told_of_and_the_next_is_shown(
