@@ -12,7 +12,7 @@ MEMBER_NAME = "pagewire-cluster"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """Files of a member's; all may be left out. Raises OSError for what cannot be read."""
+    """Files of a member's; all may be left out. Methods raise OSError for what cannot be read."""
 
     token_file: Path | None = None
     ca: Path | None = None
@@ -29,7 +29,7 @@ class Credentials:
             channel = grpc.secure_channel(address, credentials, named)
         if self.token_file is None:
             return channel
-        return grpc.intercept_channel(channel, _Token(self.token_file.read_text().split()[0]))
+        return grpc.intercept_channel(channel, _Token(_first_token(self.token_file)))
 
     def add_port(self, server: grpc.Server, address: str) -> int:
         """Where the worker is to register; raises RuntimeError as gRPC does."""
@@ -47,6 +47,14 @@ class Credentials:
 
 
 NO_CREDENTIALS = Credentials()
+
+
+def _first_token(file: Path) -> str:
+    """The one to show. Raises RuntimeError if there is none."""
+    tokens = file.read_text().split()
+    if not tokens:
+        raise RuntimeError(f"{file} has no token in it")
+    return tokens[0]
 
 
 class _Token(

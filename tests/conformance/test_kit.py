@@ -118,6 +118,13 @@ def test_a_worker_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         assert "Traceback" not in run.stderr
 
 
+def test_a_file_without_a_token_is_an_error(tmp_path: Path) -> None:
+    empty = tmp_path / "token"
+    empty.write_text("\n")
+    run = run_kit(f"unix:{tmp_path}/none.sock", "--cluster-token-file", str(empty))
+    assert (run.returncode, run.stderr) == (1, f"error: {empty} has no token in it\n")
+
+
 def test_a_worker_that_is_loading_is_waited_for(tmp_path: Path) -> None:
     listen = f"unix:{tmp_path}/worker.sock"
     with running(python_worker("--model", "embedded", "--listen", listen), tmp_path):
