@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from scheduler_service.columns import from_column
 from tests.browser.chromium import AXE
@@ -182,3 +182,30 @@ def test_the_page_goes_on_with_the_next_core(open_page: OpenPage, deployment: De
     expect(page.locator("#requests")).to_contain_text("decoding", timeout=90_000)
     page.locator(".pick").first.click()
     expect(page.locator("#detail")).to_contain_text("resumed after a loss")
+
+
+def test_a_key_is_asked_for_until_one_is_good(browser: Browser, deployment: Deployment) -> None:
+    def answer(route: Route) -> None:
+        shown = route.request.headers.get("authorization")
+        if shown == "Bearer good":
+            route.continue_()
+        else:
+            body = json.dumps({"error": {"message": f"{shown} is unknown"}})
+            route.fulfill(status=401, content_type="application/json", body=body)
+
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/dashboard/stream", answer)
+    page.goto(deployment.url)
+    told = page.locator("#login p")
+    expect(told).to_contain_text("None is unknown")
+    for key, why in (("bad", "Bearer bad is unknown"), ("k\u2026y", "characters that no key has")):
+        page.locator("#key").fill(key)
+        page.get_by_role("button", name="Open").click()
+        expect(told).to_contain_text(why)
+        expect(page.locator("#main")).to_be_hidden()
+    page.locator("#key").fill("good")
+    page.get_by_role("button", name="Open").click()
+    expect(page.locator("#main")).to_be_visible()
+    expect(page.locator("#login")).to_be_hidden()
+    context.close()

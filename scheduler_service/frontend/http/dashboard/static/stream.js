@@ -28,9 +28,8 @@ export async function follow({ onMessage, onState, askKey }) {
 async function read(onMessage, onState) {
   const abort = new AbortController();
   let alarm = setTimeout(() => abort.abort(), SILENCE_MS);
-  const key = sessionStorage.getItem(KEY);
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
   try {
+    const headers = headersWith(sessionStorage.getItem(KEY));
     const response = await fetch("/dashboard/stream", { headers, signal: abort.signal, cache: "no-store" });
     if (response.status === 401 || response.status === 403) throw new Refused(await reason(response));
     if (!response.ok) throw new Error(`status ${response.status}`);
@@ -44,6 +43,14 @@ async function read(onMessage, onState) {
   } finally {
     clearTimeout(alarm);
     abort.abort();
+  }
+}
+
+function headersWith(key) {
+  try {
+    return new Headers(key ? { Authorization: `Bearer ${key}` } : {});
+  } catch {
+    throw new Refused("this key has characters that no key has");
   }
 }
 
