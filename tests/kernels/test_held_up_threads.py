@@ -82,11 +82,11 @@ def test_a_step_is_done_though_a_thread_of_it_never_comes_back(
 
 def test_an_item_that_takes_long_is_not_begun_again_and_again(library: Library) -> None:
     """By two threads in turns, each of which would throw away what the other has done so far."""
-    num_inputs, num_runs = 200_000, 8
+    num_rows, num_inputs, num_runs = 6, 600_000, 8
     weight = NativeWeight(torch.ones(1, num_inputs), library, HugeMemory())
-    program = Program(library, NUM_ROWS)
+    program = Program(library, num_rows)
     with record(program):
-        x = program.buffers.take((NUM_ROWS, num_inputs), torch.float32)
+        x = program.buffers.take((num_rows, num_inputs), torch.float32)
         y = weight.apply(x)
     x.fill_(1.0)
     pool = threads.ThreadPool(2)
@@ -94,8 +94,8 @@ def test_an_item_that_takes_long_is_not_begun_again_and_again(library: Library) 
         program.run(2, pool.run)
         assert (y == num_inputs).all()
     pool.close()
-    # Once or twice, where another process really has a thread's core.
-    assert program.num_taken_over <= 2 * num_runs
+    # Seldom, where another process really has a thread's core.
+    assert program.num_taken_over <= num_runs
 
 
 def test_threads_that_outnumber_the_cores_change_nothing(library: Library) -> None:
