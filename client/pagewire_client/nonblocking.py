@@ -121,7 +121,7 @@ class AsyncCaller:
                 failure = error
             except asyncio.CancelledError:
                 # Also raised, of a task that nobody cancels, when `close` ends the call.
-                if (task := asyncio.current_task()) is None or task.cancelling():
+                if _is_cancelled():
                     raise
                 failure = errors.Unavailable("the connection was closed")
             if not cancelled.is_set():
@@ -201,11 +201,17 @@ class _Generation:
             self.state.require_finished()
         except asyncio.CancelledError:
             # Also raised if another task closes the stream, which is no reason to end this one.
-            task = asyncio.current_task()
-            if not self._closed.is_set() or (task and task.cancelling()):
+            if not self._closed.is_set() or _is_cancelled():
                 raise
         finally:
             self._call.cancel()
+
+
+def _is_cancelled() -> bool:
+    """Whether the task that runs this is itself being cancelled, not only a call that it awaits."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling() > 0
 
 
 def _put(outbox: asyncio.Queue[Send | None], sends: list[Send]) -> None:
