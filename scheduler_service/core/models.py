@@ -207,6 +207,8 @@ class Model:
         self.waiting.look_again()
         for group in placing.unsuitable:
             self.stranded.add(group)
+        if placed:
+            self.stir_drained()
         self.drain.note(
             now_us,
             num_requests=len(placed),
@@ -286,4 +288,3 @@ class Model:
         self.policy.note_placed(group)
         scheduler.take(group, now_us)
         self.stirred.add(scheduler.capacity.group_id)
-        self.stir_drained()

@@ -50,7 +50,7 @@ class PrefixCache:
         self._block_size = blocks.block_size
         self._isolate_tenants = isolate_tenants
         self._unconfirmed: dict[Sequence, None] = {}
-        """Sequences admitted of whose first tokens not all results were in when last looked at."""
+        """Sequences whose first tokens were being computed when the last one was admitted."""
 
     def find(self, seq: Sequence) -> list[int]:
         """The blocks that hold the longest known start of a waiting sequence."""
@@ -70,10 +70,9 @@ class PrefixCache:
         num_blocks = self._most_reusable_blocks(seq)
         if num_blocks <= num_found:
             return False
-        self._drop_confirmed()
         keys = self._keys(seq, num_blocks)
         most_shared = 0
-        for other in self._unconfirmed:
+        for other in filter(_is_unconfirmed, self._unconfirmed):
             others = other.block_keys.get(self._block_size, [])
             end, most = num_found, min(num_blocks, len(others))
             while end < most and keys[end] == others[end]:
@@ -84,7 +83,7 @@ class PrefixCache:
 
     def note_admission(self, seq: Sequence) -> None:
         """A sequence begins to run: its first tokens will be computed."""
-        self._drop_confirmed()  # whoever goes ahead of others has not asked
+        self._unconfirmed = dict.fromkeys(filter(_is_unconfirmed, self._unconfirmed))
         self._unconfirmed[seq] = None
 
     def note_departure(self, seq: Sequence) -> None:
@@ -109,12 +108,6 @@ class PrefixCache:
         """A sequence failed: nothing that it may have computed is to be found again."""
         seq.is_prefilled = False
         self._blocks.forget_keys(seq.block_keys.get(self._block_size, []))
-
-    def _drop_confirmed(self) -> None:
-        """Forget those whose first tokens are computed, and those that have left the batch."""
-        for seq in list(self._unconfirmed):
-            if seq.status is not SequenceStatus.RUNNING or seq.is_prefilled:
-                del self._unconfirmed[seq]
 
     def _most_reusable_blocks(self, seq: Sequence) -> int:
         return min(seq.num_known - 1, _most_reusable(seq)) // self._block_size
@@ -176,6 +169,11 @@ class NoPrefixCache:
 
     def forget(self, seq: Sequence) -> None:
         """No effect."""
+
+
+def _is_unconfirmed(seq: Sequence) -> bool:
+    """Whether an admitted sequence's first tokens are still being computed in the batch."""
+    return seq.status is SequenceStatus.RUNNING and not seq.is_prefilled
 
 
 def _most_reusable(seq: Sequence) -> int:
