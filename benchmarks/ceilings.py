@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import lines
-from benchmarks.line_process import LineProcess
+from benchmarks.json_lines_process import LineProcess
+from benchmarks.model_shapes import BYTES_PER_VALUE
 from benchmarks.processes import send_signal
-from benchmarks.shapes import BYTES_PER_VALUE
 from worker_service.models.onednn_weight import OneDNNWeight
 from worker_service.models.packed_weight import can_pack, pack
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.gguf_file import write_gguf
-from benchmarks.made_up_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
-from benchmarks.shapes import BYTES_PER_VALUE, SHAPES, Shape
+from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES, Shape
+from benchmarks.synthetic_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 WEIGHT_SCALE = 0.02
 """Standard deviation of matrices, as models are initialised."""

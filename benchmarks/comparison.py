@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.contest import Results, Run
 from benchmarks.engines.choice import OURS
+from benchmarks.interleaved_runs import Results, Run
 
 PAGEWIRE, IN_PROCESS = OURS
 

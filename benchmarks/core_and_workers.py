@@ -10,9 +10,9 @@ from benchmarks.processes import processor_seconds
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from pagewire_client.local import programs
-from pagewire_client.local.private_folder import PrivateFolder
-from pagewire_client.local.process import ServiceProcess
+from pagewire_client.local import service_commands
+from pagewire_client.local.runtime_directory import PrivateFolder
+from pagewire_client.local.service_process import ServiceProcess
 
 MODEL = "simulated"
 START_TIMEOUT_S = 120.0
@@ -81,7 +81,7 @@ class CoreAndWorkers:
 
     def _answering(self, first: int, number: int) -> ServiceProcess:
         command = [
-            "benchmarks.answering_workers",
+            "benchmarks.null_workers",
             *("--core", self.core_address),
             *("--folder", str(self._folder.path)),
             *("--first", str(first)),
@@ -117,5 +117,5 @@ class CoreAndWorkers:
 
 
 def _process(name: str, service: str, *arguments: str) -> ServiceProcess:
-    command = [*programs.COMMANDS[service], *arguments]
+    command = [*service_commands.COMMANDS[service], *arguments]
     return ServiceProcess(name, command, lambda name, line: None, lambda: None)

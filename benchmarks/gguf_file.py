@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from benchmarks.made_up_tokenizer import (
+from benchmarks.model_shapes import Shape
+from benchmarks.synthetic_tokenizer import (
     BOS_TOKEN_ID,
     CHAT_TEMPLATE,
     EOS_TOKEN_ID,
@@ -19,7 +20,6 @@ from benchmarks.made_up_tokenizer import (
     SPECIAL,
     words,
 )
-from benchmarks.shapes import Shape
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 """What the configurations of `transformers` say where a shape says nothing."""

@@ -25,14 +25,14 @@ from rich.console import Console
 from benchmarks.agreement import agreements
 from benchmarks.ceilings import Ceilings, CeilingsProcess
 from benchmarks.comparison import PAGEWIRE, all_runs, ceilings_range, compare, table
-from benchmarks.contest import MOST_REPEATS, Gauge, Patience, Run, compete
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
-from benchmarks.floor import floor_seconds
+from benchmarks.interleaved_runs import MOST_REPEATS, Gauge, Patience, Run, compete
 from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.processes import end_in_order_when_told
-from benchmarks.shapes import BYTES_PER_VALUE, SHAPES
+from benchmarks.roofline import floor_seconds
 from benchmarks.workloads import FOUR, WORKLOADS, Workload
 
 console = Console(width=200)

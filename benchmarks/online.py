@@ -29,9 +29,9 @@ from rich.table import Table
 
 from benchmarks.engines.engine import Settings
 from benchmarks.machine import RESULTS, ForeignLoad, save
-from benchmarks.served import ServedPagewire, ServedVllm, Server, all_of
-from benchmarks.shapes import SHAPES
-from pagewire_client.load import Lengths, Limits, LoadRun, Summary, Target, Workload
+from benchmarks.model_shapes import SHAPES
+from benchmarks.online_servers import ServedPagewire, ServedVllm, Server, all_of
+from pagewire_client.bench import Lengths, Limits, LoadRun, Summary, Target, Workload
 
 WARMUP_REQUESTS = 8
 

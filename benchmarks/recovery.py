@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.killable import KillableServices
+from benchmarks.killable_services import KillableServices
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams

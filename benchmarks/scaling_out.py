@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.composed import END_TIMEOUT_S, FRONTEND, SCHEDULER, WORKER, Composed
+from benchmarks.compose_services import END_TIMEOUT_S, FRONTEND, SCHEDULER, WORKER, Composed
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
 from pagewire.v1.status_pb2 import WORKER_STATE_READY

@@ -26,7 +26,7 @@ from benchmarks.engines.engine import Settings
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.offline import add_common, settings_of
 from benchmarks.processes import end_in_order_when_told, resident_bytes
-from benchmarks.servers import PagewireServer, Server, VllmServer
+from benchmarks.startup_servers import PagewireServer, Server, VllmServer
 from benchmarks.workloads import WORKLOADS
 
 SAMPLE_S = 0.1

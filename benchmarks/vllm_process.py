@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.line_process import LineProcess
+from benchmarks.json_lines_process import LineProcess
 from benchmarks.steady_core import GROWTH_TOKENS, PREFILL_TOKENS, Queue
 
 SCRIPT = Path(__file__).with_name("vllm_scheduler.py")

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.wire_echo import Echo
 from benchmarks.wire_messages import Row, new_row, steady_row
-from pagewire_client.load import percentile
+from pagewire_client.bench import percentile
 
 BUDGET_BYTES = 16
 """Of a plan, per sequence and step of steady decoding, on average."""

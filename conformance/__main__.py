@@ -10,7 +10,7 @@ import typer
 from conformance import cases, report, runner
 from conformance.case import Case, Failed
 from conformance.credentials import Credentials
-from conformance.desk import Desk
+from conformance.registration_server import Desk
 from conformance.worker import Worker
 
 EXIT_FAILED = 1

@@ -12,14 +12,14 @@ from conformance.case import Failed
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.sequence import GREEDY
-from conformance.session import Refusal, Session
-from conformance.token_texts import token_texts
+from conformance.step_stream import Refusal, Session
+from conformance.vocabulary import token_texts
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
 if TYPE_CHECKING:
-    from conformance.desk import Desk
+    from conformance.registration_server import Desk
 
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from benchmarks.shapes import Shape
+from benchmarks.model_shapes import Shape
 from benchmarks.workloads import Job
 
 

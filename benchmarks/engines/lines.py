@@ -1,4 +1,4 @@
-"""The child's end of `benchmarks.line_process`, for engines that run jobs.
+"""The child's end of `benchmarks.json_lines_process`, for engines that run jobs.
 
 Known to Pythons that have nothing of Pagewire's installed: the standard library alone.
 """

@@ -10,6 +10,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.model_pb2 import ModelInfo
 from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client import requests
+from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.connection import (
     DEFAULT_ADDRESS,
@@ -20,7 +21,6 @@ from pagewire_client.connection import (
     connection_options,
 )
 from pagewire_client.errors import PagewireError
-from pagewire_client.nonblocking import AsyncCaller, AsyncOutputStream
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.prompts import Messages, Prompt, chat_proto
 from pagewire_client.retry import Deadline, RetryPolicy

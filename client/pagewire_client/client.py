@@ -8,7 +8,7 @@ from pagewire.v1.model_pb2 import ModelInfo
 from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client import requests
 from pagewire_client.batch import Batch, OnProgress
-from pagewire_client.blocking import Caller, OutputStream
+from pagewire_client.calls import Caller, OutputStream
 from pagewire_client.connection import (
     DEFAULT_ADDRESS,
     Address,

@@ -8,7 +8,7 @@ from conformance import columns
 from conformance.case import case, expect, expect_true
 from conformance.generation import TOLERANCE
 from conformance.sequence import NUM_LOGPROBS, Sequence, sampler_params
-from conformance.session import Candidates
+from conformance.step_stream import Candidates
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2, sampling_pb2
 

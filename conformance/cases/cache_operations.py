@@ -7,7 +7,7 @@ from conformance.case import case, expect_true, fail
 from conformance.cases.sequences import refuses
 from conformance.generation import Generation, first_difference
 from conformance.sequence import Sequence
-from conformance.session import Session
+from conformance.step_stream import Session
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 

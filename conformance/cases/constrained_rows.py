@@ -3,12 +3,12 @@
 from typing import Any
 
 from conformance.case import case, expect, expect_true
-from conformance.constrained import Asked, asks, choice, end_of, offered, texts_of
 from conformance.generation import Generation
 from conformance.language import texts
-from conformance.sampler import draw, expected_token
+from conformance.sampling_oracle import draw, expected_token
 from conformance.sequence import GREEDY
-from conformance.token_texts import spell
+from conformance.structured_output import Asked, asks, choice, end_of, offered, texts_of
+from conformance.vocabulary import spell
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from conformance.case import case, expect, expect_true, fail
-from conformance.sampler import draw, expected_token
+from conformance.sampling_oracle import draw, expected_token
 from conformance.sequence import sampler_params
 from conformance.worker import Worker
 

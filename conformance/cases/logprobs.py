@@ -5,7 +5,7 @@ import math
 from conformance import columns
 from conformance.case import case, expect, expect_true
 from conformance.sequence import Sequence, sampler_params
-from conformance.session import Session
+from conformance.step_stream import Session
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 

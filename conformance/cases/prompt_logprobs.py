@@ -3,7 +3,7 @@
 from conformance import columns
 from conformance.case import case, expect, expect_true
 from conformance.sequence import Sequence, sampler_params
-from conformance.session import Result
+from conformance.step_stream import Result
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 

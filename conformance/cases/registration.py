@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from conformance.case import Skipped, case, expect, expect_true
-from conformance.desk import LEASE_MS, Desk
 from conformance.generation import Generation
+from conformance.registration_server import LEASE_MS, Desk
 from conformance.worker import Worker
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2

@@ -7,7 +7,7 @@ import grpc
 from conformance import columns
 from conformance.case import case
 from conformance.sequence import Sequence
-from conformance.session import Session
+from conformance.step_stream import Session
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 

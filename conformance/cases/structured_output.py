@@ -2,9 +2,9 @@
 
 from conformance import columns
 from conformance.case import Skipped, case, expect_true
-from conformance.constrained import asks, choice, end_of, expect_allowed, offered, texts_of
 from conformance.language import Language, json_object, one_of, texts
-from conformance.token_texts import spell
+from conformance.structured_output import asks, choice, end_of, expect_allowed, offered, texts_of
+from conformance.vocabulary import spell
 from conformance.worker import Worker
 
 NAMES = ["red", "reed", "redder", "blue"]

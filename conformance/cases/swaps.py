@@ -3,7 +3,7 @@
 from conformance.case import Skipped, case, expect
 from conformance.cases.cache_operations import NUM_PROMPTS, borrowed, full_blocks, overwrite
 from conformance.generation import Generation
-from conformance.session import Session
+from conformance.step_stream import Session
 from conformance.worker import Worker
 
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checkpoints
-from benchmarks.made_up_tokenizer import FIRST_WORD_ID, words
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.model_shapes import SHAPES, Shape
+from benchmarks.synthetic_tokenizer import FIRST_WORD_ID, words
 
 TINY = Shape(
     name="tiny",

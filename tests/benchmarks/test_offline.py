@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contest import Patience
 from benchmarks.engines.choice import NAMES, Programs
 from benchmarks.engines.engine import Settings
+from benchmarks.interleaved_runs import Patience
+from benchmarks.model_shapes import Shape
 from benchmarks.offline import main, parse, patience_of, run, show
-from benchmarks.shapes import Shape
 from benchmarks.workloads import WORKLOADS
 
 TINY = Shape(

@@ -9,7 +9,7 @@ import pytest
 
 from conformance import cases, columns
 from conformance.generation import Generation, Sampled, first_difference
-from conformance.sampler import draw, expected_token, philox4x32
+from conformance.sampling_oracle import draw, expected_token, philox4x32
 from conformance.sequence import sampler_params
 from tests.support.certificates import Authority
 from tests.support.processes import python_worker, run_kit, running

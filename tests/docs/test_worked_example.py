@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from conformance import columns
 from conformance.sequence import Sequence
-from conformance.session import Session
+from conformance.step_stream import Session
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from pagewire_client import Client, RetryPolicy, SamplingParams, TlsOptions
 from pagewire_client.cli.app import app
 from pagewire_client.errors import NotAuthorized, Unavailable
+from tests.client.cli.test_serve import free_port, serving
 from tests.client.test_node_client import NODE_CLIENT
-from tests.client.test_serve import free_port, serving
 from tests.security.test_links import TOKEN, files, running_core
 from tests.support.certificates import Authority, Issued
 

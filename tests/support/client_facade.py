@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagewire_client import AsyncClient, Client
-from pagewire_client.nonblocking import AsyncOutputStream
+from pagewire_client.async_calls import AsyncOutputStream
 
 
 class BlockingAsyncClient:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagewire_client.local import LocalServices
-from pagewire_client.local.process import OnLine
+from pagewire_client.local.service_process import OnLine
 
 
 @contextmanager

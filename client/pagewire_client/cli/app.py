@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagewire_client.cli import roles, terminal
+from pagewire_client.cli import services, terminal
 from pagewire_client.cli.bench import bench
 from pagewire_client.cli.chat import chat
 from pagewire_client.cli.demo import demo
@@ -52,7 +52,13 @@ def pagewire(
 for command in (serve, generate, chat, status, top, drain, bench, health, demo):
     app.command()(command)
 app.add_typer(key, name="key")
-for role in (roles.frontend, roles.scheduler, roles.worker, roles.conformance, roles.replay):
+for role in (
+    services.frontend,
+    services.scheduler,
+    services.worker,
+    services.conformance,
+    services.replay,
+):
     app.command(
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

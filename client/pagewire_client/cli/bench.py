@@ -13,10 +13,7 @@ from rich.console import Console
 
 from pagewire.v1.model_pb2 import ModelInfo
 from pagewire_client.async_client import AsyncClient
-from pagewire_client.cli import terminal
-from pagewire_client.cli.bench_table import progress_bar, render
-from pagewire_client.cli.options import CONNECTION, Connection, with_options
-from pagewire_client.load import (
+from pagewire_client.bench import (
     Arrival,
     Lengths,
     Limits,
@@ -25,6 +22,9 @@ from pagewire_client.load import (
     Summary,
     Workload,
 )
+from pagewire_client.cli import terminal
+from pagewire_client.cli.bench_table import progress_bar, render
+from pagewire_client.cli.options import CONNECTION, Connection, with_options
 from pagewire_client.retry import NO_RETRIES
 
 EXIT_NONE_COMPLETE = 1

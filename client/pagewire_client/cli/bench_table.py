@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pagewire_client.load import Limits, Percentiles, Summary, Workload
-from pagewire_client.load.generator import OnEnd
+from pagewire_client.bench import Limits, Percentiles, Summary, Workload
+from pagewire_client.bench.load_generator import OnEnd
 from pagewire_client.load.record import Record
 
 Lines = Sequence[tuple[float, Summary]]

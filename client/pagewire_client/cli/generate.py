@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagewire_client.blocking import OutputStream
+from pagewire_client.calls import OutputStream
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import (
     ANSWERS,

@@ -26,7 +26,7 @@ from pagewire_client.connection import (
     TlsOptions,
     connection_options,
 )
-from pagewire_client.local import flags
+from pagewire_client.local import engine_args
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
@@ -312,7 +312,7 @@ def _content(text: str | None) -> str | None:
     return Path(text).read_text(encoding="utf-8") if is_file and text is not None else text
 
 
-def _engine_parameter(flag: flags.Flag) -> inspect.Parameter:
+def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:
     """`envvar` is for the help only: a service reads its environment itself."""
     names = [flag.option]
     if flag.kind is bool and flag.negatable:
@@ -340,6 +340,6 @@ MEMBERSHIP = _group_of(Membership)
 SAMPLING = _group_of(Sampling)
 ANSWERS = _group_of(Answers)
 ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(
-    tuple(_engine_parameter(flag) for flag in flags.FLAGS), dict
+    tuple(_engine_parameter(flag) for flag in engine_args.FLAGS), dict
 )
 """The services' flags; None where one was not given."""

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from pagewire_client.async_client import AsyncClient
-from pagewire_client.load.workload import Arrival
+from pagewire_client.bench.workload import Arrival
 from pagewire_client.sampling_params import SamplingParams
 
 

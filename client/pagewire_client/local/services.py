@@ -7,10 +7,10 @@ from math import prod
 from typing import Any, Self
 
 from pagewire_client.errors import LocalServiceError
-from pagewire_client.local import flags, programs
+from pagewire_client.local import engine_args, service_commands
 from pagewire_client.local.health import is_serving, is_taken
-from pagewire_client.local.private_folder import PrivateFolder
-from pagewire_client.local.process import OnLine, ServiceProcess
+from pagewire_client.local.runtime_directory import PrivateFolder
+from pagewire_client.local.service_process import OnLine, ServiceProcess
 
 DEFAULT_GRACE_PERIOD_S = 30.0
 """The services' own default of `--grace-period`."""
@@ -50,9 +50,9 @@ class LocalServices:
         ask the core; the frontends and then the workers take the following ports. None: nowhere.
         """
         self._flags = dict(engine_flags or {})
-        flags.check_names(self._flags)
-        worker = programs.kind_of_worker(simulate=bool(self._flags.get("simulate")))
-        programs.require(worker, "scheduler", "frontend")
+        engine_args.check_names(self._flags)
+        worker = service_commands.kind_of_worker(simulate=bool(self._flags.get("simulate")))
+        service_commands.require(worker, "scheduler", "frontend")
         indexes = range(num_frontends)
         public = [] if listen is None else [_following(listen, index) for index in indexes]
         self._model = model
@@ -60,7 +60,7 @@ class LocalServices:
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
         self._folder = PrivateFolder()
-        self._env = programs.environment()
+        self._env = service_commands.environment()
         if listen is None:  # what keeps strangers out elsewhere would keep out us
             self._env = {
                 name: value
@@ -221,9 +221,9 @@ class LocalServices:
 
     def _make(self, service: str, name: str, *arguments: str) -> ServiceProcess:
         command = [
-            *programs.COMMANDS[service],
+            *service_commands.COMMANDS[service],
             *arguments,
-            *flags.arguments(service, self._flags),
+            *engine_args.arguments(service, self._flags),
         ]
         return ServiceProcess(name, command, self._on_line, self._signal_kill, self._env)
 

@@ -11,11 +11,11 @@ from benchmarks import plots
 from benchmarks.agreement import agreement
 from benchmarks.ceilings import Ceilings
 from benchmarks.comparison import ceilings_range, compare
-from benchmarks.contest import Gauge, Patience, Results, Run, WrongOutput, compete
 from benchmarks.engines.choice import NAMES, Absent, Programs, make
 from benchmarks.engines.engine import About, Engine, Outputs, Settings
+from benchmarks.interleaved_runs import Gauge, Patience, Results, Run, WrongOutput, compete
+from benchmarks.model_shapes import SHAPES
 from benchmarks.report import render
-from benchmarks.shapes import SHAPES
 from benchmarks.workloads import WORKLOADS, Job, Workload
 
 SHAPE = SHAPES["llama-160m"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pagewire_client.load.generator import LoadRun
+from pagewire_client.bench.load_generator import LoadRun
 from pagewire_client.load.record import Record
 
 

@@ -7,11 +7,11 @@ import psutil
 import pytest
 
 from benchmarks.engines.engine import Settings
+from benchmarks.model_shapes import Shape
 from benchmarks.online import Ladder, climb
+from benchmarks.online_servers import ServedPagewire, ServedVllm
 from benchmarks.processes import tree
-from benchmarks.served import ServedPagewire, ServedVllm
-from benchmarks.shapes import Shape
-from pagewire_client.load import Arrival, Lengths, Limits
+from pagewire_client.bench import Arrival, Lengths, Limits
 from tests.support.waiting import until
 
 TINY = Shape(

@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.ceilings import Ceilings
 from benchmarks.engines.engine import Engine, Outputs
 from benchmarks.machine import ForeignLoad
+from benchmarks.model_shapes import Shape
 from benchmarks.processes import processor_seconds
-from benchmarks.shapes import Shape
 from benchmarks.workloads import Job, Workload, warm_up
 
 MOST_REPEATS = 7

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.ceilings import Ceilings, CeilingsProcess
-from benchmarks.floor import Row, Step, floor_seconds, ideal_steps
-from benchmarks.shapes import Shape
+from benchmarks.model_shapes import Shape
+from benchmarks.roofline import Row, Step, floor_seconds, ideal_steps
 from benchmarks.workloads import Job
 
 SHAPE = Shape(

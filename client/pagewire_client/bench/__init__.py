@@ -11,11 +11,11 @@
 Neither servers nor printing are here: one generator loads whatever a `Target` is written for.
 """
 
-from pagewire_client.load.generator import LoadRun
+from pagewire_client.bench.load_generator import LoadRun
+from pagewire_client.bench.summary import Limits, Percentiles, Summary, percentile
+from pagewire_client.bench.workload import Arrival, Lengths, Workload
 from pagewire_client.load.record import Record
-from pagewire_client.load.summary import Limits, Percentiles, Summary, percentile
 from pagewire_client.load.target import PagewireTarget, Target
-from pagewire_client.load.workload import Arrival, Lengths, Workload
 
 __all__ = [
     "Arrival",

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from pagewire_client.load import (
+from pagewire_client.bench import (
     Arrival,
     Lengths,
     Limits,

@@ -11,8 +11,8 @@ from conformance import columns
 from conformance.case import Skipped, expect, expect_true
 from conformance.language import Language
 from conformance.sequence import sampler_params
-from conformance.session import Candidates
-from conformance.token_texts import spell
+from conformance.step_stream import Candidates
+from conformance.vocabulary import spell
 from conformance.worker import Worker
 from pagewire.v1 import sampling_pb2
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.shapes import BYTES_PER_VALUE, Shape
+from benchmarks.model_shapes import BYTES_PER_VALUE, Shape
 from benchmarks.workloads import Job
 
 

@@ -20,7 +20,7 @@ from benchmarks.engines.engine import Settings
 from benchmarks.openai_target import OpenAITarget
 from benchmarks.processes import free_port, send_signal
 from pagewire_client import NO_RETRIES, AsyncClient
-from pagewire_client.load import PagewireTarget, Target
+from pagewire_client.bench import PagewireTarget, Target
 from pagewire_client.local import LocalServices
 
 HOST = "127.0.0.1"

@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
+from pagewire_client.bench.workload import Arrival
 from pagewire_client.load.record import Record
 from pagewire_client.load.target import Target
-from pagewire_client.load.workload import Arrival
 
 OnEnd = Callable[[Record], None]
 

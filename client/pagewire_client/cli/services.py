@@ -6,24 +6,24 @@ from typing import NoReturn
 
 import typer
 
-from pagewire_client.local import programs
+from pagewire_client.local import service_commands
 
 
 def worker(context: typer.Context) -> None:
     """Run a worker: it holds a model and executes steps."""
-    programs.require(programs.kind_of_worker(simulate="--simulate" in context.args))
+    service_commands.require(service_commands.kind_of_worker(simulate="--simulate" in context.args))
     _become("worker", context.args)
 
 
 def scheduler(context: typer.Context) -> None:
     """Run the scheduler core: it decides what runs where."""
-    programs.require("scheduler")
+    service_commands.require("scheduler")
     _become("scheduler", context.args)
 
 
 def frontend(context: typer.Context) -> None:
     """Run a frontend: clients call it."""
-    programs.require("frontend")
+    service_commands.require("frontend")
     _become("frontend", context.args)
 
 
@@ -34,11 +34,11 @@ def conformance(context: typer.Context) -> None:
 
 def replay(context: typer.Context) -> None:
     """Run a recorded schedule again, or compare policies on it; needs no worker."""
-    programs.require("replay")
+    service_commands.require("replay")
     _become("replay", context.args)
 
 
 def _become(service: str, arguments: list[str]) -> NoReturn:
     """The process stays the same, so that signals and exit code are the service's own."""
-    command = [sys.executable, "-m", *programs.COMMANDS[service], *arguments]
-    os.execve(sys.executable, command, programs.environment())
+    command = [sys.executable, "-m", *service_commands.COMMANDS[service], *arguments]
+    os.execve(sys.executable, command, service_commands.environment())

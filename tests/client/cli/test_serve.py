@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pagewire_client import Client, SamplingParams
-from pagewire_client.local import programs
+from pagewire_client.local import service_commands
 from tests.support.checkpoints import checkpoint
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
@@ -28,7 +28,7 @@ def command(*arguments: str) -> dict[str, object]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {
         "args": [sys.executable, "-m", "pagewire_client.cli", *arguments],
-        "env": {"PAGEWIRE_HTTP": "off"} | programs.environment() | {"PYTHONPATH": path},
+        "env": {"PAGEWIRE_HTTP": "off"} | service_commands.environment() | {"PYTHONPATH": path},
         "stderr": subprocess.PIPE,
         "text": True,
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pagewire_client.errors import LocalServiceError
-from pagewire_client.local import programs
+from pagewire_client.local import service_commands
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ServiceProcess:
         self._command = list(command)
         self._on_line = on_line
         self._on_failure = on_failure
-        self._env = programs.environment() if env is None else env
+        self._env = service_commands.environment() if env is None else env
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._lock = threading.Lock()
         self._stopping = threading.Event()

@@ -24,7 +24,7 @@ from pagewire.v1.sampling_pb2 import (
 )
 from pagewire_client.cli import terminal
 from pagewire_client.cli.app import app
-from pagewire_client.local import LocalServices, flags, programs
+from pagewire_client.local import LocalServices, engine_args, service_commands
 from tests.support.fake_frontend import (
     MODEL,
     Break,
@@ -45,7 +45,7 @@ def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> 
         capture_output=True,
         text=True,
         timeout=60,
-        env=programs.environment() | _client_path() | (env or {}),
+        env=service_commands.environment() | _client_path() | (env or {}),
     )
 
 
@@ -234,7 +234,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFron
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=programs.environment() | _client_path(),
+        env=service_commands.environment() | _client_path(),
     ) as chat:
         assert chat.stdin is not None
         assert chat.stdout is not None
@@ -276,7 +276,7 @@ def test_ctrl_c_ends_generate_quietly(frontend: FakeFrontend) -> None:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=programs.environment() | _client_path(),
+        env=service_commands.environment() | _client_path(),
     ) as generate:
         assert generate.stdout is not None
         assert generate.stdout.read(1) == " ", "the answer has begun"
@@ -350,7 +350,7 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     placed_by_us |= {"ray_address", "ray_cpus_per_rank", "ray_timeout"}
     for service, command in commands.items():
         theirs = set(inspect.signature(command).parameters) - placed_by_us
-        ours = {flag.name for flag in flags.FLAGS if service in flag.services}
+        ours = {flag.name for flag in engine_args.FLAGS if service in flag.services}
         assert ours == theirs, service
 
 
@@ -368,10 +368,10 @@ def test_each_worker_of_a_machine_is_told_of_gpus_of_its_own() -> None:
 def test_a_simulated_worker_is_told_by_flag_or_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert programs.kind_of_worker(simulate=False) == "worker"
-    assert programs.kind_of_worker(simulate=True) == "simulated worker"
+    assert service_commands.kind_of_worker(simulate=False) == "worker"
+    assert service_commands.kind_of_worker(simulate=True) == "simulated worker"
     monkeypatch.setenv("PAGEWIRE_SIMULATE", "True")
-    assert programs.kind_of_worker(simulate=False) == "simulated worker"
+    assert service_commands.kind_of_worker(simulate=False) == "simulated worker"
 
 
 def test_flags_become_arguments_of_the_services_that_take_them() -> None:
@@ -382,15 +382,15 @@ def test_flags_become_arguments_of_the_services_that_take_them() -> None:
         "grace_period": 1.5,
         "block_size": None,
     }
-    assert flags.arguments("worker", values) == [
+    assert engine_args.arguments("worker", values) == [
         *("--dtype", "float32", "--trust-remote-code", "--grace-period", "1.5")
     ]
-    assert flags.arguments("scheduler", values) == [
+    assert engine_args.arguments("scheduler", values) == [
         *("--no-enable-chunked-prefill", "--grace-period", "1.5")
     ]
-    assert flags.arguments("frontend", values) == ["--grace-period", "1.5"]
+    assert engine_args.arguments("frontend", values) == ["--grace-period", "1.5"]
     with pytest.raises(TypeError, match="dtpye"):
-        flags.check_names({"dtpye": "float32"})
+        engine_args.check_names({"dtpye": "float32"})
 
 
 INTERRUPTED = """
