@@ -11,7 +11,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire_client.local import service_commands
-from pagewire_client.local.runtime_directory import PrivateFolder
+from pagewire_client.local.runtime_directory import RuntimeDirectory
 from pagewire_client.local.service_process import ServiceProcess
 
 MODEL = "simulated"
@@ -25,7 +25,7 @@ class CoreAndWorkers:
     def __init__(self, *, step_us: int, max_num_seqs: int, checks_plans: bool = True) -> None:
         """`step_us`: what each worker's steps take, whatever is in them. `checks_plans`: workers
         are simulated, a process each; else they are `answering_workers`, several to a process."""
-        self._folder = PrivateFolder()
+        self._folder = RuntimeDirectory()
         self._step_us = step_us
         self._checks_plans = checks_plans
         self._num_workers = 0

@@ -3,23 +3,26 @@
     python -m conformance 127.0.0.1:7620
 
 The kit plays the core's part against any implementation of `WorkerService`, in any language. It
-knows `pagewire.v1` and nothing else of the project. Each case is a sentence, proves a promise that
-it cites from the .proto files, and prints one line. docs/writing-a-worker.md explains them.
+knows `pagewire.v1` and nothing else of the project, since it judges: what it implements again, such
+as the sampler, is independent on purpose. Each case is a sentence, proves a promise that it cites
+from the .proto files, and prints one line. docs/writing-a-worker.md explains them.
 
-    __main__.py     the command line
-    case.py         what a case is, and how it fails or is skipped
-    cases/          the cases, a file for each topic
-    worker.py       the worker under test: its facts, new epochs, reference outputs
-    session.py      one epoch's step stream: plans go out, results come back
-    sequence.py     what the kit remembers of a sequence; rows
-    generation.py   tokens with their log probabilities, and when two of them are the same
-    sampler.py      which token a distribution, parameters and a draw lead to
-    constrained.py  which tokens a constraint allows
-    language.py     texts of which it is easy to say what may become one of them
-    token_texts.py  the text of each token, from tokenizer.json
-    desk.py         the core's side of a registration
-    runner.py, report.py   one case after another; lines and a JUnit file
-    columns.py      int32 columns
+| module | holds |
+| --- | --- |
+| `__main__` | the command line |
+| `case`, `cases` | what a case is; the cases, a module for each topic |
+| `runner` | runs the cases; report lines and a JUnit file |
+| `assertions` | how a case fails or is skipped |
+| `worker` | the worker under test: its facts, new epochs, reference outputs |
+| `step_stream` | one epoch's step stream: plans go out, results come back |
+| `sequence` | the kit's copy of a sequence; rows of plans |
+| `generation` | sampled tokens with log probabilities, and when two generations are the same |
+| `sampling_oracle` | the token that a distribution, parameters and a draw lead to |
+| `structured_output` | the tokens that a constraint allows |
+| `vocabulary` | the bytes of each token, from tokenizer.json |
+| `registration_server` | the core's side of a registration |
+| `credentials` | cluster tokens and certificates |
+| `columns` | packed int32 columns |
 
 How it can judge without knowing the model: a token depends on all tokens before it. So whatever
 is done to a sequence's blocks (chunks, forks, copies, swaps, a borrowed prefix, recomputation)

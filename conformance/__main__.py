@@ -7,10 +7,11 @@ from typing import Annotated
 import grpc
 import typer
 
-from conformance import cases, report, runner
-from conformance.case import Case, Failed
+from conformance import cases, runner
+from conformance.assertions import Failed
+from conformance.case import Case
 from conformance.credentials import Credentials
-from conformance.registration_server import Desk
+from conformance.registration_server import RegistrationServer
 from conformance.worker import Worker
 
 EXIT_FAILED = 1
@@ -83,14 +84,16 @@ def _run(
     junit: Path | None,
     credentials: Credentials,
 ) -> int:
-    desk = None
+    server = None
     try:
         if core_listen is not None:
-            desk = Desk(core_listen, credentials)
+            server = RegistrationServer(core_listen, credentials)
         if address is None:
-            assert desk is not None, "checked with the options"
-            address = desk.wait(timeout_s).address
-        worker = Worker(address, timeout_s=timeout_s, desk=desk, credentials=credentials)
+            assert server is not None, "checked with the options"
+            address = server.wait(timeout_s).address
+        worker = Worker(
+            address, timeout_s=timeout_s, registration_server=server, credentials=credentials
+        )
     except grpc.RpcError as error:
         return _give_up(f"no worker answers at {address}: {error.code().name} {error.details()}")
     except (Failed, OSError, RuntimeError) as error:
@@ -98,12 +101,12 @@ def _run(
     outcomes = []
     for outcome in runner.run(chosen, worker):
         outcomes.append(outcome)
-        typer.echo(report.lines(outcome))
-    typer.echo(report.summary(outcomes))
+        typer.echo(runner.format_outcome(outcome))
+    typer.echo(runner.format_summary(outcomes))
     if junit is not None:
-        report.write_junit(outcomes, junit)
-    if desk is not None:
-        desk.close()
+        runner.write_junit(outcomes, junit)
+    if server is not None:
+        server.close()
     failed = any(outcome.verdict is runner.Verdict.FAIL for outcome in outcomes)
     return EXIT_FAILED if failed else 0
 

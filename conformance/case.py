@@ -2,20 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
 
-if TYPE_CHECKING:
-    from conformance.worker import Worker
+from conformance.worker import Worker
 
-CaseFunction = Callable[["Worker"], None]
-
-
-class Failed(Exception):
-    """The worker broke the promise; the message says what was expected and what came."""
-
-
-class Skipped(Exception):
-    """The worker lacks something that it need not have; the message says what."""
+CaseFunction = Callable[[Worker], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,20 +62,3 @@ def registered(module: str) -> list[Case]:
 
 def _group(module: str) -> str:
     return module.rpartition(".")[2].replace("_", " ")
-
-
-def fail(what: str) -> NoReturn:
-    """The worker broke the promise."""
-    raise Failed(what)
-
-
-def expect(what: str, got: object, wanted: object) -> None:
-    """Fail unless `got` equals `wanted`."""
-    if got != wanted:
-        fail(f"{what}: expected {wanted}, got {got}")
-
-
-def expect_true(condition: bool, what: str) -> None:
-    """Fail, with `what` came, unless the condition holds."""
-    if not condition:
-        fail(what)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conformance import columns
-from conformance.case import fail
+from conformance.assertions import fail
 from pagewire.v1 import plan_pb2
 
 TOLERANCE = 0.25

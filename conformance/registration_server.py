@@ -1,4 +1,4 @@
-"""The core's side of a registration: takes one worker in, and tells it what to do."""
+"""The core's side of `RegisterWorker`: a server with which one worker registers."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from conformance.case import fail
+from conformance.assertions import fail
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from pagewire.v1 import scheduler_service_pb2 as pb
 
@@ -19,7 +19,7 @@ LEASE_MS = 1600
 
 
 @dataclass(slots=True)
-class Arrival:
+class TimedHeartbeat:
     """One heartbeat and when it came."""
 
     heartbeat: pb.WorkerHeartbeat
@@ -30,11 +30,11 @@ class Arrival:
 class Registration:
     """One `RegisterWorker` stream."""
 
-    heartbeats: list[Arrival] = field(default_factory=list)
+    heartbeats: list[TimedHeartbeat] = field(default_factory=list)
     has_ended: bool = False
 
 
-class Desk:
+class RegistrationServer:
     """Listens where a core would, until closed."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -75,7 +75,7 @@ class Desk:
         heartbeats = self.wait_for_heartbeats(1, timeout_s)
         return heartbeats[0].heartbeat.registration
 
-    def wait_for_heartbeats(self, count: int, timeout_s: float) -> list[Arrival]:
+    def wait_for_heartbeats(self, count: int, timeout_s: float) -> list[TimedHeartbeat]:
         """All heartbeats so far, once there are that many."""
         with self._changed:
             enough = self._changed.wait_for(
@@ -96,7 +96,7 @@ class Desk:
                 lambda: self._registration is not None and self._registration.has_ended, timeout_s
             )
 
-    def tell(self, directive: pb.WorkerDirective) -> None:
+    def send(self, directive: pb.WorkerDirective) -> None:
         """Send a directive to the worker."""
         self._directives.put(directive)
 
@@ -112,7 +112,9 @@ class Desk:
             for request in requests:
                 with self._changed:
                     self._registration = registration
-                    registration.heartbeats.append(Arrival(request.heartbeat, time.monotonic()))
+                    registration.heartbeats.append(
+                        TimedHeartbeat(request.heartbeat, time.monotonic())
+                    )
                     self._changed.notify_all()
         except grpc.RpcError:
             pass  # the worker broke its stream off, which ends it as well

@@ -1,8 +1,9 @@
-"""Which token a distribution, parameters and a draw lead to, by sampling.proto's own words.
+"""The token that a distribution, parameters and a draw lead to, by sampling.proto's own words.
 
-Only the most probable tokens' log probabilities are known. That is enough where parameters keep
-few of them: log probabilities are logits less one number for all, and neither biases nor additive
-penalties nor temperature mind it.
+An implementation of its own, independent of the workers' samplers, since it judges them. Only the
+most probable tokens' log probabilities are known. That is enough where parameters keep few of them:
+log probabilities are logits less one number for all, and neither biases nor additive penalties nor
+temperature are affected by that.
 """
 
 import math

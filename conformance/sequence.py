@@ -27,7 +27,7 @@ GREEDY = sampler_params(temperature=0.0)
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
-    """One sequence of one session."""
+    """One sequence of one step stream."""
 
     seq_id: int
     tokens: list[int]

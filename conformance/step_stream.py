@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from conformance import columns
-from conformance.case import Failed, expect, expect_true, fail
+from conformance.assertions import Failed, expect, expect_true, fail
 from conformance.generation import Generation, Sampled, sampled
 from conformance.sequence import Row, Sequence
 from pagewire.v1 import plan_pb2
@@ -66,7 +66,7 @@ class Refusal:
             expect_true(found, f"expected a message that begins with `{wanted}:`, got {got}")
 
 
-class Session:
+class StepStream:
     """Plans and results of one epoch. Blocks are handed out in rising order, and once each."""
 
     def __init__(

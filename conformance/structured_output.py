@@ -1,27 +1,92 @@
-"""Which tokens a constraint allows, by sampling.proto's own words, and which a worker offers.
+"""The tokens that a constraint allows, by sampling.proto's own words, and those a worker offers.
 
 A worker is asked by rows with candidates: they show all tokens allowed, not only the one chosen.
+What is allowed follows from a `Language`: a set of texts simple enough to say of any text whether
+it may become one of them.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from conformance import columns
-from conformance.case import Skipped, expect, expect_true
-from conformance.language import Language
+from conformance.assertions import Skipped, expect, expect_true
 from conformance.sequence import sampler_params
 from conformance.step_stream import Candidates
 from conformance.vocabulary import spell
 from conformance.worker import Worker
 from pagewire.v1 import sampling_pb2
 
+
+class Part(NamedTuple):
+    """What may stand in one place, as regular expressions."""
+
+    whole: str
+    begun: str
+    """Matches each beginning of what `whole` matches."""
+
+
+def _any(choices: Iterable[bytes]) -> str:
+    return "(?:" + "|".join(re.escape(text.decode("latin-1")) for text in choices) + ")"
+
+
+def one_of(*texts: str) -> Part:
+    """Any of these texts."""
+    beginnings = {text.encode()[:end] for text in texts for end in range(len(text.encode()) + 1)}
+    return Part(_any(text.encode() for text in texts), _any(beginnings))
+
+
+WHITE_SPACE = Part(r"(?: |\r?\n[ \t]{0,32})?", r"(?: |\r?(?:\n[ \t]{0,32})?)")
+"""Between the parts of a JSON text."""
+
+
+class Language:
+    """The texts that consist of these parts, one after the other."""
+
+    def __init__(self, *parts: Part) -> None:
+        self._whole = _compile("".join(part.whole for part in parts))
+        begun = [
+            "".join(part.whole for part in parts[:index]) + parts[index].begun
+            for index in range(len(parts))
+        ]
+        self._begun = _compile("|".join(begun))
+
+    def has(self, text: bytes) -> bool:
+        """Whether it is one of the texts."""
+        return self._whole.fullmatch(text) is not None
+
+    def begins(self, text: bytes) -> bool:
+        """Whether one of the texts begins with it, or is it."""
+        return self._begun.fullmatch(text) is not None
+
+
+def texts(*each: str) -> Language:
+    """These texts and no others."""
+    return Language(one_of(*each))
+
+
+def json_object_language(names: Sequence[str]) -> Language:
+    """JSON objects with these properties in this order, each of them true or false."""
+    parts = [one_of("{"), WHITE_SPACE]
+    for place, name in enumerate(names):
+        comma = [one_of(","), WHITE_SPACE] if place else []
+        parts += [*comma, one_of(f'"{name}"'), WHITE_SPACE, one_of(":"), WHITE_SPACE]
+        parts += [one_of("true", "false"), WHITE_SPACE]
+    return Language(*parts, one_of("}"))
+
+
+def _compile(pattern: str) -> "re.Pattern[bytes]":
+    """Of bytes, as tokens may be parts of characters."""
+    return re.compile(pattern.encode("latin-1"))
+
+
 MAX_CANDIDATES = 256
 """Of a row. Where fewer tokens are allowed, they must be just these."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class KnownConstraint:
     """A constraint, and what the kit knows of it."""
 
     kind: dict[str, Any]
@@ -69,10 +134,12 @@ def choice(*texts: str) -> dict[str, Any]:
     return {"choice": sampling_pb2.ChoiceList(choices=texts)}
 
 
-def asks(worker: Worker, kind: dict[str, Any], language: Language, **fields: Any) -> Asked:
+def known_constraint(
+    worker: Worker, kind: dict[str, Any], language: Language, **fields: Any
+) -> KnownConstraint:
     """A constraint that a token without a text may end. Raises Skipped as `texts_of` does."""
     texts_of(worker)
-    return Asked(kind=kind, language=language, **({"ends": [end_of(worker)]} | fields))
+    return KnownConstraint(kind=kind, language=language, **({"ends": [end_of(worker)]} | fields))
 
 
 def texts_of(worker: Worker) -> list[bytes]:
@@ -90,7 +157,9 @@ def end_of(worker: Worker) -> int:
     return next((token for token, text in enumerate(texts) if not text), len(texts) - 1)
 
 
-def offered(worker: Worker, asked: Asked, outputs: Sequence[Sequence[int]]) -> list[Candidates]:
+def offered(
+    worker: Worker, asked: KnownConstraint, outputs: Sequence[Sequence[int]]
+) -> list[Candidates]:
     """The candidates that the worker reports after each of these outputs."""
     prompt = worker.prompt(1)
     params = asked.params(num_candidates=min(MAX_CANDIDATES, worker.vocab_size))
@@ -104,7 +173,7 @@ def offered(worker: Worker, asked: Asked, outputs: Sequence[Sequence[int]]) -> l
         return [result.candidates[each.seq_id] for each in sequences]
 
 
-def expect_allowed(worker: Worker, asked: Asked, *outputs: str | Sequence[int]) -> None:
+def expect_allowed(worker: Worker, asked: KnownConstraint, *outputs: str | Sequence[int]) -> None:
     """Fail unless the worker offers just what is allowed after each of these outputs.
 
     A text is an output of the shortest tokens that it can be spelt with.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from conformance.case import Skipped
+from conformance.assertions import Skipped
 
 _BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"

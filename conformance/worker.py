@@ -4,22 +4,19 @@ import random
 import time
 from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import grpc
 
-from conformance.case import Failed
+from conformance.assertions import Failed
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
+from conformance.registration_server import RegistrationServer
 from conformance.sequence import GREEDY
-from conformance.step_stream import Refusal, Session
+from conformance.step_stream import Refusal, StepStream
 from conformance.vocabulary import token_texts
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-
-if TYPE_CHECKING:
-    from conformance.registration_server import Desk
 
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
@@ -44,12 +41,12 @@ class Worker:
         address: str,
         *,
         timeout_s: float = 60.0,
-        desk: "Desk | None" = None,
+        registration_server: RegistrationServer | None = None,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         """`timeout_s`: for each call and each step stream. Raises grpc.RpcError if none answers."""
         self.timeout_s = timeout_s
-        self.desk = desk
+        self.registration_server = registration_server
         """The core's side of its registration, if it was made with the kit."""
         self.channel = credentials.channel(address)
         self.stub = WorkerServiceStub(self.channel)
@@ -121,9 +118,9 @@ class Worker:
         )
         self.stub.InitializeCache(request, timeout=self.timeout_s)
 
-    def stream(self, epoch: int) -> Session:
+    def stream(self, epoch: int) -> StepStream:
         """A step stream of an epoch, as it is."""
-        return Session(
+        return StepStream(
             self.stub,
             epoch=epoch,
             block_size=self.block_size,
@@ -132,7 +129,7 @@ class Worker:
             timeout_s=self.timeout_s,
         )
 
-    def open(self) -> Session:
+    def open(self) -> StepStream:
         """New caches in a new epoch, and its stream."""
         epoch = self.next_epoch()
         self.initialize(epoch)

@@ -14,20 +14,22 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 
 | module | holds |
 | --- | --- |
-| `client`, `async_client` | what a user calls |
-| `blocking`, `nonblocking` | the calls behind them: retries, streams, failover |
-| `stream_state`, `batch`, `retry` | what both decide by; plain functions of what was received |
-| `sampling_params`, `prompts`, `requests` | what goes out |
-| `outputs`, `errors` | what comes back |
-| `connection` | addresses, TLS, tokens |
+| `client`, `async_client` | the API: `Client`, `AsyncClient` |
+| `calls`, `async_calls` | the gRPC calls behind it: retries, failover, output streams |
+| `stream_state`, `batch`, `retry` | what both share, free of I/O |
+| `sampling_params`, `requests` | what is sent |
+| `outputs`, `errors` | what is returned or raised |
+| `connection` | addresses, TLS, call metadata, channels |
 | `llm`, `local` | offline use: services started and supervised by this process |
-| `load` | load at a given rate, and how fast it was answered |
+| `bench` | load at a given rate, and the latencies and throughput measured |
 | `cli` | the `pagewire` command |
 
-The promise of a stream: if a connection or a frontend dies, it goes on where it was. The client
-then submits the request again with all it has received (`resume` in the protos) and the seed that
-the server reported at the start, so that the tokens are those of the undisturbed answer. What
-cannot go on raises one of `errors`; a cut stream never looks complete.
+`async_X` is the asyncio twin of `X`, name by name: keep the two in step.
+
+The promise of a stream: if a connection or a frontend dies, the stream continues where it broke.
+The client submits the request again with all that it has received (`resume` in the protos) and the
+seed that the server reported at the start, so that the tokens are those of the undisturbed answer.
+What cannot be continued raises one of `errors`; a cut stream never looks complete.
 
 Needs neither torch nor numpy nor a model: tokenizing is the server's work.
 """

@@ -1,4 +1,4 @@
-"""Calls that are awaited: `blocking`'s twin for asyncio, with the same names and promises."""
+"""The asyncio twin of `calls`, with the same names and promises."""
 
 # A timeout here is a gRPC deadline, which the server is told.
 # ruff: noqa: ASYNC109
@@ -14,11 +14,10 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
-from pagewire_client.connection import Connections
+from pagewire_client.connection import Connections, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
-from pagewire_client.tracing import trace_metadata
 
 T = TypeVar("T")
 _StatusStream: TypeAlias = AsyncGenerator[pb.WatchStatusResponse, None]

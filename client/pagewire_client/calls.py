@@ -1,7 +1,6 @@
-"""Calls that block: retries, reconnects, and streams that continue where they broke.
+"""Blocking gRPC calls: retries, failover, and streams that continue where they broke.
 
-`nonblocking` holds the same for asyncio; what both decide by is in `retry`, `stream_state` and
-`batch`.
+`async_calls` is the twin for asyncio; what both share is in `retry`, `stream_state` and `batch`.
 """
 
 import queue
@@ -15,11 +14,10 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
-from pagewire_client.connection import Connections
+from pagewire_client.connection import Connections, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
-from pagewire_client.tracing import trace_metadata
 
 T = TypeVar("T")
 

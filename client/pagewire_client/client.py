@@ -19,7 +19,7 @@ from pagewire_client.connection import (
 )
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput
-from pagewire_client.prompts import Messages, Prompt, chat_proto
+from pagewire_client.requests import Messages, Prompt, chat_proto
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 

@@ -1,6 +1,7 @@
-"""Where the servers are, and how they are spoken to: addresses, TLS, keys, channels."""
+"""Server addresses, TLS, API keys, call metadata, and channels."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import grpc
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 logger = logging.getLogger(__name__)
+
 
 Address: TypeAlias = str
 """`HOST:PORT` or `unix:PATH`."""
@@ -186,3 +188,15 @@ def _is_local(address: Address) -> bool:
 
 def _read(path: Path | str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """What tells a frontend of the span that is current now; nothing without OpenTelemetry, which
+    is never imported for it."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())

@@ -1,18 +1,59 @@
 """Offline use: a model in a few lines, without a server to start first."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from pagewire.v1.model_pb2 import ModelInfo
+from pagewire_client.batch import BatchProgress, OnProgress
 from pagewire_client.client import Client
 from pagewire_client.errors import Unavailable
 from pagewire_client.local import LocalServices
 from pagewire_client.outputs import RequestOutput
-from pagewire_client.progress import progress_bar
-from pagewire_client.prompts import Messages, Prompt, chat_proto, prompt_list
+from pagewire_client.requests import Messages, Prompt, chat_proto, prompt_list
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
+
+
+@contextmanager
+def progress_bar(*, shown: bool) -> Iterator[OnProgress | None]:
+    """A bar on standard error, to be told of progress; None if it is not to be shown."""
+    if not shown:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rates]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("prompts", total=None, rates="")
+
+        def on_progress(batch: BatchProgress) -> None:
+            elapsed = progress.tasks[0].elapsed or 0.0
+            progress.update(
+                task,
+                total=batch.num_requests,
+                completed=batch.num_finished,
+                rates=_rates(batch, elapsed),
+            )
+
+        yield on_progress
+
+
+def _rates(batch: BatchProgress, elapsed_s: float) -> str:
+    if elapsed_s <= 0:
+        return ""
+    prompt = batch.num_prompt_tokens / elapsed_s
+    output = batch.num_generated_tokens / elapsed_s
+    return f"in {prompt:.0f} out {output:.0f} tokens/s"
+
 
 _GRACE_PERIOD_S = 5.0
 """Nobody but us uses these services, and we close them when nothing is running."""

@@ -3,7 +3,8 @@
 import grpc
 
 from conformance import columns
-from conformance.case import case, expect
+from conformance.assertions import expect
+from conformance.case import case
 from conformance.cases.sequences import refuses
 from conformance.generation import Generation
 from conformance.sequence import Sequence, sampler_params
@@ -17,17 +18,17 @@ NUM_TOKENS = 4
 @case("plan", "The batch: one row per scheduled sequence.")
 def tokens_do_not_depend_on_the_rest_of_the_batch(worker: Worker) -> None:
     sampling = sampler_params(seed=11)
-    with worker.open() as session:
+    with worker.open() as stream:
         generations = {}
         sequences = []
         # They come one after the other, so that prefills and decodes share batches.
         for number in range(NUM_SEQUENCES + NUM_TOKENS - 1):
             if number < NUM_SEQUENCES:
                 prompt = worker.prompt(number, 3 + 5 * number)
-                sequences.append(session.new(prompt, sampling=sampling))
+                sequences.append(stream.new(prompt, sampling=sampling))
                 generations[sequences[-1].seq_id] = (prompt, Generation())
             rows = [each for each in sequences if len(each.output) < NUM_TOKENS]
-            result = session.step(*(each.row() for each in rows))
+            result = stream.step(*(each.row() for each in rows))
             for seq_id, step in result.sampled.items():
                 generations[seq_id][1].steps.append(step)
     for prompt, found in generations.values():
@@ -37,11 +38,11 @@ def tokens_do_not_depend_on_the_rest_of_the_batch(worker: Worker) -> None:
 @case("plan", "The sampled token of each sampling row, in row order")
 def results_are_in_the_order_of_the_rows(worker: Worker) -> None:
     prompts = [worker.prompt(number) for number in range(4)]
-    with worker.open() as session:
-        sequences = [session.new(prompt) for prompt in prompts]
-        session.step(*(each.row() for each in sequences))
+    with worker.open() as stream:
+        sequences = [stream.new(prompt) for prompt in prompts]
+        stream.step(*(each.row() for each in sequences))
         shuffled = [sequences[index] for index in (2, 0, 3, 1)]
-        result = session.step(*(each.row() for each in shuffled))
+        result = stream.step(*(each.row() for each in shuffled))
     for prompt, sequence in zip(prompts, sequences, strict=True):
         found = Generation([result.sampled[sequence.seq_id]])
         worker.expect_as_alone("a row in another place", found, prompt, start=1)
@@ -50,41 +51,41 @@ def results_are_in_the_order_of_the_rows(worker: Worker) -> None:
 @case("plan", "The batch: one row per scheduled sequence.")
 def a_known_sequence_may_be_left_out_of_a_step(worker: Worker) -> None:
     first, second = worker.prompt(1), worker.prompt(2)
-    with worker.open() as session:
-        waiting, running = session.new(first), session.new(second)
-        steps = [session.step(waiting.row(), running.row()).sampled[waiting.seq_id]]
-        session.generate(running, 3)
-        steps += session.generate(waiting, 2).steps
+    with worker.open() as stream:
+        waiting, running = stream.new(first), stream.new(second)
+        steps = [stream.step(waiting.row(), running.row()).sampled[waiting.seq_id]]
+        stream.generate(running, 3)
+        steps += stream.generate(waiting, 2).steps
     worker.expect_as_alone("a sequence that paused", Generation(steps), first)
 
 
 @case("plan", "One byte per row")
 def only_rows_that_sample_bring_tokens(worker: Worker) -> None:
-    with worker.open() as session:
-        sequences = [session.new(worker.prompt(number)) for number in range(3)]
+    with worker.open() as stream:
+        sequences = [stream.new(worker.prompt(number)) for number in range(3)]
         rows = [
             sequences[0].row(2, sample=False),
             sequences[1].row(),
             sequences[2].row(3, sample=False),
         ]
-        result = session.step(*rows)
+        result = stream.step(*rows)
         expect("sequences that sampled", list(result.sampled), [sequences[1].seq_id])
 
 
 @case("plan", "Tokens to compute per row, following those already computed.")
 def more_tokens_than_the_sequence_has_are_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.send(sequence.row(len(sequence.tokens) + 1))
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens", "seq_ids")
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.send(sequence.row(len(sequence.tokens) + 1))
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens", "seq_ids")
 
 
 @case("plan", "A sampling row computes up to and including the last token the sequence has.")
 def sampling_before_the_last_token_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.send(sequence.row(len(sequence.tokens) - 1))
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "sample", "num_tokens")
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.send(sequence.row(len(sequence.tokens) - 1))
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "sample", "num_tokens")
 
 
 @case("plan", "Tokens to compute per row, following those already computed.")

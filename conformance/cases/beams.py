@@ -5,7 +5,8 @@ from typing import NamedTuple
 import grpc
 
 from conformance import columns
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.generation import TOLERANCE
 from conformance.sequence import NUM_LOGPROBS, Sequence, sampler_params
 from conformance.step_stream import Candidates
@@ -53,9 +54,9 @@ def expect_candidates(worker: Worker, found: Candidates, tokens: list[int]) -> N
 def candidates_are_reported_instead_of_a_token(worker: Worker) -> None:
     for number in range(3):
         prompt = worker.prompt(number)
-        with worker.open() as session:
-            sequence = session.new(prompt, sampling=beam(worker))
-            result = session.step(sequence.row())
+        with worker.open() as stream:
+            sequence = stream.new(prompt, sampling=beam(worker))
+            result = stream.step(sequence.row())
         expect("the row's token", result.token(sequence), -1)
         expect("log probabilities of a token", len(result.message.logprobs), 0)
         expect("errors", result.errors, {})
@@ -64,13 +65,13 @@ def candidates_are_reported_instead_of_a_token(worker: Worker) -> None:
 
 @case("plan", "tokens the core has chosen among the candidates")
 def the_core_tells_which_token_was_chosen(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1), sampling=beam(worker))
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1), sampling=beam(worker))
         reports = []
         for rank in (1, 0, 2):
-            found = session.step(sequence.row()).candidates[sequence.seq_id]
+            found = stream.step(sequence.row()).candidates[sequence.seq_id]
             reports.append((list(sequence.tokens), found))
-            session.append(sequence, found.token_ids[rank])
+            stream.append(sequence, found.token_ids[rank])
     for tokens, found in reports:
         expect_candidates(worker, found, tokens)
 
@@ -78,16 +79,16 @@ def the_core_tells_which_token_was_chosen(worker: Worker) -> None:
 @case("plan", "they take over their parents' tokens without these")
 def a_beam_forks_before_its_parent_gets_its_token(worker: Worker) -> None:
     sampling = beam(worker)
-    with worker.open() as session:
-        parent = session.new(worker.prompt(2), sampling=sampling)
-        found = session.step(parent.row()).candidates[parent.seq_id]
+    with worker.open() as stream:
+        parent = stream.new(worker.prompt(2), sampling=sampling)
+        found = stream.step(parent.row()).candidates[parent.seq_id]
         first, second = found.token_ids[:2]
-        target = session.take_blocks(1)[0]
+        target = stream.take_blocks(1)[0]
         blocks = [*parent.blocks[:-1], target]
         copy = [(parent.blocks[-1], target)]
-        fork = session.fork(parent, [second], blocks=blocks, sampling=sampling)
-        session.append(parent, first)
-        result = session.step(parent.row(), fork.row(), copy=copy)
+        fork = stream.fork(parent, [second], blocks=blocks, sampling=sampling)
+        stream.append(parent, first)
+        result = stream.step(parent.row(), fork.row(), copy=copy)
     for each, token in ((parent, first), (fork, second)):
         expect("the last token", each.tokens[-1], token)
         expect_candidates(worker, result.candidates[each.seq_id], each.tokens)
@@ -96,11 +97,11 @@ def a_beam_forks_before_its_parent_gets_its_token(worker: Worker) -> None:
 @case("plan", "For sampling rows of sequences with num_candidates, in row order")
 def beams_and_sampling_rows_share_a_batch(worker: Worker) -> None:
     prompts = [worker.prompt(number) for number in range(4)]
-    with worker.open() as session:
-        beams = [session.new(prompt, sampling=beam(worker)) for prompt in prompts[:2]]
-        others = [session.new(prompt) for prompt in prompts[2:]]
+    with worker.open() as stream:
+        beams = [stream.new(prompt, sampling=beam(worker)) for prompt in prompts[:2]]
+        others = [stream.new(prompt) for prompt in prompts[2:]]
         family = [others[0], beams[0], others[1], beams[1]]
-        result = session.step(*(each.row() for each in family))
+        result = stream.step(*(each.row() for each in family))
     expect("rows with candidates", [entry.row for entry in result.message.candidates], [1, 3])
     expect("tokens of beams", [result.token(each) for each in beams], [-1, -1])
     for each, prompt in zip(beams, prompts, strict=False):
@@ -114,10 +115,10 @@ def a_bias_changes_a_candidates_log_probability(worker: Worker) -> None:
     prompt = worker.prompt(1)
     expected = top(worker, prompt)
     lifted, value = expected.ids[1], 3.0
-    with worker.open() as session:
+    with worker.open() as stream:
         bias = [{"token_id": lifted, "bias": value}]
-        sequence = session.new(prompt, sampling=beam(worker, logit_bias=bias))
-        found = session.step(sequence.row()).candidates[sequence.seq_id]
+        sequence = stream.new(prompt, sampling=beam(worker, logit_bias=bias))
+        found = stream.step(sequence.row()).candidates[sequence.seq_id]
     logprobs = dict(zip(found.token_ids, found.logprobs, strict=True))
     for token, added in ((lifted, value), (expected.ids[0], 0.0)):
         wanted = expected.logprobs[expected.ids.index(token)] + added
@@ -133,23 +134,23 @@ def excluded_tokens_are_no_candidates(worker: Worker) -> None:
     held_back = columns.pack([first])
     words = [{"token_ids": columns.pack([second])}]
     sampling = beam(worker, min_tokens=1, suppressed_token_ids=held_back, bad_words=words)
-    with worker.open() as session:
-        sequence = session.new(prompt, sampling=sampling)
-        found = session.step(sequence.row()).candidates[sequence.seq_id]
+    with worker.open() as stream:
+        sequence = stream.new(prompt, sampling=sampling)
+        found = stream.step(sequence.row()).candidates[sequence.seq_id]
     expect("excluded candidates", {first, second} & set(found.token_ids), set())
     expect_true(len(found.token_ids) > 0, "there are no candidates at all")
 
 
 def _refuses_append(worker: Worker, pairs: list[int], *, is_beam: bool = True) -> None:
     """Fail unless a plan with these appended tokens is refused; sequence 1 is known."""
-    with worker.open() as session:
+    with worker.open() as stream:
         fields = {"sampling": beam(worker)} if is_beam else {}
-        sequence: Sequence = session.new(worker.prompt(1), **fields)
-        session.step(sequence.row())
-        plan: plan_pb2.StepPlan = session.plan()
+        sequence: Sequence = stream.new(worker.prompt(1), **fields)
+        stream.step(sequence.row())
+        plan: plan_pb2.StepPlan = stream.plan()
         plan.appended_tokens = columns.pack(pairs)
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "appended_tokens")
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "appended_tokens")
 
 
 @case("worker_service", "A plan that is malformed")
@@ -179,6 +180,6 @@ def an_appended_token_beyond_the_vocabulary_is_refused(worker: Worker) -> None:
 
 @case("sampling", "Present, from 1: the worker chooses no token.")
 def no_candidates_at_all_are_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        session.send(session.new(worker.prompt(1), sampling=sampler_params(num_candidates=0)).row())
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
+    with worker.open() as stream:
+        stream.send(stream.new(worker.prompt(1), sampling=sampler_params(num_candidates=0)).row())
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")

@@ -15,24 +15,24 @@ from pagewire.v1 import plan_pb2
 @case("plan", "The block table. int32 column of device blocks.")
 def blocks_may_be_anywhere_in_the_cache(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        blocks = session.take_blocks(min(session.num_gpu_blocks, 64))
+    with worker.open() as stream:
+        blocks = stream.take_blocks(min(stream.num_gpu_blocks, 64))
         random.Random(3).shuffle(blocks)
         table = blocks[: -(-(len(prompt) + 4) // worker.block_size)]
-        found = session.generate(session.new(prompt, blocks=table), 4)
+        found = stream.generate(stream.new(prompt, blocks=table), 4)
     worker.expect_as_alone("a sequence in scattered blocks", found, prompt)
 
 
 @case("plan", "an index one past the end appends")
 def a_table_grows_by_block_updates(worker: Worker) -> None:
     prompt, num_tokens = worker.prompt(1), worker.block_size + 3
-    with worker.open() as session:
-        found = session.generate(session.new(prompt), num_tokens)
-    with worker.open() as session:
-        sequence = session.new(prompt)
+    with worker.open() as stream:
+        found = stream.generate(stream.new(prompt), num_tokens)
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
         more = -(-(len(prompt) + num_tokens) // worker.block_size)
-        sequence.blocks = session.take_blocks(more)
-        at_once = session.generate(sequence, num_tokens)
+        sequence.blocks = stream.take_blocks(more)
+        at_once = stream.generate(sequence, num_tokens)
     worker.expect_as_alone("a sequence that grew block by block", found, prompt)
     worker.expect_as_alone("a sequence with all blocks at once", at_once, prompt)
 
@@ -40,13 +40,13 @@ def a_table_grows_by_block_updates(worker: Worker) -> None:
 @case("plan", "sets that entry")
 def an_entry_may_be_replaced_once_its_block_was_copied(worker: Worker) -> None:
     prompt = worker.prompt(2)
-    with worker.open() as session:
-        sequence = session.new(prompt)
-        session.generate(sequence, 2)
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
+        stream.generate(sequence, 2)
         index = len(sequence.blocks) - 1
-        source, target = sequence.blocks[index], session.take_blocks(1)[0]
+        source, target = sequence.blocks[index], stream.take_blocks(1)[0]
         sequence.blocks[index] = target
-        found = session.generate(
+        found = stream.generate(
             sequence, 3, copy=[(source, target)], block_updates=[(sequence.seq_id, index, target)]
         )
     worker.expect_as_alone("a sequence moved to a copy", found, prompt, start=2)
@@ -91,8 +91,8 @@ def an_update_of_an_unknown_sequence_is_refused(worker: Worker) -> None:
 
 @case("plan", "The block table. int32 column of device blocks.")
 def a_row_that_lacks_blocks_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        plan = session.plan(session.new(worker.prompt(1)).row())
+    with worker.open() as stream:
+        plan = stream.plan(stream.new(worker.prompt(1)).row())
         plan.new_sequences[0].block_ids = plan.new_sequences[0].block_ids[:-4]
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens", "seq_ids")
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens", "seq_ids")

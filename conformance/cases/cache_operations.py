@@ -3,11 +3,12 @@
 import grpc
 
 from conformance import columns
-from conformance.case import case, expect_true, fail
+from conformance.assertions import expect_true, fail
+from conformance.case import case
 from conformance.cases.sequences import refuses
 from conformance.generation import Generation, first_difference
 from conformance.sequence import Sequence
-from conformance.step_stream import Session
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 
@@ -19,9 +20,9 @@ def full_blocks(worker: Worker, prompt: list[int]) -> int:
     return (len(prompt) - 1) // worker.block_size
 
 
-def borrowed(session: Session, worker: Worker, tokens: list[int], blocks: list[int]) -> Sequence:
+def borrowed(stream: StepStream, worker: Worker, tokens: list[int], blocks: list[int]) -> Sequence:
     """A new sequence that finds its first tokens computed in these blocks, all full."""
-    return session.new(
+    return stream.new(
         tokens, blocks=list(blocks), num_computed_tokens=len(blocks) * worker.block_size
     )
 
@@ -31,22 +32,22 @@ def another_sequences_blocks_serve_as_a_prefix(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         prompt = worker.prompt(number)
         count = full_blocks(worker, prompt)
-        with worker.open() as session:
-            first = session.new(prompt)
-            session.generate(first, 2)
+        with worker.open() as stream:
+            first = stream.new(prompt)
+            stream.generate(first, 2)
             shared = first.blocks[:count]
-            found = session.generate(borrowed(session, worker, prompt, shared), 3)
+            found = stream.generate(borrowed(stream, worker, prompt, shared), 3)
         worker.expect_as_alone("a sequence with a cached prefix", found, prompt)
 
 
 @case("plan", "Tokens whose KV is already in the blocks below (a cached prefix")
 def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        first = session.new(prompt)
-        session.generate(first, 2)
-        second = borrowed(session, worker, prompt, first.blocks[: full_blocks(worker, prompt)])
-        found = session.generate(second, 3, forget=[first])
+    with worker.open() as stream:
+        first = stream.new(prompt)
+        stream.generate(first, 2)
+        second = borrowed(stream, worker, prompt, first.blocks[: full_blocks(worker, prompt)])
+        found = stream.generate(second, 3, forget=[first])
     worker.expect_as_alone("a sequence with a cached prefix", found, prompt)
 
 
@@ -56,13 +57,13 @@ def the_blocks_contents_matter(worker: Worker) -> None:
     differences = 0
     for number in range(NUM_PROMPTS):
         prompt, other = worker.prompt(number), worker.prompt(number + 50)
-        with worker.open() as session:
-            wrong = session.new(other)
-            session.generate(wrong, 1)
+        with worker.open() as stream:
+            wrong = stream.new(other)
+            stream.generate(wrong, 1)
             blocks = wrong.blocks[: full_blocks(worker, prompt)]
-            sequence = borrowed(session, worker, prompt, blocks)
+            sequence = borrowed(stream, worker, prompt, blocks)
             try:
-                found = session.generate(sequence, 3)
+                found = stream.generate(sequence, 3)
             except grpc.RpcError as error:
                 # A worker that checks plans, as the simulated one does, may see through this.
                 expect_true(
@@ -80,12 +81,12 @@ def the_blocks_contents_matter(worker: Worker) -> None:
         )
 
 
-def overwrite(session: Session, worker: Worker, blocks: list[int], companion: Sequence) -> None:
+def overwrite(stream: StepStream, worker: Worker, blocks: list[int], companion: Sequence) -> None:
     """Fill device blocks with another sequence's KV."""
     tokens = worker.prompt(77, len(blocks) * worker.block_size)
-    intruder = session.new(tokens, blocks=list(blocks))
-    session.step(companion.row(), intruder.row())
-    session.step(companion.row(), forget=[intruder])
+    intruder = stream.new(tokens, blocks=list(blocks))
+    stream.step(companion.row(), intruder.row())
+    stream.step(companion.row(), forget=[intruder])
 
 
 @case("plan", "Pairs (source, target) of device blocks, int32 column: copy-on-write.")
@@ -93,48 +94,48 @@ def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         prompt = worker.prompt(number)
         count = full_blocks(worker, prompt)
-        with worker.open() as session:
-            first = session.new(prompt)
-            session.step(first.row())
-            targets = session.take_blocks(count)
+        with worker.open() as stream:
+            first = stream.new(prompt)
+            stream.step(first.row())
+            targets = stream.take_blocks(count)
             pairs = list(zip(first.blocks[:count], targets, strict=True))
-            session.step(first.row(), copy=pairs)
-            _forget_and_overwrite(session, worker, first)
-            found = session.generate(borrowed(session, worker, prompt, targets), 3)
+            stream.step(first.row(), copy=pairs)
+            _forget_and_overwrite(stream, worker, first)
+            found = stream.generate(borrowed(stream, worker, prompt, targets), 3)
         worker.expect_as_alone("a sequence in copies of its blocks", found, prompt)
 
 
-def _forget_and_overwrite(session: Session, worker: Worker, first: Sequence) -> None:
-    companion = session.new(worker.prompt(41))
-    session.step(companion.row(), forget=[first])
-    overwrite(session, worker, first.blocks, companion)
+def _forget_and_overwrite(stream: StepStream, worker: Worker, first: Sequence) -> None:
+    companion = stream.new(worker.prompt(41))
+    stream.step(companion.row(), forget=[first])
+    overwrite(stream, worker, first.blocks, companion)
 
 
 @case("plan", "Pairs (source, target) of device blocks, int32 column: copy-on-write.")
 def a_copy_leaves_its_source_as_it_is(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        first = session.new(prompt)
-        steps = [session.step(first.row()).sampled[first.seq_id]]
-        target = session.take_blocks(1)[0]
-        steps += session.generate(first, 3, copy=[(first.blocks[0], target)]).steps
+    with worker.open() as stream:
+        first = stream.new(prompt)
+        steps = [stream.step(first.row()).sampled[first.seq_id]]
+        target = stream.take_blocks(1)[0]
+        steps += stream.generate(first, 3, copy=[(first.blocks[0], target)]).steps
     worker.expect_as_alone("a sequence whose block was copied", Generation(steps), prompt)
 
 
 @case("plan", "Each of the three cache operations reads all its sources before it writes")
 def a_copys_target_may_be_another_copys_source(worker: Worker) -> None:
     first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
-    with worker.open() as session:
-        first, second = session.new(first_prompt), session.new(second_prompt)
-        companion = session.new(worker.prompt(3))
-        session.step(first.row(), second.row(), companion.row())
+    with worker.open() as stream:
+        first, second = stream.new(first_prompt), stream.new(second_prompt)
+        companion = stream.new(worker.prompt(3))
+        stream.step(first.row(), second.row(), companion.row())
         count = full_blocks(worker, first_prompt)
         ours, theirs = first.blocks[:count], second.blocks[:count]
-        session.step(companion.row(), forget=[first, second])
+        stream.step(companion.row(), forget=[first, second])
         exchange = [*zip(ours, theirs, strict=True), *zip(theirs, ours, strict=True)]
-        session.step(companion.row(), copy=exchange)
-        found = session.generate(borrowed(session, worker, first_prompt, theirs), 3)
-        other = session.generate(borrowed(session, worker, second_prompt, ours), 3)
+        stream.step(companion.row(), copy=exchange)
+        found = stream.generate(borrowed(stream, worker, first_prompt, theirs), 3)
+        other = stream.generate(borrowed(stream, worker, second_prompt, ours), 3)
     worker.expect_as_alone("the first of two that changed places", found, first_prompt)
     worker.expect_as_alone("the second of two that changed places", other, second_prompt)
 

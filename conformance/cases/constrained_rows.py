@@ -2,12 +2,20 @@
 
 from typing import Any
 
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.generation import Generation
-from conformance.language import texts
 from conformance.sampling_oracle import draw, expected_token
 from conformance.sequence import GREEDY
-from conformance.structured_output import Asked, asks, choice, end_of, offered, texts_of
+from conformance.structured_output import (
+    KnownConstraint,
+    choice,
+    end_of,
+    known_constraint,
+    offered,
+    texts,
+    texts_of,
+)
 from conformance.vocabulary import spell
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
@@ -17,10 +25,10 @@ LETTERS = "abcdefghij"
 NUM_DRAWS = 24
 
 
-def letters(worker: Worker, **fields: Any) -> Asked:
+def letters(worker: Worker, **fields: Any) -> KnownConstraint:
     """Twelve letters of the first ten: many ways to go on, and an end that is far away."""
     pattern = f"[{LETTERS[0]}-{LETTERS[-1]}]{{{NUM_LETTERS}}}"
-    return asks(worker, {"regex": pattern}, texts(*LETTERS), **fields)
+    return known_constraint(worker, {"regex": pattern}, texts(*LETTERS), **fields)
 
 
 def expect_letters(worker: Worker, what: str, tokens: list[int]) -> None:
@@ -42,16 +50,16 @@ def the_most_probable_of_the_allowed_tokens_is_chosen(worker: Worker) -> None:
 @case("sampling", "the first is taken at which their cumulative probability exceeds the draw")
 def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
     known = texts_of(worker)
-    asked = asks(worker, choice(*"abcdefgh"), texts(*"abcdefgh"))
+    asked = known_constraint(worker, choice(*"abcdefgh"), texts(*"abcdefgh"))
     (found,) = offered(worker, asked, [[]])
     logprobs = dict(zip(found.token_ids, found.logprobs, strict=True))
     num_predicted = 0
-    with worker.open() as session:
+    with worker.open() as stream:
         sequences = [
-            session.new(worker.prompt(1), sampling=asked.params(seed=seed, temperature=3.0))
+            stream.new(worker.prompt(1), sampling=asked.params(seed=seed, temperature=3.0))
             for seed in range(NUM_DRAWS)
         ]
-        result = session.step(*(each.row() for each in sequences))
+        result = stream.step(*(each.row() for each in sequences))
     for each in sequences:
         seed = each.sampling.seed
         wanted = expected_token(logprobs, each.sampling, draw(seed, 0, 0))
@@ -66,11 +74,11 @@ def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
 def steps_planned_ahead_follow_the_constraint(worker: Worker) -> None:
     params = letters(worker).params(seed=5)
     prompt = worker.prompt(2)
-    with worker.open() as session:
-        sequence = session.new(prompt, sampling=params)
+    with worker.open() as stream:
+        sequence = stream.new(prompt, sampling=params)
         for _ in range(4):
-            session.send(sequence.row())
-        steps = [session.receive().sampled[sequence.seq_id] for _ in range(4)]
+            stream.send(sequence.row())
+        steps = [stream.receive().sampled[sequence.seq_id] for _ in range(4)]
     expect_letters(worker, "four steps sent at once", [step.token for step in steps])
     worker.expect_as_alone("four steps sent at once", Generation(steps), prompt, params)
 
@@ -81,10 +89,10 @@ def a_recomputed_sequence_goes_on_where_it_was(worker: Worker) -> None:
     prompt = worker.prompt(3)
     alone = worker.alone(prompt, 5, params)
     expect_letters(worker, "a constrained sequence", alone.tokens)
-    with worker.open() as session:
+    with worker.open() as stream:
         tokens = [*prompt, *alone.tokens[:2]]
-        again = session.new(tokens, num_prompt_tokens=len(prompt), sampling=params)
-        found = session.generate(again, 3)
+        again = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=params)
+        found = stream.generate(again, 3)
     worker.expect_as_alone("a recomputed sequence", found, prompt, params, start=2)
 
 
@@ -92,20 +100,20 @@ def a_recomputed_sequence_goes_on_where_it_was(worker: Worker) -> None:
 def a_fork_follows_its_own_output(worker: Worker) -> None:
     known = texts_of(worker)
     words = ["ab", "cd"]
-    asked = asks(worker, choice(*words), texts(*words))
+    asked = known_constraint(worker, choice(*words), texts(*words))
     params = asked.params(temperature=0.0)
-    with worker.open() as session:
-        parent = session.new(
+    with worker.open() as stream:
+        parent = stream.new(
             worker.prompt(1), sampling=asked.params(num_candidates=min(8, worker.vocab_size))
         )
-        session.step(parent.row())
+        stream.step(parent.row())
         forks = []
         for word in words:
             (first,) = spell(known, word[0])
-            blocks = session.take_blocks(len(parent.blocks))
-            forks.append(session.fork(parent, [first], blocks=blocks, sampling=params))
+            blocks = stream.take_blocks(len(parent.blocks))
+            forks.append(stream.fork(parent, [first], blocks=blocks, sampling=params))
         copies = [pair for fork in forks for pair in zip(parent.blocks, fork.blocks, strict=True)]
-        result = session.step(*(each.row() for each in forks), copy=copies)
+        result = stream.step(*(each.row() for each in forks), copy=copies)
     found = [known[result.token(each)].decode() for each in forks]
     expect("what follows `a` and `c` in forks of one sequence", found, [word[1] for word in words])
 
@@ -114,12 +122,12 @@ def a_fork_follows_its_own_output(worker: Worker) -> None:
 def rows_without_a_constraint_are_unaffected(worker: Worker) -> None:
     params = letters(worker).params(seed=1)
     prompt = worker.prompt(0)
-    with worker.open() as session:
-        free = session.new(prompt)
-        bound = [session.new(worker.prompt(number), sampling=params) for number in (1, 2)]
+    with worker.open() as stream:
+        free = stream.new(prompt)
+        bound = [stream.new(worker.prompt(number), sampling=params) for number in (1, 2)]
         steps = []
         for _ in range(3):
-            result = session.step(bound[0].row(), free.row(), bound[1].row())
+            result = stream.step(bound[0].row(), free.row(), bound[1].row())
             steps.append(result.sampled[free.seq_id])
     for each in bound:
         expect_letters(worker, "a constrained row beside others", each.output)
@@ -139,15 +147,15 @@ def log_probabilities_are_those_of_before_the_constraint(worker: Worker) -> None
 def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
     end, prompt = end_of(worker), worker.prompt(0)
     known = texts_of(worker)
-    asked = asks(worker, choice("ab"), texts("ab"))
+    asked = known_constraint(worker, choice("ab"), texts("ab"))
     ended = [*worker.prompt(1), *spell(known, "ab"), end]
-    with worker.open() as session:
-        late = session.new(
+    with worker.open() as stream:
+        late = stream.new(
             ended, num_prompt_tokens=len(ended) - 3, sampling=asked.params(temperature=0.0)
         )
-        other = session.new(prompt)
-        steps = [session.step(late.row(), other.row()).sampled[other.seq_id]]
-        steps += session.generate(other, 2, forget=[late]).steps
+        other = stream.new(prompt)
+        steps = [stream.step(late.row(), other.row()).sampled[other.seq_id]]
+        steps += stream.generate(other, 2, forget=[late]).steps
     worker.expect_as_alone("a row beside one that has ended", Generation(steps), prompt)
 
 
@@ -155,27 +163,25 @@ def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
 def an_output_that_does_not_follow_fails_alone(worker: Worker) -> None:
     known, prompt = texts_of(worker), worker.prompt(0)
     wrong = [*worker.prompt(1), *spell(known, "zz")]
-    with worker.open() as session:
-        bad = session.new(
-            wrong, num_prompt_tokens=len(wrong) - 2, sampling=letters(worker).params()
-        )
-        good = session.new(prompt)
-        result = session.step(bad.row(), good.row())
+    with worker.open() as stream:
+        bad = stream.new(wrong, num_prompt_tokens=len(wrong) - 2, sampling=letters(worker).params())
+        good = stream.new(prompt)
+        result = stream.step(bad.row(), good.row())
         reason = plan_pb2.ROW_ERROR_REASON_CONSTRAINT
         expect("the rows' errors", result.errors, {bad.seq_id: reason})
         expect("the failed row's token", result.token(bad), -1)
-        steps = [result.sampled[good.seq_id], *session.generate(good, 2, forget=[bad]).steps]
+        steps = [result.sampled[good.seq_id], *stream.generate(good, 2, forget=[bad]).steps]
     worker.expect_as_alone("a row beside a failed one", Generation(steps), prompt)
 
 
 @case("plan", "Every token was excluded by the request's own constraints.")
 def bad_words_may_leave_nothing_of_what_is_allowed(worker: Worker) -> None:
     known = texts_of(worker)
-    asked = asks(worker, choice("a"), texts("a"))
+    asked = known_constraint(worker, choice("a"), texts("a"))
     (letter,) = spell(known, "a")
     words = [{"token_ids": letter.to_bytes(4, "little")}]
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1), sampling=asked.params(bad_words=words))
-        result = session.step(sequence.row())
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1), sampling=asked.params(bad_words=words))
+        result = stream.step(sequence.row())
     reason = plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES
     expect("the row's error", result.errors, {sequence.seq_id: reason})

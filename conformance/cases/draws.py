@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from conformance.case import case, expect, expect_true, fail
+from conformance.assertions import expect, expect_true, fail
+from conformance.case import case
 from conformance.sampling_oracle import draw, expected_token
 from conformance.sequence import sampler_params
 from conformance.worker import Worker
@@ -21,9 +22,9 @@ def check_draws(worker: Worker, **fields: Any) -> None:
     top_k = min(TOP_K, worker.vocab_size)
     fields = {"top_k": top_k, "logprobs": min(top_k + 1, worker.vocab_size)} | fields
     tokens_predicted, tokens_seen = 0, set()
-    with worker.open() as session:
+    with worker.open() as stream:
         sequences = [
-            session.new(
+            stream.new(
                 worker.prompt(number, 5),
                 sampling=sampler_params(seed=(2**40 + 1) * (number + 1), **fields),
                 choice_index=number % 5,
@@ -31,7 +32,7 @@ def check_draws(worker: Worker, **fields: Any) -> None:
             for number in range(NUM_SEQUENCES)
         ]
         for position in range(NUM_TOKENS):
-            result = session.step(*(each.row() for each in sequences))
+            result = stream.step(*(each.row() for each in sequences))
             for each in sequences:
                 step = result.sampled[each.seq_id]
                 logprobs = dict(zip(step.top_ids, step.top_logprobs, strict=True))

@@ -8,7 +8,8 @@ that has occurred and is among the most probable: the kit looks for one, then li
 from typing import Any, NamedTuple
 
 from conformance import columns
-from conformance.case import Skipped, case, expect
+from conformance.assertions import Skipped, expect
+from conformance.case import case
 from conformance.sequence import NUM_LOGPROBS, sampler_params
 from conformance.worker import Worker
 
@@ -41,9 +42,9 @@ def lead(worker: Worker, prompt: list[int]) -> Lead:
 def chosen(worker: Worker, tokens: list[int], num_prompt_tokens: int, **fields: Any) -> int:
     """The token chosen at temperature 0 with these parameters."""
     sampling = sampler_params(temperature=0.0, **fields)
-    with worker.open() as session:
-        sequence = session.new(tokens, num_prompt_tokens=num_prompt_tokens, sampling=sampling)
-        return session.step(sequence.row()).token(sequence)
+    with worker.open() as stream:
+        sequence = stream.new(tokens, num_prompt_tokens=num_prompt_tokens, sampling=sampling)
+        return stream.step(sequence.row()).token(sequence)
 
 
 def bias(**by_token: float) -> list[dict[str, float]]:
@@ -135,14 +136,14 @@ def find_repeat(worker: Worker) -> Repeat:
     """Looks until it is found; skips the case if the model never repeats itself."""
     width = min(MANY_LOGPROBS, worker.vocab_size)
     sampling = sampler_params(temperature=0.0, logprobs=width)
-    with worker.open() as session:
+    with worker.open() as stream:
         for batch in range(MAX_BATCHES):
             prompts = [
                 worker.prompt(500, 1) + worker.prompt(64 * batch + index, 1) * NUM_REPEATS
                 for index in range(64)
             ]
-            sequences = [session.new(prompt, sampling=sampling) for prompt in prompts]
-            result = session.step(*(each.row() for each in sequences))
+            sequences = [stream.new(prompt, sampling=sampling) for prompt in prompts]
+            result = stream.step(*(each.row() for each in sequences))
             for each in sequences:
                 step = result.sampled[each.seq_id]
                 ranked = dict(zip(step.top_ids, step.top_logprobs, strict=True))
@@ -152,7 +153,7 @@ def find_repeat(worker: Worker) -> Repeat:
                     gap = ranked[rivals[0]] - ranked[token]
                     if gap < MAX_BIAS:
                         return Repeat(each.tokens[:4], token, rivals[0], gap)
-            session.step(session.new(worker.prompt(1, 2)).row(), forget=sequences)
+            stream.step(stream.new(worker.prompt(1, 2)).row(), forget=sequences)
     raise Skipped("of a thousand tokens that occurred none was among the most probable to follow")
 
 

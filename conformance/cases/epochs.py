@@ -2,7 +2,8 @@
 
 import grpc
 
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.worker import Worker
 
 
@@ -61,13 +62,13 @@ def an_epoch_does_not_come_back_after_its_stream(worker: Worker) -> None:
 
 @case("plan", "the same in all its plans")
 def a_plan_of_another_epoch_ends_the_stream(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.step(sequence.row())
-        plan = session.plan(sequence.row())
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.step(sequence.row())
+        plan = stream.plan(sequence.row())
         plan.epoch += 1
-        session.send_plan(plan)
-        code = session.refusal().code
+        stream.send_plan(plan)
+        code = stream.refusal().code
     worker.next_epoch()
     allowed = (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION)
     expect_true(code in allowed, f"expected ABORTED or FAILED_PRECONDITION, got {code.name}")
@@ -89,8 +90,8 @@ def a_stream_that_was_broken_off_leaves_nothing(worker: Worker) -> None:
         sequence = broken.new(worker.prompt(1))
         broken.step(sequence.row())
         broken.cancel()
-    with worker.stream(worker.next_epoch()) as session:
+    with worker.stream(worker.next_epoch()) as stream:
         prompt = worker.prompt(2)
-        found = session.generate(session.new(prompt, seq_id=sequence.seq_id), 2)
+        found = stream.generate(stream.new(prompt, seq_id=sequence.seq_id), 2)
         worker.expect_as_alone("a sequence under the same id", found, prompt)
-        expect("its id", session.step_id, 2)
+        expect("its id", stream.step_id, 2)

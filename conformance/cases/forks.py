@@ -3,7 +3,8 @@
 import grpc
 
 from conformance import columns
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.generation import Generation, expect_same
 from conformance.sequence import sampler_params
 from conformance.worker import Worker
@@ -15,10 +16,10 @@ NUM_FORKS = 3
 @case("plan", "samples from the parent's last logits")
 def forks_without_tokens_sample_from_their_parents_logits(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        parent = session.new(prompt)
-        forks = [session.fork(parent) for _ in range(NUM_FORKS)]
-        result = session.step(parent.row(), *(fork.row(0) for fork in forks))
+    with worker.open() as stream:
+        parent = stream.new(prompt)
+        forks = [stream.fork(parent) for _ in range(NUM_FORKS)]
+        result = stream.step(parent.row(), *(fork.row(0) for fork in forks))
     for fork in forks:
         found = Generation([result.sampled[fork.seq_id]])
         worker.expect_as_alone("a fork's first token", found, prompt)
@@ -28,23 +29,23 @@ def forks_without_tokens_sample_from_their_parents_logits(worker: Worker) -> Non
 def forks_draw_for_themselves(worker: Worker) -> None:
     prompt, num_tokens = worker.prompt(2), 3
     sampling = sampler_params(seed=SEED)
-    with worker.open() as session:
-        parent = session.new(prompt, sampling=sampling)
-        forks = [session.fork(parent, sampling=sampling, choice_index=1 + i) for i in range(3)]
+    with worker.open() as stream:
+        parent = stream.new(prompt, sampling=sampling)
+        forks = [stream.fork(parent, sampling=sampling, choice_index=1 + i) for i in range(3)]
         family = [parent, *forks]
-        results = [session.step(parent.row(), *(fork.row(0) for fork in forks))]
+        results = [stream.step(parent.row(), *(fork.row(0) for fork in forks))]
         # Each goes on in a last block of its own: copy-on-write.
         copies = []
         for fork in forks:
-            target = session.take_blocks(1)[0]
+            target = stream.take_blocks(1)[0]
             copies.append((fork.blocks[-1], target))
             fork.blocks[-1] = target
         updates = [(fork.seq_id, len(fork.blocks) - 1, fork.blocks[-1]) for fork in forks]
         results.append(
-            session.step(*(each.row() for each in family), copy=copies, block_updates=updates)
+            stream.step(*(each.row() for each in family), copy=copies, block_updates=updates)
         )
         while len(results) < num_tokens:
-            results.append(session.step(*(each.row() for each in family)))
+            results.append(stream.step(*(each.row() for each in family)))
     for each in family:
         found = Generation([result.sampled[each.seq_id] for result in results])
         what = f"choice {each.choice_index} of a family of forks"
@@ -55,14 +56,14 @@ def forks_draw_for_themselves(worker: Worker) -> None:
 def a_fork_with_rows_of_its_own_goes_on_where_its_parent_stands(worker: Worker) -> None:
     prompt = worker.prompt(3)
     sampling = sampler_params(seed=SEED)
-    with worker.open() as session:
-        parent = session.new(prompt, sampling=sampling)
-        session.generate(parent, 2)
-        source, target = parent.blocks[-1], session.take_blocks(1)[0]
+    with worker.open() as stream:
+        parent = stream.new(prompt, sampling=sampling)
+        stream.generate(parent, 2)
+        source, target = parent.blocks[-1], stream.take_blocks(1)[0]
         blocks = [*parent.blocks[:-1], target]
-        fork = session.fork(parent, blocks=blocks, sampling=sampling)
-        first = session.step(parent.row(), fork.row(), copy=[(source, target)])
-        second = session.step(fork.row())
+        fork = stream.fork(parent, blocks=blocks, sampling=sampling)
+        first = stream.step(parent.row(), fork.row(), copy=[(source, target)])
+        second = stream.step(fork.row())
         found = Generation([result.sampled[fork.seq_id] for result in (first, second)])
     worker.expect_as_alone("a fork that computes its own row", found, prompt, sampling, start=2)
 
@@ -71,18 +72,18 @@ def a_fork_with_rows_of_its_own_goes_on_where_its_parent_stands(worker: Worker) 
 def a_forks_own_tokens_follow_its_parents(worker: Worker) -> None:
     prompt, extra = worker.prompt(4), worker.prompt(5, 3)
     sampling = sampler_params(seed=SEED)
-    with worker.open() as session:
-        parent = session.new(prompt, sampling=sampling)
-        session.generate(parent, 2)
-        target = session.take_blocks(1)[0]
+    with worker.open() as stream:
+        parent = stream.new(prompt, sampling=sampling)
+        stream.generate(parent, 2)
+        target = stream.take_blocks(1)[0]
         blocks = [*parent.blocks[:-1], target]
-        fork = session.fork(parent, extra, blocks=blocks, sampling=sampling)
-        found = session.generate(fork, 2, copy=[(parent.blocks[-1], target)])
+        fork = stream.fork(parent, extra, blocks=blocks, sampling=sampling)
+        found = stream.generate(fork, 2, copy=[(parent.blocks[-1], target)])
         tokens = list(fork.tokens[: len(prompt) + 2 + len(extra)])
     expect("tokens of the fork", tokens[-3:], extra)
-    with worker.open() as session:
-        told = session.new(tokens, num_prompt_tokens=len(prompt), sampling=sampling)
-        expected = session.generate(told, 2)
+    with worker.open() as stream:
+        told = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=sampling)
+        expected = stream.generate(told, 2)
     exact = worker.info.model.batch_invariant
     expect_same("a fork with tokens of its own", found, expected, exact=exact)
 
@@ -90,42 +91,42 @@ def a_forks_own_tokens_follow_its_parents(worker: Worker) -> None:
 @case("plan", "as they are before this step's forward pass")
 def a_parent_goes_on_undisturbed_by_its_forks(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        parent = session.new(prompt)
-        fork = session.fork(parent)
-        steps = [session.step(parent.row(), fork.row(0)).sampled[parent.seq_id]]
-        steps += session.generate(parent, 2, forget=[fork]).steps
+    with worker.open() as stream:
+        parent = stream.new(prompt)
+        fork = stream.fork(parent)
+        steps = [stream.step(parent.row(), fork.row(0)).sampled[parent.seq_id]]
+        steps += stream.generate(parent, 2, forget=[fork]).steps
     worker.expect_as_alone("the parent of a forgotten fork", Generation(steps), prompt)
 
 
 @case("plan", "the sequence whose tokens and computed tokens it takes over")
 def a_fork_outlives_its_parent(worker: Worker) -> None:
     prompt = worker.prompt(2)
-    with worker.open() as session:
-        parent = session.new(prompt)
-        fork = session.fork(parent)
-        steps = [session.step(parent.row(), fork.row(0)).sampled[fork.seq_id]]
-        steps += session.generate(fork, 3, forget=[parent]).steps
+    with worker.open() as stream:
+        parent = stream.new(prompt)
+        fork = stream.fork(parent)
+        steps = [stream.step(parent.row(), fork.row(0)).sampled[fork.seq_id]]
+        steps += stream.generate(fork, 3, forget=[parent]).steps
     worker.expect_as_alone("the fork of a forgotten parent", Generation(steps), prompt)
 
 
 @case("plan", "a fork comes after its parent")
 def a_parent_may_be_as_new_as_its_fork(worker: Worker) -> None:
-    with worker.open() as session:
-        parent = session.new(worker.prompt(3))
-        fork = session.fork(parent)
-        result = session.step(parent.row(), fork.row(0))
+    with worker.open() as stream:
+        parent = stream.new(worker.prompt(3))
+        fork = stream.fork(parent)
+        result = stream.step(parent.row(), fork.row(0))
         expect("tokens of parent and fork", len(result.sampled), 2)
         expect_true(result.token(parent) == result.token(fork), "parent and fork differ")
 
 
 @case("plan", "A fork whose row in this plan computes 0 tokens")
 def a_row_without_tokens_that_is_no_fork_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.step(sequence.row())
-        plan = session.plan()
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.step(sequence.row())
+        plan = stream.plan()
         plan.seq_ids = columns.pack([sequence.seq_id])
         plan.num_tokens = columns.pack([0])
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens")
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens")

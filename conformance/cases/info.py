@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import grpc
 
 from conformance import columns
-from conformance.case import Skipped, case, expect, expect_true
+from conformance.assertions import Skipped, expect, expect_true
+from conformance.case import case
 from conformance.worker import Worker
 from pagewire.v1 import worker_service_pb2 as pb
 
@@ -91,7 +92,7 @@ def a_profile_can_be_started_and_stopped(worker: Worker) -> None:
         worker.stub.StartProfile(pb.StartProfileRequest(), timeout=worker.timeout_s)
     except grpc.RpcError as error:
         raise Skipped(f"no profiling: {error.code().name} {error.details()}") from None
-    with worker.open() as session:
-        session.generate(session.new(worker.prompt(1)), 1)
+    with worker.open() as stream:
+        stream.generate(stream.new(worker.prompt(1)), 1)
     stopped = worker.stub.StopProfile(pb.StopProfileRequest(), timeout=worker.timeout_s)
     expect_true(bool(stopped.path), "StopProfile names no file")

@@ -3,9 +3,10 @@
 import math
 
 from conformance import columns
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.sequence import Sequence, sampler_params
-from conformance.step_stream import Session
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 
@@ -13,9 +14,9 @@ WIDTH = 8
 ROUNDING = 1e-3
 
 
-def entry_of(session: Session, sequence: Sequence) -> plan_pb2.RowLogprobs:
+def entry_of(stream: StepStream, sequence: Sequence) -> plan_pb2.RowLogprobs:
     """The one entry of a step in which only this sequence has a row."""
-    entries = session.step(sequence.row()).message.logprobs
+    entries = stream.step(sequence.row()).message.logprobs
     expect("entries in `logprobs`, of one row that asked", len(entries), 1)
     return entries[0]
 
@@ -25,9 +26,9 @@ def the_sampled_token_comes_first_then_the_most_probable(worker: Worker) -> None
     width = min(WIDTH, worker.vocab_size)
     for number in range(4):
         sampling = sampler_params(logprobs=width, temperature=2.0, seed=number)
-        with worker.open() as session:
-            sequence = session.new(worker.prompt(number), sampling=sampling)
-            entry = entry_of(session, sequence)
+        with worker.open() as stream:
+            sequence = stream.new(worker.prompt(number), sampling=sampling)
+            entry = entry_of(stream, sequence)
         ids, logprobs = columns.unpack(entry.token_ids), columns.unpack_floats(entry.logprobs)
         expect("entries, the sampled token's among them", len(ids), 1 + width)
         expect("log probabilities", len(logprobs), len(ids))
@@ -39,9 +40,9 @@ def the_sampled_token_comes_first_then_the_most_probable(worker: Worker) -> None
 @case("plan", "Their log probabilities, natural logarithm.")
 def log_probabilities_are_those_of_a_distribution(worker: Worker) -> None:
     width = min(64, worker.vocab_size)
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1), sampling=sampler_params(logprobs=width))
-        logprobs = columns.unpack_floats(entry_of(session, sequence).logprobs)
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1), sampling=sampler_params(logprobs=width))
+        logprobs = columns.unpack_floats(entry_of(stream, sequence).logprobs)
     expect_true(all(map(math.isfinite, logprobs)), "a log probability is not finite")
     total = sum(map(math.exp, logprobs[1:]))
     expect_true(total <= 1 + ROUNDING, f"the probabilities of {width} tokens add up to {total:.4f}")
@@ -56,8 +57,8 @@ def the_rank_counts_more_probable_tokens(worker: Worker) -> None:
     width = min(64, worker.vocab_size)
     for seed in range(8):
         sampling = sampler_params(logprobs=width, temperature=1.5, seed=seed)
-        with worker.open() as session:
-            entry = entry_of(session, session.new(worker.prompt(1), sampling=sampling))
+        with worker.open() as stream:
+            entry = entry_of(stream, stream.new(worker.prompt(1), sampling=sampling))
         own, *others = columns.unpack_floats(entry.logprobs)
         better = sum(other > own for other in others)
         if columns.unpack(entry.token_ids)[0] in columns.unpack(entry.token_ids)[1:]:
@@ -68,9 +69,9 @@ def the_rank_counts_more_probable_tokens(worker: Worker) -> None:
 
 @case("sampling", "Number of most probable tokens reported besides the sampled one.")
 def logprobs_of_0_reports_the_sampled_token_alone(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1), sampling=sampler_params(logprobs=0))
-        entry = entry_of(session, sequence)
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1), sampling=sampler_params(logprobs=0))
+        entry = entry_of(stream, sequence)
     expect("token_ids", columns.unpack(entry.token_ids), [sequence.tokens[-1]])
     expect("number of log probabilities", len(columns.unpack_floats(entry.logprobs)), 1)
 
@@ -79,14 +80,14 @@ def logprobs_of_0_reports_the_sampled_token_alone(worker: Worker) -> None:
 def only_rows_that_asked_get_log_probabilities(worker: Worker) -> None:
     silent = sampler_params()
     silent.ClearField("logprobs")
-    with worker.open() as session:
+    with worker.open() as stream:
         wishes = [silent, sampler_params(logprobs=2), silent, sampler_params(logprobs=1)]
         sequences = [
-            session.new(worker.prompt(number), sampling=wish) for number, wish in enumerate(wishes)
+            stream.new(worker.prompt(number), sampling=wish) for number, wish in enumerate(wishes)
         ]
-        unsampled = session.new(worker.prompt(7), sampling=sampler_params(logprobs=2))
+        unsampled = stream.new(worker.prompt(7), sampling=sampler_params(logprobs=2))
         rows = [each.row() for each in sequences]
-        result = session.step(unsampled.row(2, sample=False), *rows)
+        result = stream.step(unsampled.row(2, sample=False), *rows)
         entries = result.message.logprobs
         expect("rows with log probabilities", [entry.row for entry in entries], [2, 4])
         widths = [len(columns.unpack(entry.token_ids)) for entry in entries]

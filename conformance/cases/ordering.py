@@ -3,7 +3,8 @@
 import grpc
 
 from conformance import columns
-from conformance.case import Skipped, case, expect_true
+from conformance.assertions import Skipped, expect_true
+from conformance.case import case
 from conformance.generation import Generation
 from conformance.worker import Worker
 
@@ -15,11 +16,11 @@ DEPTH = 12
 )
 def plans_are_taken_before_earlier_results_are_read(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        sequence = session.new(prompt)
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
         for _ in range(DEPTH):
-            session.send(sequence.row())
-        steps = [session.receive().sampled[sequence.seq_id] for _ in range(DEPTH)]
+            stream.send(sequence.row())
+        steps = [stream.receive().sampled[sequence.seq_id] for _ in range(DEPTH)]
     worker.expect_as_alone("pipelined decodes", Generation(steps), prompt)
 
 
@@ -27,10 +28,10 @@ def plans_are_taken_before_earlier_results_are_read(worker: Worker) -> None:
     "worker_service", "Executes plans in order and answers each, whether or not the next has come."
 )
 def a_result_does_not_wait_for_the_next_plan(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
         for _ in range(3):
-            session.step(sequence.row())
+            stream.step(sequence.row())
 
 
 @case("worker_service", "What to do next, in order.")
@@ -39,75 +40,75 @@ def plans_in_one_message_are_executed_in_order(worker: Worker) -> None:
         raise Skipped("it takes one plan at a time")
     prompt, count = worker.prompt(1), DEPTH - 1
     for together in (0, 2, DEPTH):
-        with worker.open() as session:
-            sequence = session.new(prompt)
-            steps = [session.step(sequence.row()).sampled[sequence.seq_id]]
-            session.send_together([sequence.row()] * count, max_results_together=together)
-            steps += [session.receive().sampled[sequence.seq_id] for _ in range(count)]
+        with worker.open() as stream:
+            sequence = stream.new(prompt)
+            steps = [stream.step(sequence.row()).sampled[sequence.seq_id]]
+            stream.send_together([sequence.row()] * count, max_results_together=together)
+            steps += [stream.receive().sampled[sequence.seq_id] for _ in range(count)]
         worker.expect_as_alone("decodes sent together", Generation(steps), prompt)
 
 
 @case("plan", "only while the worker has two")
 def a_result_does_not_wait_while_one_plan_is_left(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.send(sequence.row(), max_results_together=DEPTH)
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.send(sequence.row(), max_results_together=DEPTH)
         for _ in range(DEPTH):
-            session.send(sequence.row(), max_results_together=DEPTH)
-            session.receive()
+            stream.send(sequence.row(), max_results_together=DEPTH)
+            stream.receive()
 
 
 @case("plan", "Counts up by one, from 1 at the start of the stream.")
 def a_stream_that_does_not_begin_with_step_1_is_refused(worker: Worker) -> None:
     for step_id in (0, 2):
-        with worker.open() as session:
-            plan = session.plan(session.new(worker.prompt(1)).row())
+        with worker.open() as stream:
+            plan = stream.plan(stream.new(worker.prompt(1)).row())
             plan.step_id = step_id
-            session.send_plan(plan)
-            session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+            stream.send_plan(plan)
+            stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @case("plan", "Anything else ends the stream with FAILED_PRECONDITION.")
 def a_step_left_out_ends_the_stream(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.step(sequence.row())
-        plan = session.plan(sequence.row())
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.step(sequence.row())
+        plan = stream.plan(sequence.row())
         plan.step_id += 1
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @case("plan", "Anything else ends the stream with FAILED_PRECONDITION.")
 def a_step_sent_twice_ends_the_stream(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.step(sequence.row())
-        plan = session.plan(sequence.row())
-        session.send_plan(plan, [sequence.row(1)])
-        session.receive()
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.step(sequence.row())
+        plan = stream.plan(sequence.row())
+        stream.send_plan(plan, [sequence.row(1)])
+        stream.receive()
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @case("worker_service", "Results of the plans before it are sent first.")
 def a_wrong_plan_does_not_swallow_the_results_before_it(worker: Worker) -> None:
     prompt = worker.prompt(2)
-    with worker.open() as session:
-        sequence = session.new(prompt)
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
         for _ in range(4):
-            session.send(sequence.row())
-        plan = session.plan()
+            stream.send(sequence.row())
+        plan = stream.plan()
         plan.seq_ids = columns.pack([sequence.seq_id + 1])
-        session.send_plan(plan)
-        steps = [session.receive().sampled[sequence.seq_id] for _ in range(4)]
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+        stream.send_plan(plan)
+        steps = [stream.receive().sampled[sequence.seq_id] for _ in range(4)]
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
     worker.expect_as_alone("the results before a wrong plan", Generation(steps), prompt)
 
 
 @case("plan", "Counts up by one, from 1 at the start of the stream.")
 def a_new_stream_counts_from_1_again(worker: Worker) -> None:
     for _ in range(2):
-        with worker.open() as session:
-            session.generate(session.new(worker.prompt(1)), 2)
-            expect_true(session.step_id == 2, "the kit itself must count from 1")
+        with worker.open() as stream:
+            stream.generate(stream.new(worker.prompt(1)), 2)
+            expect_true(stream.step_id == 2, "the kit itself must count from 1")

@@ -1,7 +1,8 @@
 """Log probabilities of prompt tokens."""
 
 from conformance import columns
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.sequence import Sequence, sampler_params
 from conformance.step_stream import Result
 from conformance.worker import Worker
@@ -26,10 +27,10 @@ def matrix(entry: plan_pb2.RowPromptLogprobs) -> list[tuple[list[int], list[floa
 def wished(worker: Worker, prompt: list[int], sizes: list[int], **fields: int) -> list[Result]:
     """The steps of a prompt computed in chunks, the last of which samples."""
     sampling = sampler_params(temperature=0.0, prompt_logprobs=WIDTH)
-    with worker.open() as session:
-        sequence: Sequence = session.new(prompt, sampling=sampling, **fields)
-        results = [session.step(sequence.row(size, sample=False)) for size in sizes]
-        return [*results, session.step(sequence.row())]
+    with worker.open() as stream:
+        sequence: Sequence = stream.new(prompt, sampling=sampling, **fields)
+        results = [stream.step(sequence.row(size, sample=False)) for size in sizes]
+        return [*results, stream.step(sequence.row())]
 
 
 @case("plan", "Position in the prompt of the first token reported, from 1.")
@@ -95,10 +96,10 @@ def those_known_before_are_left_out(worker: Worker) -> None:
 
 @case("sampling", "The same for prompt tokens. Absent: none.")
 def nothing_is_reported_unasked_or_of_output_tokens(worker: Worker) -> None:
-    with worker.open() as session:
-        silent = session.new(worker.prompt(1))
-        expect("entries unasked", len(session.step(silent.row()).message.prompt_logprobs), 0)
+    with worker.open() as stream:
+        silent = stream.new(worker.prompt(1))
+        expect("entries unasked", len(stream.step(silent.row()).message.prompt_logprobs), 0)
         sampling = sampler_params(temperature=0.0, prompt_logprobs=0)
-        asking = session.new(worker.prompt(2), sampling=sampling)
-        session.step(asking.row())
-        expect("entries of a decode", len(session.step(asking.row()).message.prompt_logprobs), 0)
+        asking = stream.new(worker.prompt(2), sampling=sampling)
+        stream.step(asking.row())
+        expect("entries of a decode", len(stream.step(asking.row()).message.prompt_logprobs), 0)

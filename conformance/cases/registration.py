@@ -2,9 +2,10 @@
 
 from itertools import pairwise
 
-from conformance.case import Skipped, case, expect, expect_true
+from conformance.assertions import Skipped, expect, expect_true
+from conformance.case import case
 from conformance.generation import Generation
-from conformance.registration_server import LEASE_MS, Desk
+from conformance.registration_server import LEASE_MS, RegistrationServer
 from conformance.worker import Worker
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
@@ -13,23 +14,23 @@ NUM_HEARTBEATS = 3
 END_TIMEOUT_S = 20.0
 
 
-def desk_of(worker: Worker) -> Desk:
+def registration_server_of(worker: Worker) -> RegistrationServer:
     """Where the worker registered; skips the case if it did not."""
-    if worker.desk is None:
+    if worker.registration_server is None:
         raise Skipped("needs --core-listen and a worker that registers there")
-    return worker.desk
+    return worker.registration_server
 
 
 @case("scheduler_service", "In the stream's first message only.")
 def the_first_heartbeat_carries_the_registration(worker: Worker) -> None:
-    heartbeats = desk_of(worker).wait_for_heartbeats(2, worker.timeout_s)
+    heartbeats = registration_server_of(worker).wait_for_heartbeats(2, worker.timeout_s)
     carries = [each.heartbeat.HasField("registration") for each in heartbeats]
     expect("heartbeats with a registration", carries[:2], [True, False])
 
 
 @case("scheduler_service", "Who a worker is.")
 def the_registration_is_complete(worker: Worker) -> None:
-    registration = desk_of(worker).wait(worker.timeout_s)
+    registration = registration_server_of(worker).wait(worker.timeout_s)
     for field in ("worker_id", "group_id", "address", "version"):
         expect_true(bool(getattr(registration, field)), f"registration.{field} is empty")
     expect_true(registration.world_size >= 1, "registration.world_size is 0")
@@ -38,16 +39,16 @@ def the_registration_is_complete(worker: Worker) -> None:
 
 @case("scheduler_service", "The loaded model.")
 def the_registration_says_what_get_info_says(worker: Worker) -> None:
-    registration = desk_of(worker).wait(worker.timeout_s)
+    registration = registration_server_of(worker).wait(worker.timeout_s)
     expect("registration.worker_id", registration.worker_id, worker.info.worker_id)
     expect("registration.model", registration.model, worker.info.model)
 
 
 @case("scheduler_service", "Time without a heartbeat after which it counts as lost")
 def heartbeats_keep_the_lease(worker: Worker) -> None:
-    desk = desk_of(worker)
-    so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
-    heartbeats = desk.wait_for_heartbeats(so_far + NUM_HEARTBEATS, worker.timeout_s)
+    server = registration_server_of(worker)
+    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
+    heartbeats = server.wait_for_heartbeats(so_far + NUM_HEARTBEATS, worker.timeout_s)
     moments = [each.at_s for each in heartbeats[so_far:]]
     longest_s = max(later - earlier for earlier, later in pairwise(moments))
     expect_true(
@@ -58,48 +59,48 @@ def heartbeats_keep_the_lease(worker: Worker) -> None:
 
 @case("scheduler_service", "Steps executed since the process started.")
 def heartbeats_count_steps(worker: Worker) -> None:
-    desk = desk_of(worker)
-    with worker.open() as session:
-        session.generate(session.new(worker.prompt(1)), 3)
-    so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
-    before = desk.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
-    with worker.open() as session:
-        session.generate(session.new(worker.prompt(2)), 5)
-    so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
-    after = desk.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
+    server = registration_server_of(worker)
+    with worker.open() as stream:
+        stream.generate(stream.new(worker.prompt(1)), 3)
+    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
+    before = server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
+    with worker.open() as stream:
+        stream.generate(stream.new(worker.prompt(2)), 5)
+    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
+    after = server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
     expect("steps counted while 5 were executed", after - before, 5)
 
 
 @case("scheduler_service", "STARTING, READY or DRAINING")
 def a_worker_that_serves_says_ready(worker: Worker) -> None:
-    last = desk_of(worker).wait_for_heartbeats(1, worker.timeout_s)[-1].heartbeat
+    last = registration_server_of(worker).wait_for_heartbeats(1, worker.timeout_s)[-1].heartbeat
     expect("state", last.state, status_pb2.WORKER_STATE_READY)
 
 
 @case("scheduler_service", "Finish what runs, take nothing new.")
 def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
-    desk = desk_of(worker)
+    server = registration_server_of(worker)
     prompt = worker.prompt(1)
     worker.alone(prompt, 4)  # while new caches can still be made
-    with worker.open() as session:
-        sequence = session.new(prompt)
-        first = session.generate(sequence, 2)
-        so_far = len(desk.wait_for_heartbeats(1, worker.timeout_s))
-        desk.tell(pb.WorkerDirective(drain=pb.Drain()))
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
+        first = stream.generate(sequence, 2)
+        so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
+        server.send(pb.WorkerDirective(drain=pb.Drain()))
         # One heartbeat may have been on its way.
         states = [
             each.heartbeat.state
-            for each in desk.wait_for_heartbeats(so_far + 2, worker.timeout_s)[so_far:]
+            for each in server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[so_far:]
         ]
         expect("state after the directive", states[-1], status_pb2.WORKER_STATE_DRAINING)
-        rest = session.generate(sequence, 2)
+        rest = stream.generate(sequence, 2)
     found = Generation([*first.steps, *rest.steps])
     worker.expect_as_alone("what ran when the worker was told to drain", found, prompt)
 
 
 @case("scheduler_service", "End the process.")
 def a_worker_told_to_stop_ends_its_stream(worker: Worker) -> None:
-    desk = desk_of(worker)
-    desk.tell(pb.WorkerDirective(stop=pb.Stop(reason="the conformance kit is done")))
-    ended = desk.wait_for_end(END_TIMEOUT_S)
+    server = registration_server_of(worker)
+    server.send(pb.WorkerDirective(stop=pb.Stop(reason="the conformance kit is done")))
+    ended = server.wait_for_end(END_TIMEOUT_S)
     expect_true(ended, f"the registration's stream was still open after {END_TIMEOUT_S:g} s")

@@ -3,7 +3,8 @@
 import grpc
 
 from conformance import columns
-from conformance.case import case, expect
+from conformance.assertions import expect
+from conformance.case import case
 from conformance.generation import Generation
 from conformance.sequence import Sequence, sampler_params
 from conformance.worker import MAX_NUM_SEQS, Worker
@@ -17,29 +18,29 @@ UNKNOWN_FIELD = b"\xfa\x3f\x03abc"
 @case("worker_service", "the worker is ready for a greater epoch")
 def after_a_wrong_plan_a_new_epoch_works(worker: Worker) -> None:
     for _ in range(3):
-        with worker.open() as session:
-            plan = session.plan()
+        with worker.open() as stream:
+            plan = stream.plan()
             plan.seq_ids = columns.pack([77])
-            session.send_plan(plan)
-            session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+            stream.send_plan(plan)
+            stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
     worker.expect_healthy()
 
 
 @case("worker_service", "However a stream ends, its sequences are forgotten")
 def after_a_stream_that_broke_off_a_new_epoch_works(worker: Worker) -> None:
     for num_plans in (0, 1, 8):
-        with worker.open() as session:
-            sequence = session.new(worker.prompt(1))
+        with worker.open() as stream:
+            sequence = stream.new(worker.prompt(1))
             for _ in range(num_plans):
-                session.send(sequence.row())
-            session.cancel()
+                stream.send(sequence.row())
+            stream.cancel()
     worker.expect_healthy()
 
 
 @case("worker_service", "When the core sends no more, the stream ends with OK")
 def a_stream_without_a_plan_ends_well(worker: Worker) -> None:
-    with worker.open() as session:
-        session.finish()
+    with worker.open() as stream:
+        stream.finish()
     worker.expect_healthy()
 
 
@@ -57,13 +58,13 @@ def bytes_that_are_no_message_end_the_stream_alone(worker: Worker) -> None:
 @case("worker_service", "One plan, or several")
 def fields_of_a_newer_contract_are_ignored(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        sequence = session.new(prompt)
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
         rows = [sequence.row()]
-        plan = session.plan(*rows)
+        plan = stream.plan(*rows)
         plan.MergeFromString(UNKNOWN_FIELD)
-        session.send_plan(plan, rows)
-        found = Generation([session.receive().sampled[sequence.seq_id]])
+        stream.send_plan(plan, rows)
+        found = Generation([stream.receive().sampled[sequence.seq_id]])
     worker.expect_as_alone("a plan with an unknown field", found, prompt)
 
 
@@ -71,9 +72,9 @@ def fields_of_a_newer_contract_are_ignored(worker: Worker) -> None:
 def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker) -> None:
     sampling = sampler_params(temperature=0.0)
     prompts = [worker.prompt(number, 3) for number in range(MAX_NUM_SEQS)]
-    with worker.open() as session:
-        sequences = [session.new(prompt, sampling=sampling) for prompt in prompts]
-        results = [session.step(*(each.row() for each in sequences)) for _ in range(2)]
+    with worker.open() as stream:
+        sequences = [stream.new(prompt, sampling=sampling) for prompt in prompts]
+        results = [stream.step(*(each.row() for each in sequences)) for _ in range(2)]
     expect("tokens sampled", len(results[-1].sampled), MAX_NUM_SEQS)
     for number in (0, MAX_NUM_SEQS - 1):
         seq_id = sequences[number].seq_id
@@ -84,12 +85,12 @@ def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker) -> None:
 @case("plan", "Sequences the worker drops all state of.")
 def sequences_come_and_go_for_long(worker: Worker) -> None:
     prompt = worker.prompt(1, 4)
-    with worker.open() as session:
-        blocks = session.take_blocks(-(-8 // worker.block_size))
+    with worker.open() as stream:
+        blocks = stream.take_blocks(-(-8 // worker.block_size))
         former: list[Sequence] = []
         for _ in range(50):
-            sequence = session.new(prompt, blocks=list(blocks))
-            found = session.generate(sequence, 2, forget=former)
+            sequence = stream.new(prompt, blocks=list(blocks))
+            found = stream.generate(sequence, 2, forget=former)
             former = [sequence]
     worker.expect_as_alone("the last of 50 sequences in the same blocks", found, prompt)
 
@@ -97,22 +98,22 @@ def sequences_come_and_go_for_long(worker: Worker) -> None:
 @case("worker_service", "Makes the KV caches and forgets all sequences.")
 def calls_may_come_beside_a_step_stream(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        sequence = session.new(prompt)
-        steps = [session.step(sequence.row()).sampled[sequence.seq_id]]
+    with worker.open() as stream:
+        sequence = stream.new(prompt)
+        steps = [stream.step(sequence.row()).sampled[sequence.seq_id]]
         worker.get_info()
         list(
             worker.stub.GetModelAssets(
                 pb.WorkerServiceGetModelAssetsRequest(), timeout=worker.timeout_s
             )
         )
-        steps += session.generate(sequence, 2).steps
+        steps += stream.generate(sequence, 2).steps
     worker.expect_as_alone("a sequence during other calls", Generation(steps), prompt)
 
 
 @case("plan", "The stream's fencing number, the same in all its plans.")
 def a_plan_without_any_field_set_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        session.send_plan(plan_pb2.StepPlan())
-        session.refusal()
+    with worker.open() as stream:
+        stream.send_plan(plan_pb2.StepPlan())
+        stream.refusal()
     worker.expect_healthy()

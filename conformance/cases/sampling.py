@@ -1,6 +1,7 @@
 """Greedy tokens, and what a random one may depend on: seed, choice, position and context."""
 
-from conformance.case import case, expect, expect_true
+from conformance.assertions import expect, expect_true
+from conformance.case import case
 from conformance.generation import Generation
 from conformance.sequence import GREEDY, sampler_params
 from conformance.worker import Worker
@@ -23,8 +24,8 @@ def temperature_0_takes_the_most_probable_token(worker: Worker) -> None:
 def a_seeded_sequence_repeats_itself(worker: Worker) -> None:
     prompt, sampling = worker.prompt(1), sampler_params(seed=SEED)
     expected = worker.alone(prompt, 6, sampling)
-    with worker.open() as session:
-        found = session.generate(session.new(prompt, sampling=sampling), 6)
+    with worker.open() as stream:
+        found = stream.generate(stream.new(prompt, sampling=sampling), 6)
     worker.expect_as_alone("the sequence with the same seed", found, prompt, sampling)
     expect("number of tokens", len(expected.steps), 6)
 
@@ -32,16 +33,15 @@ def a_seeded_sequence_repeats_itself(worker: Worker) -> None:
 @case("sampling", "whatever else is in the batch")
 def a_draw_does_not_depend_on_the_batch(worker: Worker) -> None:
     prompt, sampling = worker.prompt(1), sampler_params(seed=SEED)
-    with worker.open() as session:
+    with worker.open() as stream:
         company = [
-            session.new(worker.prompt(number), sampling=sampler_params(seed=number))
+            stream.new(worker.prompt(number), sampling=sampler_params(seed=number))
             for number in range(5)
         ]
-        sequence = session.new(prompt, sampling=sampling)
+        sequence = stream.new(prompt, sampling=sampling)
         family = [*company[:3], sequence, *company[3:]]
         steps = [
-            session.step(*(each.row() for each in family)).sampled[sequence.seq_id]
-            for _ in range(4)
+            stream.step(*(each.row() for each in family)).sampled[sequence.seq_id] for _ in range(4)
         ]
     worker.expect_as_alone("a draw among others", Generation(steps), prompt, sampling)
 
@@ -66,10 +66,10 @@ def seeds_and_choices_draw_differently(worker: Worker) -> None:
 def a_recomputed_sequence_draws_at_its_own_position(worker: Worker) -> None:
     prompt, sampling = worker.prompt(2), sampler_params(seed=SEED, temperature=2.0)
     alone = worker.alone(prompt, 6, sampling)
-    with worker.open() as session:
+    with worker.open() as stream:
         tokens = [*prompt, *alone.tokens[:3]]
-        again = session.new(tokens, num_prompt_tokens=len(prompt), sampling=sampling)
-        found = session.generate(again, 3)
+        again = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=sampling)
+        found = stream.generate(again, 3)
     worker.expect_as_alone("draws after a recomputation", found, prompt, sampling, start=3)
 
 

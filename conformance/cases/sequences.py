@@ -7,7 +7,7 @@ import grpc
 from conformance import columns
 from conformance.case import case
 from conformance.sequence import Sequence
-from conformance.step_stream import Session
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2
 
@@ -19,29 +19,29 @@ def refuses(worker: Worker, change: Change, *fields: str) -> None:
 
     Before it, one sequence was computed and has sampled a token.
     """
-    with worker.open() as session:
-        sequence = session.new(worker.prompt(1))
-        session.step(sequence.row())
-        plan = session.plan()
+    with worker.open() as stream:
+        sequence = stream.new(worker.prompt(1))
+        stream.step(sequence.row())
+        plan = stream.plan()
         change(plan, sequence)
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, *fields)
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, *fields)
 
 
 def refuses_new(
     worker: Worker, change: Callable[[plan_pb2.NewSequence], None], *fields: str
 ) -> None:
     """Fail unless a plan whose only new sequence was changed like this is refused."""
-    with worker.open() as session:
-        plan = session.plan(session.new(worker.prompt(1)).row())
+    with worker.open() as stream:
+        plan = stream.plan(stream.new(worker.prompt(1)).row())
         change(plan.new_sequences[0])
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, *fields)
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, *fields)
 
 
-def _known(session: Session, worker: Worker) -> Sequence:
-    sequence = session.new(worker.prompt(1))
-    session.step(sequence.row())
+def _known(stream: StepStream, worker: Worker) -> Sequence:
+    sequence = stream.new(worker.prompt(1))
+    stream.step(sequence.row())
     return sequence
 
 
@@ -63,11 +63,11 @@ def two_rows_of_one_sequence_are_refused(worker: Worker) -> None:
 
 @case("plan", "Sequences the worker drops all state of.")
 def a_forgotten_sequence_is_unknown(worker: Worker) -> None:
-    with worker.open() as session:
-        sequence = _known(session, worker)
-        session.step(session.new(worker.prompt(2)).row(), forget=[sequence])
-        session.send(sequence.row())
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+    with worker.open() as stream:
+        sequence = _known(stream, worker)
+        stream.step(stream.new(worker.prompt(2)).row(), forget=[sequence])
+        stream.send(sequence.row())
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
 
 
 @case("plan", "Unknown ids are an error.")
@@ -80,43 +80,43 @@ def forgetting_an_unknown_sequence_is_refused(worker: Worker) -> None:
 
 @case("plan", "Order: forget sequences, swap out, swap in, copy, take in new sequences")
 def an_id_may_be_forgotten_and_given_anew_in_one_plan(worker: Worker) -> None:
-    with worker.open() as session:
-        first = _known(session, worker)
+    with worker.open() as stream:
+        first = _known(stream, worker)
         prompt = worker.prompt(2)
-        second = session.new(prompt, seq_id=first.seq_id)
-        found = session.generate(second, 3, forget=[first])
+        second = stream.new(prompt, seq_id=first.seq_id)
+        found = stream.generate(second, 3, forget=[first])
     worker.expect_as_alone("the second sequence of the id", found, prompt)
 
 
 @case("plan", "unique on the stream while the worker knows it")
 def a_new_sequence_with_a_known_id_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        first = _known(session, worker)
-        session.send(session.new(worker.prompt(2), seq_id=first.seq_id).row())
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
+    with worker.open() as stream:
+        first = _known(stream, worker)
+        stream.send(stream.new(worker.prompt(2), seq_id=first.seq_id).row())
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
 
 
 @case("plan", "positive, below 2^31")
 def a_sequence_id_of_0_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        session.send(session.new(worker.prompt(1), seq_id=0).row())
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
+    with worker.open() as stream:
+        stream.send(stream.new(worker.prompt(1), seq_id=0).row())
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
 
 
 @case("plan", "positive, below 2^31")
 def the_greatest_sequence_id_works(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    with worker.open() as session:
-        found = session.generate(session.new(prompt, seq_id=2**31 - 1), 2)
+    with worker.open() as stream:
+        found = stream.generate(stream.new(prompt, seq_id=2**31 - 1), 2)
     worker.expect_as_alone("sequence 2^31 - 1", found, prompt)
 
 
 @case("model", "Token ids are below this.")
 def a_token_beyond_the_vocabulary_is_refused(worker: Worker) -> None:
     for token in (worker.vocab_size, -1):
-        with worker.open() as session:
-            session.send(session.new([*worker.prompt(1), token]).row())
-            session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
+        with worker.open() as stream:
+            stream.send(stream.new([*worker.prompt(1), token]).row())
+            stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
 
 
 @case("plan", "How many of token_ids are prompt")
@@ -155,7 +155,7 @@ def a_fork_of_an_unknown_parent_is_refused(worker: Worker) -> None:
 @case("model", "Most tokens of prompt and output together.")
 def more_tokens_than_the_model_takes_are_refused(worker: Worker) -> None:
     num_tokens = worker.info.model.max_model_len + 2
-    with worker.open() as session:
-        plan = session.plan(session.new(worker.prompt(1, num_tokens)).row(1, sample=False))
-        session.send_plan(plan)
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "num_tokens")
+    with worker.open() as stream:
+        plan = stream.plan(stream.new(worker.prompt(1, num_tokens)).row(1, sample=False))
+        stream.send_plan(plan)
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "num_tokens")

@@ -2,7 +2,8 @@
 
 import grpc
 
-from conformance.case import Skipped, case, expect, expect_true
+from conformance.assertions import Skipped, expect, expect_true
+from conformance.case import case
 from conformance.worker import Worker
 from pagewire.v1 import worker_service_pb2 as pb
 
@@ -11,9 +12,9 @@ from pagewire.v1 import worker_service_pb2 as pb
 def a_stream_before_the_first_cache_is_refused(worker: Worker) -> None:
     if not worker.is_fresh:
         raise Skipped("the worker has had caches; start it anew to see this")
-    with worker.stream(worker.next_epoch()) as session:
-        session.send(session.new(worker.prompt(1)).row())
-        session.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+    with worker.stream(worker.next_epoch()) as stream:
+        stream.send(stream.new(worker.prompt(1)).row())
+        stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @case("worker_service", "How many KV blocks fit")
@@ -44,12 +45,12 @@ def a_cache_without_device_blocks_is_refused(worker: Worker) -> None:
 
 @case("worker_service", "Refused with ABORTED if the epoch is not greater than any before")
 def a_cache_for_an_older_epoch_is_refused(worker: Worker) -> None:
-    with worker.open() as session:
-        for epoch in (session.epoch, session.epoch - 1, 0):
+    with worker.open() as stream:
+        for epoch in (stream.epoch, stream.epoch - 1, 0):
             refusal = worker.refusal(lambda epoch=epoch: worker.initialize(epoch))  # type: ignore[misc]
             refusal.expect(grpc.StatusCode.ABORTED)
         prompt = worker.prompt(1)
-        found = session.generate(session.new(prompt), 2)
+        found = stream.generate(stream.new(prompt), 2)
         worker.expect_as_alone("the stream of the epoch that holds", found, prompt)
 
 
@@ -57,8 +58,8 @@ def a_cache_for_an_older_epoch_is_refused(worker: Worker) -> None:
 def new_caches_do_not_load_the_weights_again(worker: Worker) -> None:
     before = worker.get_info().num_weight_loads
     for _ in range(2):
-        with worker.open() as session:
-            session.generate(session.new(worker.prompt(1)), 1)
+        with worker.open() as stream:
+            stream.generate(stream.new(worker.prompt(1)), 1)
     expect("num_weight_loads", worker.get_info().num_weight_loads, before)
 
 
@@ -69,9 +70,9 @@ def a_cache_may_be_smaller_than_what_fits(worker: Worker) -> None:
     epoch = worker.next_epoch()
     request = pb.InitializeCacheRequest(num_gpu_blocks=num_blocks, epoch=epoch)
     worker.stub.InitializeCache(request, timeout=worker.timeout_s)
-    with worker.stream(epoch) as session:
-        found = session.generate(session.new(prompt), 2)
+    with worker.stream(epoch) as stream:
+        found = stream.generate(stream.new(prompt), 2)
         worker.expect_as_alone("a sequence that fills the cache", found, prompt)
-        other = session.new(worker.prompt(2), blocks=[num_blocks])
-        session.send(other.row())
-        session.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "block")
+        other = stream.new(worker.prompt(2), blocks=[num_blocks])
+        stream.send(other.row())
+        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "block")

@@ -1,9 +1,20 @@
 """Which tokens a constraint allows, told from the texts of the model's tokens."""
 
 from conformance import columns
-from conformance.case import Skipped, case, expect_true
-from conformance.language import Language, json_object, one_of, texts
-from conformance.structured_output import asks, choice, end_of, expect_allowed, offered, texts_of
+from conformance.assertions import Skipped, expect_true
+from conformance.case import case
+from conformance.structured_output import (
+    Language,
+    choice,
+    end_of,
+    expect_allowed,
+    json_object_language,
+    known_constraint,
+    offered,
+    one_of,
+    texts,
+    texts_of,
+)
 from conformance.vocabulary import spell
 from conformance.worker import Worker
 
@@ -19,7 +30,7 @@ def who_keeps_to_constraints_has_a_tokenizer(worker: Worker) -> None:
 
 @case("sampling", "One of these texts.")
 def a_choice_allows_what_continues_one_of_its_texts(worker: Worker) -> None:
-    asked = asks(worker, choice(*NAMES), texts(*NAMES))
+    asked = known_constraint(worker, choice(*NAMES), texts(*NAMES))
     expect_allowed(worker, asked, "", "r", "re", "red", "reed", "redd", "blu", "redder")
     expect_allowed(worker, asked, spell(texts_of(worker), "reed", longest=True))
 
@@ -27,14 +38,14 @@ def a_choice_allows_what_continues_one_of_its_texts(worker: Worker) -> None:
 @case("sampling", "One of these texts.")
 def texts_of_a_choice_are_taken_as_they_are(worker: Worker) -> None:
     odd = ["a.c|d", "(a/b)", '{"a": "\\n"}', "[x]*+?"]
-    asked = asks(worker, choice(*odd), texts(*odd))
+    asked = known_constraint(worker, choice(*odd), texts(*odd))
     expect_allowed(worker, asked, "", "a", *(text[:-1] for text in odd))
 
 
 @case("sampling", "A regular expression that the whole output matches.")
 def a_regular_expression_allows_what_may_still_match(worker: Worker) -> None:
     language = Language(one_of("x", "yy"), one_of(*"012"), one_of(*"234"), one_of("", "!"))
-    asked = asks(worker, {"regex": r"(x|y{2})[0-2][2-4]!?"}, language)
+    asked = known_constraint(worker, {"regex": r"(x|y{2})[0-2][2-4]!?"}, language)
     expect_allowed(worker, asked, "", "x", "y", "yy1", "x02", "yy23!")
 
 
@@ -44,7 +55,7 @@ def a_grammar_allows_what_may_still_match(worker: Worker) -> None:
 one: "(" two ")" | "z"
 two: "(z)" | "z"
 """
-    asked = asks(worker, {"grammar": grammar}, texts("z", "(z)", "((z))", "(((z)))"))
+    asked = known_constraint(worker, {"grammar": grammar}, texts("z", "(z)", "((z))", "(((z)))"))
     expect_allowed(worker, asked, "", "(", "(z", "((", "((z)", "(z)", "z")
 
 
@@ -52,20 +63,20 @@ two: "(z)" | "z"
 def a_schema_allows_the_json_texts_that_it_describes(worker: Worker) -> None:
     schema = '{"enum": ["red", "re\\"d", 7, true, false, null]}'
     language = texts('"red"', '"re\\"d"', "7", "true", "false", "null")
-    asked = asks(worker, {"json_schema": schema}, language)
+    asked = known_constraint(worker, {"json_schema": schema}, language)
     expect_allowed(worker, asked, "", '"', '"re', '"red"', "t", "true", "7")
 
 
 @case("sampling", "Properties come in the order in which the schema names them.")
 def properties_come_in_the_schemas_order(worker: Worker) -> None:
-    asked = asks(worker, {"json_schema": OBJECT}, json_object("ba"))
+    asked = known_constraint(worker, {"json_schema": OBJECT}, json_object_language("ba"))
     begun = ["", '{"', '{"b":', '{"b":true', '{"b":true,"', '{"b":true,"a":false']
     expect_allowed(worker, asked, *begun, begun[-1] + "}")
 
 
 @case("sampling", "or a line break and up to 32 spaces or tabs.")
 def white_space_in_json_is_bounded(worker: Worker) -> None:
-    asked = asks(worker, {"json_schema": OBJECT}, json_object("ba"))
+    asked = known_constraint(worker, {"json_schema": OBJECT}, json_object_language("ba"))
     wide = ["{\n" + 31 * " ", "{\n" + 32 * " "]
     expect_allowed(worker, asked, "{ ", "{\n", "{\r", "{\n\t ", '{"b" : ', '{ "b" :true', *wide)
 
@@ -78,14 +89,14 @@ def a_character_may_come_in_several_tokens(worker: Worker) -> None:
     tokens = [token for token in spelt if token is not None]
     if len(tokens) < len(spelt):
         raise Skipped("the vocabulary has no tokens for single bytes")
-    asked = asks(worker, choice(*words), texts(*words))
+    asked = known_constraint(worker, choice(*words), texts(*words))
     expect_allowed(worker, asked, *(tokens[:end] for end in range(len(tokens) + 1)))
 
 
 @case("sampling", "have none and are never allowed as text")
 def a_token_without_a_text_is_never_allowed(worker: Worker) -> None:
     known = texts_of(worker)
-    asked = asks(worker, {"regex": r"(?s:.){8}"}, texts())
+    asked = known_constraint(worker, {"regex": r"(?s:.){8}"}, texts())
     for found in offered(worker, asked, [[], spell(known, "ab")]):
         wrong = [token for token in found.token_ids if not known[token]]
         expect_true(not wrong, f"tokens without a text are offered: {wrong[:8]}")
@@ -96,14 +107,16 @@ def a_token_without_a_text_is_never_allowed(worker: Worker) -> None:
 def an_output_may_end_when_it_matches_and_not_before(worker: Worker) -> None:
     known = texts_of(worker)
     ends = {end_of(worker), *[token for token, text in enumerate(known) if not text][:8]}
-    asked = asks(worker, choice("ab", "abcd"), texts("ab", "abcd"), ends=ends)
+    asked = known_constraint(worker, choice("ab", "abcd"), texts("ab", "abcd"), ends=ends)
     expect_allowed(worker, asked, "", "a", "ab", "abc", "abcd")
 
 
 @case("sampling", "even if it has a text, a token of end_token_ids is allowed exactly when")
 def an_end_token_is_never_text(worker: Worker) -> None:
     words = ("aa", "ba", "b")
-    asked = asks(worker, choice(*words), texts(*words), ends=spell(texts_of(worker), "a"))
+    asked = known_constraint(
+        worker, choice(*words), texts(*words), ends=spell(texts_of(worker), "a")
+    )
     expect_allowed(worker, asked, "", "b")
 
 
@@ -111,14 +124,14 @@ def an_end_token_is_never_text(worker: Worker) -> None:
 def min_tokens_holds_the_end_back_while_there_is_more(worker: Worker) -> None:
     words = ("ab", "abcd")
     for min_tokens in (2, 3, 9):
-        asked = asks(worker, choice(*words), texts(*words), min_tokens=min_tokens)
+        asked = known_constraint(worker, choice(*words), texts(*words), min_tokens=min_tokens)
         expect_allowed(worker, asked, "ab", "abcd")
 
 
 @case("sampling", "suppressed_token_ids therefore has no meaning beside a constraint")
 def suppressed_tokens_are_not_looked_at(worker: Worker) -> None:
     suppressed = {"suppressed_token_ids": columns.pack([end_of(worker)])}
-    asked = asks(worker, choice("ab"), texts("ab"), min_tokens=9, others=suppressed)
+    asked = known_constraint(worker, choice("ab"), texts("ab"), min_tokens=9, others=suppressed)
     expect_allowed(worker, asked, "ab")
 
 
@@ -127,5 +140,5 @@ def a_last_token_is_allowed_where_nothing_else_is(worker: Worker) -> None:
     known, end, words = texts_of(worker), end_of(worker), ("ab", "abcd")
     without = [token for token, text in enumerate(known) if not text and token != end]
     lasts = without[:1] or spell(known, "q")
-    asked = asks(worker, choice(*words), texts(*words), lasts=lasts)
+    asked = known_constraint(worker, choice(*words), texts(*words), lasts=lasts)
     expect_allowed(worker, asked, "", "ab", "abcd")

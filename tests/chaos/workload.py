@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from pagewire_client import SamplingParams
-from pagewire_client.prompts import Prompt
+from pagewire_client.requests import Prompt
 
 MODEL_LEN = 1024
 """Of the embedded model, prompt and output together."""

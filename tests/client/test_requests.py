@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.prompts import prompt_list
-from pagewire_client.requests import generate_request, generate_requests
+from pagewire_client.requests import generate_request, generate_requests, prompt_list
 from pagewire_client.sampling_params import SamplingParams
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

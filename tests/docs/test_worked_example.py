@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from conformance import columns
 from conformance.sequence import Sequence
-from conformance.step_stream import Session
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
@@ -33,26 +33,26 @@ def worked_example(folder: Path) -> tuple[list[plan_pb2.StepPlan], list[plan_pb2
     with running(python_worker("--model", "embedded", *flags), folder):
         worker = Worker(listen, timeout_s=TIMEOUT_S)
         texts = worker.token_texts
-        with worker.open() as session:
+        with worker.open() as stream:
             prompt = Tokenizer.from_file(TOKENIZER).encode(PROMPT).ids
-            plans, results = _three_steps(session, prompt)
+            plans, results = _three_steps(stream, prompt)
     tokens = [token for result in results for token in columns.unpack(result.token_ids)]
     return plans, results, b"".join(texts[token] for token in tokens).decode()
 
 
 def _three_steps(
-    session: Session, prompt: list[int]
+    stream: StepStream, prompt: list[int]
 ) -> tuple[list[plan_pb2.StepPlan], list[plan_pb2.StepResult]]:
     """A prompt in one piece, then two tokens; each plan is sent before the former's result."""
     greedy = sampling_pb2.SamplerParams(top_p=1, repetition_penalty=1)
-    sequence: Sequence = session.new(prompt, sampling=greedy)
+    sequence: Sequence = stream.new(prompt, sampling=greedy)
     plans = []
     for _ in range(3):
         row = sequence.row()
-        plan = session.plan(row)
-        session.send_plan(plan, [row])
+        plan = stream.plan(row)
+        stream.send_plan(plan, [row])
         plans.append(plan)
-    results = [session.receive().message for _ in plans]
+    results = [stream.receive().message for _ in plans]
     for result in results:
         result.ClearField("timings")
     return plans, results

@@ -1,21 +1,17 @@
-"""Load on a running deployment, and what came of it.
+"""Load on a running deployment, and its latencies and throughput.
 
 | module | holds |
 | --- | --- |
 | `workload` | prompts, lengths and arrival times, the same ones for the same seed |
-| `target` | what is loaded: a `Target` streams one answer; `PagewireTarget` is ours |
-| `generator` | sends each request when it is due, and notes when tokens come |
-| `record` | those notes, one `Record` per request |
-| `summary` | percentiles, rates and goodput of many records |
+| `load_generator` | sends each request to a `Target` when it is due, and records token times |
+| `summary` | percentiles, rates and goodput of many `Record`s |
 
 Neither servers nor printing are here: one generator loads whatever a `Target` is written for.
 """
 
-from pagewire_client.bench.load_generator import LoadRun
+from pagewire_client.bench.load_generator import LoadRun, PagewireTarget, RequestRecord, Target
 from pagewire_client.bench.summary import Limits, Percentiles, Summary, percentile
 from pagewire_client.bench.workload import Arrival, Lengths, Workload
-from pagewire_client.load.record import Record
-from pagewire_client.load.target import PagewireTarget, Target
 
 __all__ = [
     "Arrival",
@@ -24,7 +20,7 @@ __all__ = [
     "LoadRun",
     "PagewireTarget",
     "Percentiles",
-    "Record",
+    "RequestRecord",
     "Summary",
     "Target",
     "Workload",

@@ -1,15 +1,91 @@
-"""Sends requests when they are due, whatever has become of those before."""
+"""The open-loop load generator: sends each request to a target when it is due, however many are
+unfinished, and records when its tokens arrive."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
 
+from pagewire_client.async_client import AsyncClient
 from pagewire_client.bench.workload import Arrival
-from pagewire_client.load.record import Record
-from pagewire_client.load.target import Target
+from pagewire_client.sampling_params import SamplingParams
 
-OnEnd = Callable[[Record], None]
+
+@dataclass(kw_only=True, slots=True)
+class RequestRecord:
+    """One request's times, in seconds from the run's start."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """As many as were asked for."""
+    started_s: float
+    """When it was due, or, if a limit on concurrency held it back, when that let it go."""
+    token_times_s: list[float] = field(default_factory=list)
+    """When each output token came. Tokens of one message have the same time."""
+    ended_s: float | None = None
+    """None: it had not ended when the run was broken off."""
+    error: str | None = None
+    """Why it failed."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its tokens came."""
+        return self.ended_s is not None and self.error is None
+
+    @property
+    def first_token_s(self) -> float:
+        """Time to the first token."""
+        return self.token_times_s[0] - self.started_s
+
+    @property
+    def inter_token_s(self) -> list[float]:
+        """Time from each token to the next."""
+        return [after - before for before, after in pairwise(self.token_times_s)]
+
+    @property
+    def mean_inter_token_s(self) -> float:
+        """Its mean; 0 for a single token."""
+        gaps = len(self.token_times_s) - 1
+        return (self.token_times_s[-1] - self.token_times_s[0]) / gaps if gaps else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """From start to last token."""
+        return self.token_times_s[-1] - self.started_s
+
+
+class Target(Protocol):
+    """A server that continues prompts of token ids."""
+
+    def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+        """How many tokens came with each message, until the answer has all that were asked for.
+
+        Greedy, past end-of-sequence tokens. Raises when the request fails.
+        """
+        ...
+
+
+class PagewireTarget:
+    """A Pagewire frontend, through the public gRPC client."""
+
+    def __init__(self, client: AsyncClient, model: str | None = None) -> None:
+        self._client = client
+        self._model = model
+
+    async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+        """See `Target`."""
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=arrival.num_output_tokens
+        )
+        async with self._client.stream(arrival.prompt, params, model=self._model) as stream:
+            async for delta in stream:
+                yield len(delta.token_ids)
+
+
+OnEnd = Callable[[RequestRecord], None]
 
 
 class LoadRun:
@@ -28,7 +104,7 @@ class LoadRun:
         told of every request that has ended."""
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, not {concurrency}")
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
         """Of all requests that were started, in that order."""
         self.max_in_flight = 0
         self.client_cpu_s = 0.0
@@ -65,7 +141,7 @@ class LoadRun:
 
     async def _request(self, arrival: Arrival) -> None:
         async with self._slot(arrival) as started_s:
-            record = Record(
+            record = RequestRecord(
                 num_prompt_tokens=len(arrival.prompt),
                 num_output_tokens=arrival.num_output_tokens,
                 started_s=started_s,
@@ -78,7 +154,7 @@ class LoadRun:
             record.ended_s = self._now()
             self._on_end(record)
 
-    async def _stream(self, arrival: Arrival, record: Record) -> None:
+    async def _stream(self, arrival: Arrival, record: RequestRecord) -> None:
         async with aclosing(self._target.stream(arrival)) as pieces:
             async for num_tokens in pieces:
                 now = self._now()

@@ -1,4 +1,4 @@
-"""Many requests in a few figures."""
+"""Latency percentiles, throughput and goodput of a load run."""
 
 import math
 from collections import Counter
@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pagewire_client.bench.load_generator import LoadRun
-from pagewire_client.load.record import Record
+from pagewire_client.bench.load_generator import LoadRun, RequestRecord
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -56,7 +55,7 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 
-    def are_kept(self, record: Record) -> bool:
+    def are_kept(self, record: RequestRecord) -> bool:
         """Whether a request is complete and within both."""
         return (
             record.is_complete

@@ -1,16 +1,16 @@
-"""The `pagewire` command.
+"""The `pagewire` command: a module for each subcommand, and what they share.
 
 | module | holds |
 | --- | --- |
-| `app` | the commands together, and errors as one line and an exit code |
-| `serve` | a deployment on this machine |
-| `demo` | the same with the embedded model, shown and ended |
+| `app` | the subcommands together; errors as one line and an exit code |
+| `serve`, `demo` | a deployment on this machine; one that shows the embedded model and ends |
 | `generate`, `chat` | one answer; a conversation |
-| `status` | how a deployment is doing |
-| `top`, `top_screen`, `top_blocks`, `top_rates` | the same, live and block by block |
+| `status` | `status` and `health`: how a deployment, or one service, is doing |
+| `top`, `top_screen` | the same, live and block by block |
 | `drain` | takes a worker group out of service |
-| `bench`, `bench_table` | how fast it answers under load |
-| `roles` | one service alone, as a cluster runs it; the conformance kit |
+| `key` | makes API keys |
+| `bench` | latencies and throughput under load |
+| `services` | one service alone, as a cluster runs it; the conformance kit; replay |
 | `options` | groups of options that commands share |
 | `terminal` | where answers, notes and errors are written |
 

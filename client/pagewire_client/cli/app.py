@@ -13,10 +13,9 @@ from pagewire_client.cli.chat import chat
 from pagewire_client.cli.demo import demo
 from pagewire_client.cli.drain import drain
 from pagewire_client.cli.generate import generate
-from pagewire_client.cli.health import health
 from pagewire_client.cli.key import key
 from pagewire_client.cli.serve import serve
-from pagewire_client.cli.status import status
+from pagewire_client.cli.status import health, status
 from pagewire_client.cli.top import top
 from pagewire_client.errors import LocalServiceError, PagewireError, Unavailable
 

@@ -1,15 +1,18 @@
-"""`pagewire bench`: how fast a deployment answers under load."""
+"""`pagewire bench`: a deployment's latencies and throughput under load."""
 
 import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from pagewire.v1.model_pb2 import ModelInfo
 from pagewire_client.async_client import AsyncClient
@@ -19,13 +22,81 @@ from pagewire_client.bench import (
     Limits,
     LoadRun,
     PagewireTarget,
+    Percentiles,
     Summary,
     Workload,
 )
+from pagewire_client.bench.load_generator import OnEnd, RequestRecord
 from pagewire_client.cli import terminal
-from pagewire_client.cli.bench_table import progress_bar, render
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
 from pagewire_client.retry import NO_RETRIES
+
+Lines = Sequence[tuple[float, Summary]]
+"""What came of each rate."""
+
+
+def render_table(model: str, limits: Limits, lines: Lines) -> Table:
+    """A line for each figure, a column for each rate."""
+    table = Table(
+        "",
+        *(_rate(rate) for rate, _ in lines),
+        title=f"{model}: requests per second",
+        title_justify="left",
+    )
+    for name, figures in _figures(limits, [summary for _, summary in lines]):
+        table.add_row(name, *figures, end_section=name.startswith(("unfinished", "all tokens")))
+    return table
+
+
+def _figures(limits: Limits, of: Sequence[Summary]) -> Iterator[tuple[str, list[str]]]:
+    yield "complete", [str(s.num_complete) for s in of]
+    yield "failed", [str(s.num_failed) for s in of]
+    yield "unfinished", [str(s.num_unfinished) for s in of]
+    yield "most at once", [str(s.max_in_flight) for s in of]
+    yield "seconds", [f"{s.duration_s:.1f}" for s in of]
+    yield "requests/s", [f"{s.requests_per_s:.2f}" for s in of]
+    yield f"good ones/s ({_limits(limits)})", [f"{s.good_requests_per_s:.2f}" for s in of]
+    yield "output tokens/s", [f"{s.output_tokens_per_s:.0f}" for s in of]
+    yield "all tokens/s", [f"{s.total_tokens_per_s:.0f}" for s in of]
+    yield from _times("first token, ms", [s.first_token_ms for s in of])
+    yield from _times("between tokens, ms", [s.inter_token_ms for s in of])
+    yield from _times("whole answer, ms", [s.total_ms for s in of])
+
+
+def _times(name: str, of: Sequence[Percentiles | None]) -> Iterator[tuple[str, list[str]]]:
+    for part in ("mean", "p50", "p90", "p99"):
+        cells = ["" if times is None else f"{getattr(times, part):.1f}" for times in of]
+        yield f"{name}, {part}", cells
+
+
+def _rate(rate: float) -> str:
+    return "all at once" if math.isinf(rate) else f"{rate:g}"
+
+
+def _limits(limits: Limits) -> str:
+    return f"{1000 * limits.first_token_s:g} / {1000 * limits.inter_token_s:g} ms"
+
+
+@contextmanager
+def progress_bar(workload: Workload) -> Iterator[OnEnd]:
+    """Ended requests, on standard error, where that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task(_rate(workload.rate), total=workload.num_requests)
+
+        def on_end(_: RequestRecord) -> None:
+            progress.advance(task)
+
+        yield on_end
+
 
 EXIT_NONE_COMPLETE = 1
 
@@ -196,7 +267,7 @@ def _report(bench: _Bench, limits: Limits, json_file: Path | None) -> None:
     load, rates = bench.load, bench.load.rates
     summaries = [Summary.of(run, limits) for run in bench.runs]
     lines = list(zip(rates, summaries, strict=False))  # broken off, there are fewer of them
-    Console().print(render(bench.model.name, limits, lines))
+    Console().print(render_table(bench.model.name, limits, lines))
     for _, summary in lines:
         for error, count in summary.errors.items():
             terminal.error(f"{count} requests failed: {error}")

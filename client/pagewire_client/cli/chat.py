@@ -10,7 +10,7 @@ from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, Sampling, with_options
 from pagewire_client.client import Client
 from pagewire_client.errors import FailedPrecondition, InvalidArgument
-from pagewire_client.prompts import ChatMessage
+from pagewire_client.requests import ChatMessage
 from pagewire_client.sampling_params import SamplingParams
 
 with contextlib.suppress(ImportError):

@@ -7,7 +7,7 @@ from pagewire_client.cli import terminal
 from pagewire_client.client import Client
 from pagewire_client.errors import ServerError
 from pagewire_client.local import LocalServices
-from pagewire_client.prompts import Prompt
+from pagewire_client.requests import Prompt
 from pagewire_client.sampling_params import SamplingParams
 
 

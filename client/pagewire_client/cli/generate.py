@@ -19,7 +19,7 @@ from pagewire_client.cli.options import (
     with_options,
 )
 from pagewire_client.outputs import RequestOutput
-from pagewire_client.prompts import Prompt
+from pagewire_client.requests import Prompt
 
 _WAITING = "waiting for {}; `pagewire status` shows what is being served, and queues"
 

@@ -1,4 +1,5 @@
-"""`pagewire status`: how a deployment is doing."""
+"""`pagewire status`: queues, workers and memory of a deployment; `pagewire health`: whether one
+service serves, for container health checks."""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from rich.table import Table
 from pagewire.v1.status_pb2 import EngineStatus, WorkerGroupStatus, WorkerState
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_client.connection import check_address
+from pagewire_client.local.health import why_not_serving
 
 
 @with_options(connection=CONNECTION)
@@ -95,3 +98,17 @@ def _as_dict(snapshot: EngineStatus) -> dict[str, Any]:
     return MessageToDict(
         snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+
+
+def health(
+    address: Annotated[str, typer.Argument(help="HOST:PORT or unix:PATH of any service.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
+    service: Annotated[
+        str, typer.Option(help="One of its services, or `liveness`: that the process answers.")
+    ] = "",
+) -> None:
+    """Tell whether a service can do its work: exit code 0 if so, 1 if not."""
+    check_address(address)
+    reason = why_not_serving(address, timeout, service)
+    terminal.write("serving\n" if reason is None else f"not serving: {reason}\n")
+    raise typer.Exit(code=0 if reason is None else 1)

@@ -19,8 +19,7 @@ from pagewire_client.cli.options import (
     Membership,
     with_options,
 )
-from pagewire_client.cli.top_rates import Rates
-from pagewire_client.cli.top_screen import Screen
+from pagewire_client.cli.top_screen import Rates, Screen
 from pagewire_client.connection import Metadata, sync_channel
 from pagewire_client.errors import from_call
 

@@ -1,21 +1,171 @@
-"""What `pagewire top` shows: lines that fit a terminal of 80 by 24, and use a larger one."""
+"""The screen of `pagewire top`: lines that fit a terminal of 80 by 24, and use a larger one.
 
-from collections.abc import Iterable
+`Rates` takes rates and percentiles from successive statuses; `draw_blocks` draws a memory's blocks,
+half a cell per block in colour, a letter without. Where there are more blocks than room, a cell
+stands for several: it shows the first of them that is in use, or else the first that is cached.
+"""
 
+import colorsys
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+
+from rich.color import Color
 from rich.console import Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from pagewire.v1.status_pb2 import (
+    BlockMap,
     EngineStatus,
+    LatencyHistogram,
     RequestState,
     RequestStatus,
     WorkerGroupStatus,
     WorkerState,
 )
-from pagewire_client.cli import top_blocks
-from pagewire_client.cli.top_rates import Rates
+
+_CACHED = -1
+_GOLDEN_ANGLE = 0.381966
+_CACHED_COLOUR = Color.from_rgb(92, 98, 108)
+_EMPTY_COLOUR = Color.from_rgb(38, 42, 48)
+_LETTERS = {"shared": "%", "used": "#", "cached": ":", "empty": "."}
+BLOCK_LEGEND = "# in use  % shared  : free, cached  . empty"
+
+Cell = tuple[int, bool]
+"""A cell's owner, and whether it is shared."""
+
+
+def draw_blocks(blocks: BlockMap, width: int, height: int, *, in_colour: bool) -> list[Text]:
+    """Rows of a map, as few as show it, `height` at most."""
+    per_character = 2 if in_colour else 1
+    num_blocks = len(blocks.num_references)
+    if not num_blocks or height < 1:
+        return []
+    room = width * height * per_character
+    cells = _cells(blocks, -(-num_blocks // room))
+    if not in_colour:
+        return [_letters(cells[i : i + width]) for i in range(0, len(cells), width)]
+    rows = [cells[i : i + width] for i in range(0, len(cells), width)]
+    return [_halves(rows[i], rows[i + 1 : i + 2]) for i in range(0, len(rows), 2)]
+
+
+@lru_cache(maxsize=4096)
+def colour_of(number: int) -> Color:
+    """A request's colour; those next in number are far apart in hue."""
+    lightness = 0.55 if number % 2 else 0.66
+    red, green, blue = colorsys.hls_to_rgb(number * _GOLDEN_ANGLE % 1, lightness, 0.55)
+    return Color.from_rgb(red * 255, green * 255, blue * 255)
+
+
+def _cells(blocks: BlockMap, blocks_per_cell: int) -> list[Cell]:
+    owners = memoryview(blocks.owners).cast("i").tolist()
+    shared = [references > 1 for references in blocks.num_references]
+    if blocks_per_cell == 1:
+        return list(zip(owners, shared, strict=True))
+    return [
+        _cell_summary(owners[i : i + blocks_per_cell], shared[i : i + blocks_per_cell])
+        for i in range(0, len(owners), blocks_per_cell)
+    ]
+
+
+def _cell_summary(owners: Sequence[int], shared: Sequence[bool]) -> Cell:
+    used = next((index for index, owner in enumerate(owners) if owner > 0), None)
+    if used is not None:
+        return owners[used], shared[used]
+    return min(owners), False
+
+
+def _letters(cells: Sequence[Cell]) -> Text:
+    return Text("".join(_LETTERS[_cell_kind(cell)] for cell in cells))
+
+
+def _cell_kind(cell: Cell) -> str:
+    owner, is_shared = cell
+    if owner > 0:
+        return "shared" if is_shared else "used"
+    return "cached" if owner == _CACHED else "empty"
+
+
+def _halves(upper: Sequence[Cell], rest: Sequence[Sequence[Cell]]) -> Text:
+    """Two rows in one: the upper one in the foreground's colour, the lower one behind it."""
+    lower = rest[0] if rest else ()
+    text = Text()
+    for index, cell in enumerate(upper):
+        below = _cell_colour(lower[index]) if index < len(lower) else None
+        text.append("▀", Style(color=_cell_colour(cell), bgcolor=below))
+    return text
+
+
+def _cell_colour(cell: Cell) -> Color:
+    owner, is_shared = cell
+    if owner <= 0:
+        return _CACHED_COLOUR if owner == _CACHED else _EMPTY_COLOUR
+    if not is_shared:
+        return colour_of(owner)
+    triplet = colour_of(owner).triplet
+    assert triplet is not None
+    return Color.from_rgb(*[(255 + part) // 2 for part in triplet])  # lighter: several have it
+
+
+_RATE_WINDOW_S = 3.0
+_PERCENTILE_WINDOW_S = 15.0
+
+
+class Rates:
+    """Differences between the newest status and earlier ones."""
+
+    def __init__(self) -> None:
+        self._recent: deque[EngineStatus] = deque()
+
+    def add(self, status: EngineStatus) -> None:
+        """Take in a status that is newer than those before."""
+        if self._recent and status.uptime_s < self._recent[-1].uptime_s:
+            self._recent.clear()  # another core
+        self._recent.append(status)
+        while status.uptime_s - self._recent[0].uptime_s > _PERCENTILE_WINDOW_S:
+            self._recent.popleft()
+
+    def per_second(self, count_of: Callable[[EngineStatus], int]) -> float | None:
+        """How fast a counter grows; None as long as there is one status only."""
+        now = self._recent[-1]
+        before = self._recent[0]
+        for status in self._recent:
+            if now.uptime_s - status.uptime_s >= _RATE_WINDOW_S:
+                before = status
+        elapsed = now.uptime_s - before.uptime_s
+        return (count_of(now) - count_of(before)) / elapsed if elapsed > 0 else None
+
+    def steps_per_second(self, group_id: str) -> float | None:
+        """Of one worker group."""
+
+        def steps(status: EngineStatus) -> int:
+            found = [group.num_steps for group in status.groups if group.group_id == group_id]
+            return found[0] if found else 0
+
+        rate = self.per_second(steps)
+        return None if rate is None else max(0.0, rate)
+
+    def percentile(
+        self, histogram_of: Callable[[EngineStatus], LatencyHistogram], share: float
+    ) -> float | None:
+        """Seconds that a share of what was counted lately took at most; None if nothing was."""
+        now, before = histogram_of(self._recent[-1]), histogram_of(self._recent[0])
+        counts = list(now.counts)
+        for bucket, count in enumerate(before.counts):
+            counts[bucket] -= count
+        rank = share * sum(counts)
+        if not rank:
+            return None
+        below = 0
+        for bucket, count in enumerate(counts):
+            if below + count >= rank:
+                part = (rank - below) / count
+                return float(now.first_bound_s * now.growth ** (bucket - 1 + part))
+            below += count
+        raise AssertionError("ranks are within the sum")
+
 
 _NUM_HEADER_LINES = 4
 _MIN_REQUEST_LINES = 6
@@ -54,7 +204,7 @@ class Screen:
             yield _group_line(group, rates)
             yield from self._map(group, map_lines)
         if status.groups and not self._in_colour:
-            yield Text(top_blocks.LEGEND)
+            yield Text(BLOCK_LEGEND)
         yield Text()
 
     def _map_lines(self, num_groups: int) -> int:
@@ -63,7 +213,7 @@ class Screen:
         return min(12, room // max(1, num_groups) - 1)
 
     def _map(self, group: WorkerGroupStatus, num_lines: int) -> list[Text]:
-        draw = top_blocks.draw
+        draw = draw_blocks
         num_host_lines = 1 if group.num_cpu_blocks and num_lines > 2 else 0
         rows = draw(
             group.gpu_blocks, self._width, num_lines - num_host_lines, in_colour=self._in_colour
@@ -138,7 +288,7 @@ def _group_line(group: WorkerGroupStatus, rates: Rates) -> Text:
 
 def _request_row(request: RequestStatus, *, in_colour: bool) -> list[Text]:
     state = RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower()
-    colour = top_blocks.colour_of(request.number)
+    colour = colour_of(request.number)
     name = Text(request.request_id, style="dim" if request.ended_age_s else "")
     if in_colour and not request.ended_age_s:
         name = Text.assemble(("■ ", Style(color=colour)), name)

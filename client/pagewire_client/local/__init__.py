@@ -1,19 +1,19 @@
 """A deployment on this machine: one core, frontends and workers as child processes.
 
 `LLM`, `pagewire serve` and `pagewire demo` run the services as a cluster would run them: the same
-programs, speaking gRPC over unix sockets in a private folder.
+programs, speaking gRPC over unix sockets in a private directory.
 
 | module | holds |
 | --- | --- |
 | `services` | `LocalServices`: starts all, waits until they serve, ends them in order |
-| `process` | one child: its output, its restarts, its end |
-| `die_with_parent` | a child's first act: to end when this process does, however it ends |
-| `private_folder` | where the sockets are, and its end |
-| `flags` | the services' flags, and which service takes which |
-| `programs` | where the services are installed, and what is missing |
+| `service_process` | one child: its output, its restarts, its end |
+| `parent_death_signal` | a child's first act: to end when this process does, however it ends |
+| `runtime_directory` | the directory of the sockets, removed with its process |
+| `engine_args` | the services' flags, and which service takes which |
+| `service_commands` | how each service is started, and which extra it needs |
 | `health` | asks a service whether it serves |
 
-A child that dies is started again: its state is soft, and open streams go on. One that fails
+A child that dies is started again: its state is soft, and open streams continue. One that fails
 before all serve, or again and again, ends the deployment with its own error message.
 """
 

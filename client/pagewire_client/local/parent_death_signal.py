@@ -1,10 +1,10 @@
-"""Runs `python -m MODULE ARGUMENTS…` so that it is killed when its parent ends.
+"""Runs `python -m MODULE ARGUMENTS...` so that it is killed when its parent ends.
 
-Usage: die_with_parent.py PARENT_PID MODULE [ARGUMENTS…]
+Usage: parent_death_signal.py PARENT_PID MODULE [ARGUMENTS...]
 
-The kernel's parent-death signal reaches the child even if the parent was killed, when no handler
-of the parent could run, and it outlives `exec`. It watches the parent's *thread* that started the
-child: that one must live as long as the child.
+The kernel's parent-death signal (PR_SET_PDEATHSIG) reaches the child even if the parent was killed,
+when no handler of the parent could run, and it outlives `exec`. It watches the parent's *thread*
+that started the child: that one must live as long as the child.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""A folder for a deployment's sockets, which goes when its process does.
+"""A directory for a deployment's sockets, which is removed with its process.
 
-A process that is killed removes nothing. So each holds a lock within its folder, which ends with
-it, and the next one removes the folders whose locks are free.
+A process that is killed removes nothing. So each holds a lock within its directory, which ends with
+it, and the next one removes the directories whose locks are free.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ _LOCK = "lock"
 _MAX_SOCKET_PATH_BYTES = 107
 
 
-class PrivateFolder:
+class RuntimeDirectory:
     """A new folder that only this user can enter, with room for a socket's name in its path."""
 
     def __init__(self, parent: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where the services are installed, and a clear word where one is not."""
+"""The command that starts each service, and the package extra that it needs."""
 
 import importlib.util
 import os

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 OnLine = Callable[[str, str], None]
 """Called with a service's name and a line of its output, from a thread of that service."""
 
-_LAUNCHER = Path(__file__).with_name("die_with_parent.py")
+_LAUNCHER = Path(__file__).with_name("parent_death_signal.py")
 _MAX_BACKOFF_S = 10.0
 _LONG_LIFE_S = 30.0
 """A process that lived this long had no failed start."""
@@ -34,7 +34,7 @@ class ServiceProcess:
     """A service that is kept alive: started again with backoff when it dies.
 
     Its thread starts the process and waits for it, and so lives as long as the process, which the
-    parent-death signal needs (see `die_with_parent`).
+    parent-death signal needs (see `parent_death_signal`).
     """
 
     def __init__(

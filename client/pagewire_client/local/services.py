@@ -9,7 +9,7 @@ from typing import Any, Self
 from pagewire_client.errors import LocalServiceError
 from pagewire_client.local import engine_args, service_commands
 from pagewire_client.local.health import is_serving, is_taken
-from pagewire_client.local.runtime_directory import PrivateFolder
+from pagewire_client.local.runtime_directory import RuntimeDirectory
 from pagewire_client.local.service_process import OnLine, ServiceProcess
 
 DEFAULT_GRACE_PERIOD_S = 30.0
@@ -59,7 +59,7 @@ class LocalServices:
         self._on_line = on_line
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
-        self._folder = PrivateFolder()
+        self._folder = RuntimeDirectory()
         self._env = service_commands.environment()
         if listen is None:  # what keeps strangers out elsewhere would keep out us
             self._env = {

@@ -14,7 +14,7 @@ from pagewire_client.bench import (
     Limits,
     LoadRun,
     Percentiles,
-    Record,
+    RequestRecord,
     Summary,
     Workload,
     percentile,
@@ -119,8 +119,10 @@ def test_percentiles_are_in_milliseconds() -> None:
     assert Percentiles.of([]) is None
 
 
-def record(*token_times_s: float, started_s: float = 0.0, error: str | None = None) -> Record:
-    return Record(
+def record(
+    *token_times_s: float, started_s: float = 0.0, error: str | None = None
+) -> RequestRecord:
+    return RequestRecord(
         num_prompt_tokens=10,
         num_output_tokens=len(token_times_s),
         started_s=started_s,
@@ -186,7 +188,7 @@ def asked(first: int = 0, num_output_tokens: int = 3) -> Arrival:
 
 async def test_every_request_is_recorded_whatever_became_of_it() -> None:
     target = ScriptedTarget()
-    ended: list[Record] = []
+    ended: list[RequestRecord] = []
     arrivals = [asked(), asked(target.FAIL), asked(target.SHORT)]
     run = LoadRun(target, arrivals, on_end=ended.append)
     await run.run()
@@ -207,7 +209,7 @@ async def test_every_request_is_recorded_whatever_became_of_it() -> None:
 async def test_one_slow_answer_holds_no_other_back() -> None:
     target = ScriptedTarget(num_together=3)
 
-    def on_end(_: Record) -> None:
+    def on_end(_: RequestRecord) -> None:
         if target.num_closed == 2:
             target.go.set()
 

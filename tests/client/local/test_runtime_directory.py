@@ -4,13 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pagewire_client.local.runtime_directory import PrivateFolder
+from pagewire_client.local.runtime_directory import RuntimeDirectory
 
 HOLD = """
 import sys
 from pathlib import Path
-from pagewire_client.local.runtime_directory import PrivateFolder
-folder = PrivateFolder(Path(sys.argv[1]))
+from pagewire_client.local.runtime_directory import RuntimeDirectory
+folder = RuntimeDirectory(Path(sys.argv[1]))
 (folder.path / "core.sock").touch()
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -18,7 +18,7 @@ sys.stdin.read()
 
 
 def test_only_this_user_can_enter(tmp_path: Path) -> None:
-    folder = PrivateFolder(tmp_path)
+    folder = RuntimeDirectory(tmp_path)
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.remove()
     folder.remove()
@@ -36,11 +36,11 @@ def test_a_killed_processs_folder_goes_when_the_next_one_starts(tmp_path: Path) 
     ) as holder:
         assert holder.stdout is not None
         theirs = Path(holder.stdout.readline().strip())
-        PrivateFolder(tmp_path).remove()
+        RuntimeDirectory(tmp_path).remove()
         assert (theirs / "core.sock").exists(), "its process lives"
         holder.kill()
         holder.wait()
-        ours = PrivateFolder(tmp_path)
+        ours = RuntimeDirectory(tmp_path)
     assert list(tmp_path.iterdir()) == [ours.path]
     ours.remove()
 
@@ -49,7 +49,7 @@ def test_folders_of_others_are_let_be(tmp_path: Path) -> None:
     strangers = [tmp_path / "pagewire-checkpoints", tmp_path / "other"]
     for folder in strangers:
         folder.mkdir()
-    PrivateFolder(tmp_path).remove()
+    RuntimeDirectory(tmp_path).remove()
     assert sorted(tmp_path.iterdir()) == sorted(strangers)
 
 
@@ -57,8 +57,8 @@ def test_a_deep_folder_for_temporary_files_is_left_for_a_shallow_one(
     tmp_path: Path,
 ) -> None:
     code = (
-        "from pagewire_client.local.runtime_directory import PrivateFolder\n"
-        "folder = PrivateFolder()\n"
+        "from pagewire_client.local.runtime_directory import RuntimeDirectory\n"
+        "folder = RuntimeDirectory()\n"
         "print(folder.path.parent)\n"
         "folder.remove()"
     )

@@ -1,0 +1,28 @@
+"""How a case fails or is skipped."""
+
+from typing import NoReturn
+
+
+class Failed(Exception):
+    """The worker broke the promise; the message says what was expected and what came."""
+
+
+class Skipped(Exception):
+    """The worker lacks something that it need not have; the message says what."""
+
+
+def fail(what: str) -> NoReturn:
+    """The worker broke the promise."""
+    raise Failed(what)
+
+
+def expect(what: str, got: object, wanted: object) -> None:
+    """Fail unless `got` equals `wanted`."""
+    if got != wanted:
+        fail(f"{what}: expected {wanted}, got {got}")
+
+
+def expect_true(condition: bool, what: str) -> None:
+    """Fail, with `what` came, unless the condition holds."""
+    if not condition:
+        fail(what)
