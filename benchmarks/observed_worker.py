@@ -23,10 +23,10 @@ from scheduler_service.core import (
     SchedulerConfig,
     SchedulerCore,
 )
-from scheduler_service.core.step_times import StepTimeout, StepTimes
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.step_stream import StepStream
+from scheduler_service.core_service.step_watchdog import StepTimeout, StepTimes
 from scheduler_service.tasks import run_until_first
 from service_common.grpc_options import channel_options
 from tools.launch import Service, module

@@ -10,8 +10,9 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, sampling_pb2, scheduler_service_pb2
 from scheduler_service.columns import from_column, from_float_column, to_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.outbox import Outbox, RequestFinished, RequestTimings
-from scheduler_service.core.plan import (
+from scheduler_service.core.engine_outputs import Outbox, RequestFinished, RequestTimings
+from scheduler_service.core.request import GeneratedTokens, Request
+from scheduler_service.core.step_plan import (
     NewSequence,
     RowCandidates,
     RowError,
@@ -20,7 +21,6 @@ from scheduler_service.core.plan import (
     StepPlan,
     StepResult,
 )
-from scheduler_service.core.request import GeneratedTokens, Request
 from scheduler_service.errors import InvalidArgument, PagewireError
 from scheduler_service.status_codes import status_code
 

@@ -89,10 +89,17 @@ told once; its tokens are told once, in order, and none after the end of their c
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import GroupCapacity, PolicyName, SchedulerConfig, TenantConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.inspection import Inspection, InspectionDetail
-from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
-from scheduler_service.core.pipeline import ResultMismatch
-from scheduler_service.core.plan import (
+from scheduler_service.core.engine_outputs import (
+    ChoiceFinished,
+    Outbox,
+    RequestFinished,
+    RequestTimings,
+)
+from scheduler_service.core.request import GeneratedTokens, Request
+from scheduler_service.core.scheduling.pipeline import ResultMismatch
+from scheduler_service.core.stats.inspection import Inspection, InspectionDetail
+from scheduler_service.core.stats.scheduler_stats import CoreSnapshot, GroupSnapshot
+from scheduler_service.core.step_plan import (
     NewSequence,
     RowCandidates,
     RowError,
@@ -101,8 +108,6 @@ from scheduler_service.core.plan import (
     StepPlan,
     StepResult,
 )
-from scheduler_service.core.request import GeneratedTokens, Request
-from scheduler_service.core.snapshot import CoreSnapshot, GroupSnapshot
 
 __all__ = [
     "BeamParams",

@@ -2,9 +2,9 @@
 
 from scheduler_service.columns import to_column, to_float_column
 from scheduler_service.core.beam_search import Path
-from scheduler_service.core.outbox import ChoiceFinished
-from scheduler_service.core.plan import RowLogprobs
+from scheduler_service.core.engine_outputs import ChoiceFinished
 from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.step_plan import RowLogprobs
 
 
 def deliver_beams(group: SequenceGroup) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_service.core.beam_search import BeamParams, BeamSearch
-from scheduler_service.core.plan import RowCandidates
+from scheduler_service.core.step_plan import RowCandidates
 
 if TYPE_CHECKING:
     from scheduler_service.core.sequence import Sequence

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import merge
 
-from scheduler_service.core.plan import RowCandidates
+from scheduler_service.core.step_plan import RowCandidates
 
 MAX_LENGTH_PENALTY = 5.0
 """Either way, so that any length to this power is a float32 number."""

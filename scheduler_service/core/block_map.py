@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler_service.core.block_pool import BlockPool
+from scheduler_service.core.kv_cache.block_pool import BlockPool
 
 EMPTY = 0
 CACHED = -1

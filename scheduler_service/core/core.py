@@ -6,25 +6,25 @@ from collections.abc import Iterable
 
 from scheduler_service.attempts import taken_over
 from scheduler_service.core import delivery
-from scheduler_service.core.admission import why_not
+from scheduler_service.core.admission.admission_control import why_not
+from scheduler_service.core.admission.deadlines import passed, why_too_late
+from scheduler_service.core.admission.request_registry import Registry
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.deadline_watch import DeadlineWatch
-from scheduler_service.core.deadlines import passed, why_too_late
+from scheduler_service.core.engine_outputs import Outbox
 from scheduler_service.core.fleet import Fleet
-from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.latency_histogram import summed
-from scheduler_service.core.losses import Losses
-from scheduler_service.core.models import Model
-from scheduler_service.core.outbox import Outbox
-from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.policies import POLICIES
-from scheduler_service.core.rates import StepWork
-from scheduler_service.core.registry import Registry
 from scheduler_service.core.request import Request
-from scheduler_service.core.request_clock import to_us
-from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.routing.fleet import Model
+from scheduler_service.core.routing.poison import Losses
+from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.snapshot import CoreSnapshot
+from scheduler_service.core.stats.inspection import Inspection, InspectionDetail, Inspector
+from scheduler_service.core.stats.request_timing import to_us
+from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
+from scheduler_service.core.stats.throughput import StepWork
+from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.submission import Submission
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.core.timeline import RequestEvent, TracedRequest

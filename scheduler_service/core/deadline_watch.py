@@ -1,8 +1,8 @@
 """When to look at which request, so that it ends at its deadline, or once it cannot meet it."""
 
-from scheduler_service.core.deadlines import next_look
+from scheduler_service.core.admission.deadlines import next_look
 from scheduler_service.core.heap import RemovableHeap
-from scheduler_service.core.models import Model
+from scheduler_service.core.routing.fleet import Model
 from scheduler_service.core.sequence import SequenceGroup
 
 

@@ -1,8 +1,8 @@
 """From a step's result to the outboxes: tokens, log probabilities, ends of choices."""
 
-from scheduler_service.core.outbox import ChoiceFinished, RequestFinished, RequestTimings
-from scheduler_service.core.plan import RowLogprobs, RowPromptLogprobs
+from scheduler_service.core.engine_outputs import ChoiceFinished, RequestFinished, RequestTimings
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.step_plan import RowLogprobs, RowPromptLogprobs
 
 RUNNING = SequenceStatus.RUNNING
 STOPPED = SequenceStatus.FINISHED_STOPPED

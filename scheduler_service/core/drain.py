@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from scheduler_service.core.rates import MovingRatio
+from scheduler_service.core.stats.throughput import MovingRatio
 
 LEAST_DELAY_S, MOST_DELAY_S = 0.1, 60.0
 _WEIGHT = 0.04

@@ -1,9 +1,9 @@
 """How sequences end in a worker group, and their groups with the last of them."""
 
 from scheduler_service.core import delivery
-from scheduler_service.core.leaving import Leaving
-from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.scheduling.migration import Leaving
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.swapping import Swapping
 from scheduler_service.core.waiting_queue import WaitingQueue

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from scheduler_service.core.admission import Queue
+from scheduler_service.core.admission.admission_control import Queue
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig, check_capacity
-from scheduler_service.core.models import Model
 from scheduler_service.core.policies import POLICIES
-from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.routing.fleet import Model
+from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.snapshot import ModelSnapshot, Totals
+from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, Totals
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import UnknownModel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_service.core.outbox import Outbox
+from scheduler_service.core.engine_outputs import Outbox
 
 if TYPE_CHECKING:
     from scheduler_service.core.sequence import Sequence

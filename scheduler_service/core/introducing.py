@@ -1,7 +1,7 @@
 """Telling a worker of a sequence."""
 
-from scheduler_service.core.plan import NewSequence
 from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.step_plan import NewSequence
 
 
 def introduce(seq: Sequence, block_ids: list[int]) -> NewSequence:

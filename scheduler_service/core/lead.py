@@ -7,9 +7,9 @@ results of several travel together.
 """
 
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.rates import StepRates
-from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import SequenceStatus
+from scheduler_service.core.stats.throughput import StepRates
 
 MAX_LEAD_US = 100_000
 """The most that steps which travel together may take, as a request that comes now has to wait for

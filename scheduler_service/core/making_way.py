@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from itertools import chain
 
-from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import SequenceGroup
 
 

@@ -1,6 +1,6 @@
 """Whether blocks are sooner moved between device and host than their tokens computed again."""
 
-from scheduler_service.core.rates import StepRates
+from scheduler_service.core.stats.throughput import StepRates
 
 
 def is_swap_cheaper(

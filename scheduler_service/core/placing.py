@@ -18,10 +18,10 @@ a few steps, and holds up nobody meanwhile.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from scheduler_service.core.lanes import Lanes
-from scheduler_service.core.placement import Placement
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.request_queue import Lanes
+from scheduler_service.core.routing.router import Placement
+from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable
 
-from scheduler_service.core.batch import Batch
-from scheduler_service.core.beam_scheduling import BeamScheduling
-from scheduler_service.core.block_manager import BlockManager
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.introducing import introduce
-from scheduler_service.core.pipeline import Pipeline
-from scheduler_service.core.plan import NewSequence
-from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.scheduling.beams import BeamScheduling
+from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.step_plan import NewSequence
 
 
 def note_reserved(seq: Sequence, num_tokens: int) -> None:

@@ -6,9 +6,9 @@ Snapshots are made when somebody asks for them, and once when a request ends.
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from scheduler_service.core.block_manager import BlockManager
-from scheduler_service.core.request_clock import Phase
+from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus, number_of
+from scheduler_service.core.stats.request_timing import Phase
 from scheduler_service.core.timeline import Entry
 
 _FAILED = (SequenceStatus.FINISHED_ERROR, SequenceStatus.FINISHED_IGNORED)

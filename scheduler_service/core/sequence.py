@@ -9,7 +9,7 @@ from scheduler_service.core.cached_blocks import BlockKey
 from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.frontends import Frontend
 from scheduler_service.core.request import Request
-from scheduler_service.core.request_clock import Phase, RequestClock
+from scheduler_service.core.stats.request_timing import Phase, RequestClock
 from scheduler_service.core.tenants import Tenant
 from scheduler_service.core.timeline import RequestEvent, Timeline
 from scheduler_service.core.wait import Wait

@@ -1,13 +1,18 @@
 """From a request to a group that may be queued: all that can refuse it, in order."""
 
-from scheduler_service.core.admission import check_queue, check_request, check_tenant, why_not
+from scheduler_service.core.admission.admission_control import (
+    check_queue,
+    check_request,
+    check_tenant,
+    why_not,
+)
+from scheduler_service.core.admission.deadlines import check_deadline
+from scheduler_service.core.admission.request_registry import Registry
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.deadlines import check_deadline
 from scheduler_service.core.fleet import Fleet
-from scheduler_service.core.registry import Registry
 from scheduler_service.core.request import Request
-from scheduler_service.core.request_clock import to_us
 from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.takeover import check_takes_over, continuation
 from scheduler_service.errors import DuplicateRequest
 

@@ -5,15 +5,15 @@ swaps its blocks in, which the worker does beside the forward pass; the next one
 sequences again, with all but their last tokens computed, and has rows of them.
 """
 
-from scheduler_service.core.batch import Batch
-from scheduler_service.core.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.introducing import introduce
-from scheduler_service.core.pipeline import Pipeline
-from scheduler_service.core.plan import NewSequence
-from scheduler_service.core.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.running_set import RunningSet
+from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.step_plan import NewSequence
 from scheduler_service.core.timeline import RequestEvent
 
 

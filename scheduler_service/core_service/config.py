@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.step_times import StepTimeout
+from scheduler_service.core_service.step_watchdog import StepTimeout
 from service_common.addresses import check_addresses
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 

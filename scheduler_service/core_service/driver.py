@@ -12,9 +12,9 @@ from typing import Protocol, TypeAlias
 
 from scheduler_service.core.config import GroupCapacity
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.outbox import Outbox
-from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.engine_outputs import Outbox
 from scheduler_service.core.request import Request
+from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.recorder import RecordingCore
 

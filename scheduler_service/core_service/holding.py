@@ -1,6 +1,6 @@
 """How long news for one frontend may wait, so that more go with them in one message."""
 
-from scheduler_service.core.outbox import Outbox
+from scheduler_service.core.engine_outputs import Outbox
 
 
 class Holding:

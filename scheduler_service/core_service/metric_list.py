@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from scheduler_service.metrics.metric import Kind, Metric
 
 if TYPE_CHECKING:
-    from scheduler_service.core.snapshot import GroupSnapshot, ModelSnapshot
+    from scheduler_service.core.stats.scheduler_stats import GroupSnapshot, ModelSnapshot
     from scheduler_service.core_service.meters import ServiceCounts
     from scheduler_service.core_service.worker_group import WorkerGroup
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.snapshot import GroupSnapshot
+from scheduler_service.core.stats.scheduler_stats import GroupSnapshot
 from scheduler_service.core_service import metric_list as metric
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver

@@ -18,9 +18,9 @@ import grpc
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.step_times import StepTimeout
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.meters import Meters
+from scheduler_service.core_service.step_watchdog import StepTimeout
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
 from scheduler_service.core_service.worker_link import MAX_EPOCH, Dial, WorkerLink
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup

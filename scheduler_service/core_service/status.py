@@ -4,9 +4,9 @@ import asyncio
 import logging
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.inspection import InspectionDetail
-from scheduler_service.core.request_clock import to_us
-from scheduler_service.core.snapshot import GroupSnapshot
+from scheduler_service.core.stats.inspection import InspectionDetail
+from scheduler_service.core.stats.request_timing import to_us
+from scheduler_service.core.stats.scheduler_stats import GroupSnapshot
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.registry import WorkerRegistry

@@ -25,12 +25,12 @@ from pagewire.v1 import status_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.pipeline import ResultMismatch
-from scheduler_service.core.step_times import StepTimeout, StepTimes
+from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.hangs import GroupHung, Hangs
 from scheduler_service.core_service.meters import Meters
 from scheduler_service.core_service.step_stream import LinkFailed, StepOverdue, StepStream
+from scheduler_service.core_service.step_watchdog import StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
 

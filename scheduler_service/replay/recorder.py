@@ -20,7 +20,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
-from scheduler_service.core.rates import StepWork
+from scheduler_service.core.stats.throughput import StepWork
 from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.outcomes import Outcomes, to_text

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from scheduler_service.core import SchedulerCore, StepPlan, StepResult
-from scheduler_service.core.snapshot import CoreSnapshot
+from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.cost_model import CostModel, StepSize
 from scheduler_service.replay.lives import Life, Lives

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.v1 import plan_pb2
-from scheduler_service.core.plan import StepResult
+from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
 from tests.support.deployment import Deployment, Received
 from tests.support.in_process import AheadWorker, InProcessWorker

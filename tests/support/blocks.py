@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler_service.core.block_manager import BlockManager
+from scheduler_service.core.kv_cache.block_manager import BlockManager
 
 BLOCK_SIZE = 4
 

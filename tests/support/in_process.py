@@ -17,8 +17,8 @@ from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.plan import StepResult
 from scheduler_service.core.request import Request
+from scheduler_service.core.step_plan import StepResult
 from tests.support.runners import MakeRunner, host, recorded, recorded_on_gpu
 from worker_service import wire as worker_wire
 from worker_service.cache_engine import CacheEngine

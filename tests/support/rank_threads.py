@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.plan import StepResult
+from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, Pr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scheduler_service.core.beam_search import BeamParams, BeamSearch, EarlyStopping, Path
-from scheduler_service.core.plan import RowCandidates
+from scheduler_service.core.step_plan import RowCandidates
 
 EARLY_STOPPING: dict[Any, EarlyStopping] = {
     True: EarlyStopping.WHEN_FULL,

@@ -12,8 +12,8 @@ from scheduler_service.core import (
     SchedulerCore,
     StepResult,
 )
+from scheduler_service.core.admission.request_registry import Registry
 from scheduler_service.core.delivery import deliver_prompt_logprobs
-from scheduler_service.core.registry import Registry
 from scheduler_service.errors import UnknownRequest
 from tests.support.core_driver import SMALL_CONFIG, make_capacity, make_driver, make_request
 from tests.support.symbolic_worker import Sampling

@@ -11,7 +11,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.outbox import Outbox
+from scheduler_service.core.engine_outputs import Outbox
 from scheduler_service.core.request import Request
 from scheduler_service.core_service.attachments import Attachment
 from scheduler_service.core_service.driver import CoreDriver

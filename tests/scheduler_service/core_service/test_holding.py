@@ -7,7 +7,12 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.outbox import ChoiceFinished, Outbox, RequestFinished, RequestTimings
+from scheduler_service.core.engine_outputs import (
+    ChoiceFinished,
+    Outbox,
+    RequestFinished,
+    RequestTimings,
+)
 from scheduler_service.core_service.attachments import Attachment
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.holding import Holding

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from scheduler_service.core.plan import StepResult
+from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row

@@ -1,0 +1,1 @@
+"""Which requests are accepted, and the registry of those that were."""

@@ -1,0 +1,194 @@
+"""What is checked of a request before it is accepted."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.drain import DrainRate, retry_delay_s
+from scheduler_service.core.request import Request
+from scheduler_service.core.request_queue import Lanes
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.errors import (
+    InvalidArgument,
+    PagewireError,
+    PromptTooLong,
+    QueueFull,
+    TenantLimit,
+)
+
+Queue: TypeAlias = Lanes[Any] | WaitingQueue
+"""A place in which requests wait."""
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Raise InvalidArgument for what is wrong whatever the model."""
+    if not request.prompt_token_ids:
+        raise InvalidArgument("prompt", "must not be empty")
+    if request.max_tokens < 1:
+        raise InvalidArgument("max_tokens", "must be at least 1")
+    if not 1 <= request.num_choices <= config.max_num_seqs:
+        raise InvalidArgument(
+            "num_choices", f"must be 1 to {config.max_num_seqs}, the scheduler's max_num_seqs"
+        )
+    if request.beam_search is not None:
+        _check_beam_search(request, request.beam_search, config)
+    for index, generated in request.generated.items():
+        if not 0 <= index < request.num_choices:
+            raise InvalidArgument(
+                "resume", f"index must be below num_choices, {request.num_choices}"
+            )
+        if len(generated.token_ids) > request.max_tokens:
+            raise InvalidArgument("resume", "must not hold more than max_tokens tokens")
+
+
+def _check_beam_search(request: Request, params: BeamParams, config: SchedulerConfig) -> None:
+    if not request.num_choices <= params.width <= config.max_num_seqs:
+        raise InvalidArgument(
+            "beam_search.width",
+            f"must be {request.num_choices} to {config.max_num_seqs}, from the number of choices "
+            "to the scheduler's max_num_seqs",
+        )
+    if not -MAX_LENGTH_PENALTY <= params.length_penalty <= MAX_LENGTH_PENALTY:
+        raise InvalidArgument(
+            "beam_search.length_penalty", f"must be within {MAX_LENGTH_PENALTY} of 0"
+        )
+    if request.generated:
+        raise InvalidArgument("resume", "must hold nothing with beam_search, which begins anew")
+
+
+def why_not(group: SequenceGroup, capacities: Iterable[GroupCapacity]) -> PagewireError | None:
+    """Why no worker group can serve a request; None if one can."""
+    error: PagewireError | None = None
+    for capacity in capacities:
+        error = _why_not_here(group, capacity)
+        if error is None:
+            return None
+    return error
+
+
+def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+    request = group.request
+    tokens = request.prompt_token_ids
+    if min(tokens) < 0 or max(tokens) >= capacity.vocab_size:
+        return InvalidArgument(
+            "prompt", f"token ids must be below the model's {capacity.vocab_size}"
+        )
+    error = None
+    if not request.is_continued:  # else a group had it that may not be back yet
+        error = _why_too_long(group, capacity)
+    return error or _why_tenant_cannot(group, capacity)
+
+
+def _why_too_long(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+    tokens = group.request.prompt_token_ids
+    details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
+    if len(tokens) + 1 > capacity.max_model_len:
+        return PromptTooLong(
+            f"the prompt has {len(tokens)} tokens; with one to generate, the model takes "
+            f"{capacity.max_model_len}",
+            details=details,
+        )
+    # A sequence's last token is never computed, so one that ends now needs no more than it has.
+    num_tokens = group.max_known_tokens if group.num_unfinished else 0
+    if num_tokens > capacity.num_cache_tokens:
+        return PromptTooLong(
+            f"the prompt's {num_tokens} tokens do not fit the KV cache of "
+            f"{capacity.num_cache_tokens}",
+            reason="PROMPT_LARGER_THAN_CACHE",
+            details=details
+            | {
+                "num_cache_tokens": capacity.num_cache_tokens,
+                "num_gpu_blocks": capacity.num_gpu_blocks,
+                "block_size": capacity.block_size,
+            },
+        )
+    return None
+
+
+def _why_tenant_cannot(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+    tenant = group.tenant
+    num_blocks = group.most_blocks(capacity)
+    if tenant.may_ever_hold(num_blocks):
+        return None
+    return PromptTooLong(
+        f"the request may come to need {num_blocks} KV blocks; its tenant has "
+        f"{tenant.config.max_kv_blocks}: ask for fewer output tokens or choices",
+        reason="LARGER_THAN_TENANT_LIMIT",
+        details={
+            "tenant": tenant.name,
+            "num_blocks": num_blocks,
+            "max_kv_blocks": tenant.config.max_kv_blocks,
+            "block_size": capacity.block_size,
+        },
+    )
+
+
+def check_tenant(
+    group: SequenceGroup, drains: Iterable[DrainRate], config: SchedulerConfig
+) -> None:
+    """Raise TenantLimit if the request's tenant may have no more live requests, or no more
+    waiting tokens, for now.
+
+    A request that goes on after a loss was accepted before, and is not refused.
+    """
+    tenant = group.tenant
+    if group.request.is_continued:
+        return
+    details: dict[str, object] = {"tenant": tenant.name}
+    max_requests, max_tokens = tenant.config.max_requests, tenant.config.max_queued_tokens
+    queued = tenant.num_queued_tokens
+    if max_requests is not None and tenant.num_requests >= max_requests:
+        message = f"the tenant has {tenant.num_requests} requests, the most allowed"
+        details |= {"num_requests": tenant.num_requests, "max_requests": max_requests}
+        delay_s = retry_delay_s(
+            [tenant.ends],
+            num_requests=tenant.num_requests - max_requests + 1,
+            num_tokens=0,
+            unmeasured_s=config.queue_retry_delay_s,
+        )
+    elif max_tokens is not None and 0 < queued > max_tokens - group.num_prompt_tokens:
+        message = f"{queued} prompt tokens of the tenant are waiting, too many for this one beside"
+        details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
+        delay_s = retry_delay_s(
+            drains,
+            num_requests=0,
+            num_tokens=min(queued, queued + group.num_prompt_tokens - max_tokens),
+            unmeasured_s=config.queue_retry_delay_s,
+        )
+    else:
+        return
+    raise TenantLimit(message, details=details, retry_delay_s=delay_s)
+
+
+def check_queue(
+    request: Request,
+    queues: Sequence[Queue],
+    drains: Iterable[DrainRate],
+    config: SchedulerConfig,
+) -> None:
+    """Raise QueueFull if no more may wait in all queues together.
+
+    A request that goes on after a loss was accepted before, and is not refused.
+    """
+    num_waiting = sum(map(len, queues))
+    num_waiting_tokens = sum(queue.num_tokens for queue in queues)
+    if request.is_continued or num_waiting == 0:
+        return
+    details = {"num_waiting": num_waiting, "num_waiting_tokens": num_waiting_tokens}
+    requests_over = num_waiting + 1 - config.max_queue_requests
+    tokens_over = num_waiting_tokens + len(request.prompt_token_ids) - config.max_queue_tokens
+    if requests_over > 0:
+        message = f"{num_waiting} requests are waiting, the most allowed"
+    elif tokens_over > 0:
+        message = f"{num_waiting_tokens} prompt tokens are waiting, too many for this one beside"
+    else:
+        return
+    delay_s = retry_delay_s(
+        drains,
+        num_requests=max(0, requests_over),
+        num_tokens=min(num_waiting_tokens, max(0, tokens_over)),
+        unmeasured_s=config.queue_retry_delay_s,
+    )
+    raise QueueFull(message, details=details, retry_delay_s=delay_s)

@@ -1,0 +1,141 @@
+"""Whether a request can still meet its deadline.
+
+Nothing is refused or dropped that might have succeeded: the estimate is the least that a request
+can take, and whatever is not known counts as nothing.
+
+    own work    Tokens of its prompt that no worker group has cached, on device or host, then
+                the tokens it must have (one, or `min_tokens` as far as there is room): on the
+                worker group that is best for it, at the lowest costs per token and step that moving
+                averages of its results have ever shown. Nothing of the kind measured on some group:
+                no time. Begun before, and so perhaps cached or swapped out: no time for the prompt.
+                While a request lives that begins alike and may compute the same blocks before: none
+                either.
+    the queue   Prompt tokens that are served before its own in the policy's order, at three times
+                the speed at which the queue has drained of late: answers differ in length, so that
+                it may go faster for a while. The speed is measured, so it takes cached tokens and
+                the time that answers take into account.
+
+So it errs on the side of trying: a request that is let in may still run into its deadline.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from scheduler_service.core.drain import bounded_s
+from scheduler_service.core.routing.fleet import Model
+from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.stats.request_timing import to_us
+from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
+
+_QUEUE_SPEEDUP = 3.0
+
+LiveGroups: TypeAlias = Callable[[], Iterable[SequenceGroup]]
+"""Tells all live groups. Asked only for a request that is about to be refused or dropped."""
+
+
+def check_deadline(
+    group: SequenceGroup, model: Model | None, live_groups: LiveGroups, now: float
+) -> None:
+    """Raise DeadlineExceeded if a request that is new cannot meet its deadline even without a
+    queue, and DeadlineUnreachable if it cannot because of the queue.
+
+    A request that goes on after a loss was accepted before, and is not refused.
+    """
+    deadline = group.request.deadline
+    if deadline is None or model is None or group.request.is_continued:
+        return
+    left_us = to_us(deadline - now)
+    if left_us <= 0:
+        raise passed()
+    if (error := why_too_late(group, model, live_groups, now)) is not None:
+        raise error
+    wait_us = _least_wait_us(group, model)
+    if wait_us + _own_us(group, model) <= left_us:
+        return
+    least_us = wait_us + _own_us_at_least(group, model, live_groups)
+    if least_us > left_us:
+        raise DeadlineUnreachable(
+            f"with what waits before it, the request takes at least {_ms(least_us)} ms; its "
+            f"deadline is in {_ms(left_us)} ms",
+            details={"least_ms": _ms(least_us), "left_ms": _ms(left_us)},
+            retry_delay_s=bounded_s((least_us - left_us) / 1e6),
+        )
+
+
+def why_too_late(
+    group: SequenceGroup, model: Model, live_groups: LiveGroups, now: float
+) -> DeadlineExceeded | None:
+    """The error of a request that is in no batch and needs more time of a worker group than is
+    left until its deadline; None if it may still meet it."""
+    deadline = group.request.deadline
+    if deadline is None:
+        return None
+    left_us = to_us(deadline - now)
+    if _own_us(group, model) <= left_us:
+        return None
+    least_us = _own_us_at_least(group, model, live_groups)
+    if least_us <= left_us:
+        return None
+    return DeadlineExceeded(
+        f"the request takes at least {_ms(least_us)} ms; its deadline is in {_ms(left_us)} ms",
+        details={"least_ms": _ms(least_us), "left_ms": _ms(left_us)},
+    )
+
+
+def next_look(group: SequenceGroup, model: Model, deadline: float, now: float) -> float:
+    """When to look again whether a live request can meet its deadline."""
+    if group.num_running:
+        return deadline
+    latest_start = deadline - _own_us(group, model) / 1e6
+    return latest_start if latest_start > now else deadline
+
+
+def passed() -> DeadlineExceeded:
+    """The error of a request that has run out of time."""
+    return DeadlineExceeded("the request's deadline has passed")
+
+
+def _own_us(group: SequenceGroup, model: Model, *, is_cached: bool = False) -> float:
+    """The time that a request needs of the worker group that is best for it; its prompt counts as
+    far as it is not cached, unless it may be."""
+    is_cached = is_cached or group.has_begun
+    costs = (_own_us_on(s, group, is_cached) for s in model.schedulers if group.fits(s.capacity))
+    return min(costs, default=0.0)
+
+
+def _own_us_on(scheduler: Scheduler, group: SequenceGroup, is_cached: bool) -> float:
+    room = group.max_length(scheduler.capacity) - group.num_prompt_tokens
+    least_output = max(min(group.request.min_tokens, room), 1)
+    num_tokens = max(least_output - len(seq.output_token_ids) for seq in group.going_on())
+    decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
+    if is_cached:
+        return decode_us
+    num_prompt_tokens = scheduler.room.num_tokens_to_compute(group)
+    return num_prompt_tokens * (scheduler.rates.least_us_per_prefill_token or 0.0) + decode_us
+
+
+def _own_us_at_least(group: SequenceGroup, model: Model, live_groups: LiveGroups) -> float:
+    """The same, were all of the prompt cached by then that could be. Linear in live groups."""
+    sizes = {s.capacity.block_size for s in model.schedulers if s.room.caches_prefixes}
+    is_cached = any(_begins_alike(group, other, size) for other in live_groups() for size in sizes)
+    return _own_us(group, model, is_cached=is_cached)
+
+
+def _least_wait_us(group: SequenceGroup, model: Model) -> float:
+    us_per_token = model.drain.us_per_token
+    if us_per_token is None or not model.waiting:
+        return 0.0
+    return model.waiting.num_tokens_before(group) * us_per_token / _QUEUE_SPEEDUP
+
+
+def _begins_alike(group: SequenceGroup, other: SequenceGroup, block_size: int) -> bool:
+    """Whether another request may fill a block that the group can use."""
+    if other is group or other.request.model != group.request.model:
+        return False
+    mine, others = group.request.prompt_token_ids, other.request.prompt_token_ids
+    return len(mine) > block_size and list(mine[:block_size]) == list(others[:block_size])
+
+
+def _ms(microseconds: float) -> float:
+    return round(microseconds / 1000, 1)

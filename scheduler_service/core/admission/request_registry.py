@@ -1,0 +1,148 @@
+"""All live requests, by the names that others have for them."""
+
+from collections.abc import Callable
+
+from scheduler_service.core.beam_group import BeamGroup
+from scheduler_service.core.engine_outputs import Outbox
+from scheduler_service.core.frontends import Frontend
+from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.stats.request_timing import Phase, RequestClock
+from scheduler_service.core.tenants import Tenants
+
+_MAX_SEQ_ID = 2**31 - 1
+
+
+class Registry:
+    """Live requests by id and by their frontends' handles; makes their groups.
+
+    Numbers of sequences are not used again before all others have been.
+    """
+
+    def __init__(
+        self, rank: Callable[[Request, tuple[int, int]], tuple[int, ...]], tenants: Tenants
+    ) -> None:
+        self._rank = rank
+        self._tenants = tenants
+        self._groups: dict[tuple[str, str], SequenceGroup] = {}
+        """By tenant and request id: tenants draw ids without knowing of each other."""
+        self._frontends: dict[str, Frontend] = {}
+        self._live_seq_ids: set[int] = set()
+        self._last_seq_id = 0
+        self._num_arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def groups(self) -> list[SequenceGroup]:
+        """All live groups."""
+        return list(self._groups.values())
+
+    def groups_of(self, frontend_id: str) -> list[SequenceGroup]:
+        """A frontend's live groups."""
+        frontend = self._frontends.get(frontend_id)
+        sequences = frontend.sequences.values() if frontend is not None else ()
+        return list(dict.fromkeys(seq.group for seq in sequences))
+
+    def find(self, tenant: str, request_id: str) -> SequenceGroup | None:
+        """The live group of a tenant's request id."""
+        return self._groups.get((tenant, request_id))
+
+    def find_sequence(self, frontend_id: str, handle: int) -> Sequence | None:
+        """The sequence, ended or not, that a frontend calls so, if its request is live."""
+        frontend = self._frontends.get(frontend_id)
+        return frontend.sequences.get(handle) if frontend is not None else None
+
+    def has_handles_of(self, request: Request) -> bool:
+        """Whether a live request of its frontend has one of its handles."""
+        handles = range(request.handle, request.handle + request.num_choices)
+        return any(
+            self.find_sequence(request.frontend_id, handle) is not None for handle in handles
+        )
+
+    def make_group(self, request: Request, now_us: int) -> SequenceGroup:
+        """A group for a request, not live yet, with what was generated of it before."""
+        self._num_arrivals += 1
+        frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
+        phase = Phase.RECOVERY if request.is_continued else Phase.QUEUE
+        group = SequenceGroup(
+            request=request,
+            tenant=self._tenants.find(request.tenant),
+            frontend=frontend,
+            rank=self._rank(request, (now_us - request.waited_us, self._num_arrivals)),
+            clock=RequestClock.start(now_us, phase),
+            num_worker_losses=request.num_worker_losses,
+        )
+        beam_search = request.beam_search
+        num_sequences = request.num_choices if beam_search is None else beam_search.width
+        group.sequences = [self._make_sequence(group, i) for i in range(num_sequences)]
+        if beam_search is not None:
+            group.beams = BeamGroup(
+                beam_search, request.stop_token_ids, request.max_tokens, group.sequences
+            )
+        group.num_unfinished = len(group.waiting())
+        return group
+
+    def add(self, group: SequenceGroup) -> None:
+        """The group is live."""
+        frontend = group.frontend
+        self._groups[_key(group)] = group
+        self._frontends[frontend.frontend_id] = frontend
+        self._tenants.add_request(group.tenant, group.clock.submitted_us)
+        for seq in group.choices():
+            frontend.sequences[seq.handle] = seq
+        for seq in group.sequences:
+            seq.seq_id = self._next_seq_id()
+            self._live_seq_ids.add(seq.seq_id)
+
+    def remove(self, group: SequenceGroup, now_us: int) -> None:
+        """The group is live no more."""
+        del self._groups[_key(group)]
+        self._tenants.remove_request(group.tenant, group.num_prompt_tokens, now_us)
+        for seq in group.choices():
+            del group.frontend.sequences[seq.handle]
+        for seq in group.sequences:
+            self._live_seq_ids.remove(seq.seq_id)
+        # Ends the cycles of references: memory is free without the collector.
+        group.sequences, group.beams = [], None
+
+    def remove_frontend(self, frontend_id: str) -> None:
+        """The frontend is gone, with its news; its groups must have been removed."""
+        frontend = self._frontends.pop(frontend_id, None)
+        assert frontend is None or not frontend.sequences
+
+    def take_outboxes(self) -> dict[str, Outbox]:
+        """News by frontend since the last call, where there is any."""
+        return {
+            frontend.frontend_id: frontend.take_outbox()
+            for frontend in self._frontends.values()
+            if frontend.outbox
+        }
+
+    def _make_sequence(self, group: SequenceGroup, choice_index: int) -> Sequence:
+        request = group.request
+        generated = request.generated.get(choice_index)
+        output = list(generated.token_ids) if generated is not None else []
+        seq = Sequence(
+            group=group,
+            choice_index=choice_index,
+            handle=request.handle + choice_index,
+            stop_token_ids=request.stop_token_ids,
+            order=(group.rank, choice_index),
+            length=len(request.prompt_token_ids) + len(output),
+            output_token_ids=output,
+        )
+        if generated is not None and generated.finished:
+            seq.status = SequenceStatus.FINISHED_STOPPED
+        return seq
+
+    def _next_seq_id(self) -> int:
+        seq_id = self._last_seq_id % _MAX_SEQ_ID + 1
+        while seq_id in self._live_seq_ids:
+            seq_id = seq_id % _MAX_SEQ_ID + 1
+        self._last_seq_id = seq_id
+        return seq_id
+
+
+def _key(group: SequenceGroup) -> tuple[str, str]:
+    return group.request.tenant, group.request.request_id

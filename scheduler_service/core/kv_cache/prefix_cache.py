@@ -1,0 +1,186 @@
+"""Finding what was computed before: sequences that begin alike share their KV blocks.
+
+The KV of a token depends on all tokens before it. So a full block has a key that stands for its
+tokens and all before them: a 128-bit hash of the key of the block before and its own tokens.
+
+A block gets its key once the result of the step that filled it is in. Plans are executed in order,
+so an earlier use would find the right KV too, unless that step fails; the wait keeps what was
+never confirmed from being found. A sequence of which most is just being computed by another waits
+for it, so that of many that come at once and begin alike the first alone computes what they share.
+The last token of a sequence is always computed, whatever is found, for its logits; so nothing is
+ever written to a block with a key.
+"""
+
+from array import array
+from collections.abc import Iterable
+from itertools import islice
+
+import xxhash
+
+from scheduler_service.core.cached_blocks import BlockKey
+from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.sequence import Sequence, SequenceStatus
+
+_TOKEN = "i"  # int32
+_TOKEN_BYTES = array(_TOKEN).itemsize
+
+
+def root_key(salt: bytes = b"") -> BlockKey:
+    """What the key of a sequence's first block follows; what differs in salt shares nothing."""
+    return xxhash.xxh3_128_digest(salt)
+
+
+def extend_keys(
+    keys: list[BlockKey], root: BlockKey, tokens: Iterable[int], block_size: int
+) -> None:
+    """Append the keys of the blocks that these tokens fill, which follow those with `keys`."""
+    data = array(_TOKEN, tokens).tobytes()
+    num_bytes = block_size * _TOKEN_BYTES
+    parent = keys[-1] if keys else root
+    for start in range(0, len(data), num_bytes):
+        parent = xxhash.xxh3_128_digest(parent + data[start : start + num_bytes])
+        keys.append(parent)
+
+
+class PrefixCache:
+    """Finds the blocks that hold a sequence's first tokens, and has its own blocks found."""
+
+    def __init__(self, blocks: BlockManager, *, isolate_tenants: bool = False) -> None:
+        self._blocks = blocks
+        self._block_size = blocks.block_size
+        self._isolate_tenants = isolate_tenants
+        self._unconfirmed: dict[Sequence, None] = {}
+        """Sequences whose first tokens were being computed when the last one was admitted."""
+
+    def find(self, seq: Sequence) -> list[int]:
+        """The blocks that hold the longest known start of a waiting sequence."""
+        num_blocks = self._most_reusable_blocks(seq)
+        return self._blocks.find(islice(self._keys(seq, num_blocks), num_blocks))
+
+    def find_on_host(self, seq: Sequence, num_found: int) -> list[int]:
+        """The host blocks that hold what follows the first `num_found` blocks of a waiting
+        sequence."""
+        num_blocks = self._most_reusable_blocks(seq)
+        keys = islice(self._keys(seq, num_blocks), num_found, num_blocks)
+        return self._blocks.find_on_host(keys)
+
+    def is_to_come(self, seq: Sequence, num_found: int) -> bool:
+        """Whether most of what a waiting sequence would compute after its first `num_found` blocks
+        is just being computed for another, and will be found soon."""
+        num_blocks = self._most_reusable_blocks(seq)
+        if num_blocks <= num_found:
+            return False
+        keys = self._keys(seq, num_blocks)
+        most_shared = 0
+        for other in filter(_is_unconfirmed, self._unconfirmed):
+            others = other.block_keys.get(self._block_size, [])
+            end, most = num_found, min(num_blocks, len(others))
+            while end < most and keys[end] == others[end]:
+                end += 1
+            most_shared = max(most_shared, end - num_found)
+        num_missing = seq.num_known - num_found * self._block_size
+        return 2 * most_shared * self._block_size > num_missing
+
+    def note_admission(self, seq: Sequence) -> None:
+        """A sequence begins to run: its first tokens will be computed."""
+        self._unconfirmed = dict.fromkeys(filter(_is_unconfirmed, self._unconfirmed))
+        self._unconfirmed[seq] = None
+
+    def note_departure(self, seq: Sequence) -> None:
+        """A running sequence goes to another worker group: nothing will be computed here."""
+        self._unconfirmed.pop(seq, None)
+
+    def note_arrival(self, seq: Sequence) -> None:
+        """What was found on the host for a running sequence is on the device now."""
+        self._offer(seq, seq.num_computed)
+
+    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
+        """The result is in of a step that computed a running sequence's first tokens so far."""
+        seq.is_prefilled = is_last
+        self._offer(seq, num_tokens)
+
+    def note_decodes(self, seq: Sequence) -> None:
+        """A running sequence fills another block, or leaves: what is filled may be found."""
+        if seq.is_prefilled:
+            self._offer(seq, seq.num_known - 1)  # the last known token was sampled, not computed
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence failed: nothing that it may have computed is to be found again."""
+        seq.is_prefilled = False
+        self._blocks.forget_keys(seq.block_keys.get(self._block_size, []))
+
+    def _most_reusable_blocks(self, seq: Sequence) -> int:
+        return min(seq.num_known - 1, _most_reusable(seq)) // self._block_size
+
+    def _offer(self, seq: Sequence, num_tokens: int) -> None:
+        first, num_blocks = seq.num_offered_blocks, num_tokens // self._block_size
+        if num_blocks > first:
+            keys = self._keys(seq, num_blocks)[first:num_blocks]
+            self._blocks.set_keys(seq.seq_id, first, keys)
+            seq.num_offered_blocks = num_blocks
+
+    def _keys(self, seq: Sequence, num_blocks: int) -> list[BlockKey]:
+        """Keys of at least so many blocks, whose tokens are known; hashed once in its life."""
+        size = self._block_size
+        keys = seq.block_keys.get(size)
+        if keys is None:
+            keys = seq.block_keys[size] = []
+        if len(keys) < num_blocks:
+            tokens = seq.known_tokens(len(keys) * size, num_blocks * size)
+            extend_keys(keys, self._root(seq), tokens, size)
+        return keys
+
+    def _root(self, seq: Sequence) -> BlockKey:
+        return root_key(seq.group.tenant.name.encode() if self._isolate_tenants else b"")
+
+
+class NoPrefixCache:
+    """Finds nothing: every sequence is computed on its own."""
+
+    def find(self, seq: Sequence) -> list[int]:
+        """No blocks."""
+        del seq
+        return []
+
+    def find_on_host(self, seq: Sequence, num_found: int) -> list[int]:
+        """No blocks."""
+        del seq, num_found
+        return []
+
+    def is_to_come(self, seq: Sequence, num_found: int) -> bool:
+        """No."""
+        del seq, num_found
+        return False
+
+    def note_admission(self, seq: Sequence) -> None:
+        """No effect."""
+
+    def note_departure(self, seq: Sequence) -> None:
+        """No effect."""
+
+    def note_arrival(self, seq: Sequence) -> None:
+        """No effect."""
+
+    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
+        """No effect."""
+
+    def note_decodes(self, seq: Sequence) -> None:
+        """No effect."""
+
+    def forget(self, seq: Sequence) -> None:
+        """No effect."""
+
+
+def _is_unconfirmed(seq: Sequence) -> bool:
+    """Whether an admitted sequence's first tokens are still being computed in the batch."""
+    return seq.status is SequenceStatus.RUNNING and not seq.is_prefilled
+
+
+def _most_reusable(seq: Sequence) -> int:
+    """The most tokens that need not be computed: where log probabilities of the prompt are still
+    owed, those before the logits that tell about the first of them."""
+    group = seq.group
+    num_told = group.prompt_logprobs_start
+    if group.request.wants_prompt_logprobs and num_told < group.num_prompt_tokens:
+        return max(0, num_told - 1)
+    return seq.num_known

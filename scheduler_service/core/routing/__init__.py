@@ -1,0 +1,1 @@
+"""Which worker group serves a waiting request."""

@@ -1,0 +1,290 @@
+"""The served models: for each its worker groups, and the requests that wait for one."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeAlias
+
+from scheduler_service.core.config import GroupCapacity
+from scheduler_service.core.drain import DrainRate
+from scheduler_service.core.placing import Placing
+from scheduler_service.core.policies import Policy
+from scheduler_service.core.request_queue import Lanes
+from scheduler_service.core.routing.router import Placement
+from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.wait import Wait
+from scheduler_service.core.waiting_queue import WaitingQueue
+
+Alike: TypeAlias = tuple[Scheduler, ...]
+"""Worker groups to which the same requests may go."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """One model's worker groups and its requests that are in none of them."""
+
+    name: str
+    policy: Policy
+    placement: Placement = field(default_factory=Placement)
+    was_served: bool = False
+    """Whether a worker group has ever served it; if so, its return is waited for."""
+    schedulers: list[Scheduler] = field(default_factory=list)
+    stranded: WaitingQueue = field(default_factory=WaitingQueue)
+    """Requests that fit none of the groups there are: they must not hold up the others."""
+
+    drain: DrainRate = field(default_factory=DrainRate)
+    """How fast requests come out of `waiting`."""
+
+    stirred: set[str] = field(default_factory=set)
+    """Ids of worker groups that may have something to plan although nothing was heard of them,
+    since they were last asked for."""
+    waiting: Lanes[tuple[Alike, ...]] = field(init=False)
+    _lost: list[GroupCapacity] = field(default_factory=list)
+    """What worker groups held that have died, as far as none has come in their place."""
+    _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
+    """The worker groups that there were when the queue was sorted, and whether they drained."""
+    _alike: list[Alike] = field(default_factory=list)
+    """The same, those together to which the same requests may go."""
+
+    def __post_init__(self) -> None:
+        self.waiting = Lanes(self.policy, self._kind_of)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing would be lost by forgetting it."""
+        return not (self.was_served or self.waiting or self.stranded)
+
+    def capacities(self) -> list[GroupCapacity]:
+        """What its worker groups hold."""
+        return [scheduler.capacity for scheduler in self.schedulers]
+
+    def discard(self, group: SequenceGroup) -> None:
+        """Take a group that is not placed out of the queue."""
+        self.waiting.discard(group)
+        self.stranded.discard(group)
+
+    def add(self, scheduler: Scheduler) -> None:
+        """A group joins: what has not begun may go there instead."""
+        self.was_served = True
+        self.drain.interrupt()
+        self.reopen()
+        self.schedulers.append(scheduler)
+        self._take_place_of_lost(scheduler.capacity.num_cache_tokens)
+        self._notice_groups()
+
+    def remove(self, scheduler: Scheduler) -> None:
+        """A group is gone. If it did not drain, one like it is expected to take its place."""
+        self.schedulers.remove(scheduler)
+        if not scheduler.is_draining:
+            self._lost.append(scheduler.capacity)
+
+    def _take_place_of_lost(self, num_tokens: int) -> None:
+        """Expect the lost group back no more whose memory was the most like this: a worker that is
+        started again may find a little more or less."""
+        if self._lost:
+            self._lost.remove(min(self._lost, key=lambda c: abs(c.num_cache_tokens - num_tokens)))
+
+    def reopen(self) -> None:
+        """Put all that has not begun up for placement again."""
+        for scheduler in self.schedulers:
+            self.queue_again(scheduler.give_back())
+        for group in self.stranded.take_all():
+            self.waiting.add(group)
+
+    def move_on(self, now_us: int) -> None:
+        """Have the worker groups that drain part with what can go on in others as far as there.
+
+        What cannot stays, until another worker group joins or it ends.
+        """
+        self._notice_groups()
+        for scheduler in self.schedulers:
+            if not scheduler.is_draining:
+                continue
+            num_leaving = scheduler.send_away(self._can_leave(scheduler), now_us)
+            if num_leaving:
+                logger.info(
+                    "requests leave a draining group group_id=%s num_requests=%d",
+                    scheduler.capacity.group_id,
+                    num_leaving,
+                )
+            self.queue_again(scheduler.take_gone())
+
+    def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
+        """Have the requests that have outgrown a worker group go on in larger ones. Where there is
+        none, and none is expected back, they fail. Whether there were any."""
+        outgrown = here.take_outgrown()
+        moving: set[SequenceGroup] = set()
+        for group in outgrown:
+            group.outgrown_tokens = here.capacity.num_cache_tokens
+            if self._has_larger(group, here.capacity):
+                moving.add(group)
+                logger.info(
+                    "request leaves a group that it has outgrown request_id=%s group_id=%s "
+                    "num_cache_tokens=%d",
+                    group.request.request_id,
+                    here.capacity.group_id,
+                    here.capacity.num_cache_tokens,
+                )
+            else:
+                here.fail_outgrown(group, now_us)
+        if moving:
+            here.send_away(moving.__contains__, now_us)
+            self.queue_again(here.take_gone())
+        return bool(outgrown)
+
+    def _has_larger(self, group: SequenceGroup, here: GroupCapacity) -> bool:
+        """Whether a request can go on elsewhere, now or when what was lost is back, and come to be
+        as long as it could here."""
+        length = group.max_length(here)
+        capacities = chain(self.capacities(), self._lost)
+        return any(group.fits(each) and group.max_length(each) >= length for each in capacities)
+
+    def is_needed(self, scheduler: Scheduler) -> bool:
+        """Whether something that has begun waits for a worker group although it drains, or is on
+        its way to it."""
+        self._notice_groups()
+        on_their_way = (group for other in self.schedulers for group in other.leaving)
+        queues = chain(self.waiting, self.stranded, on_their_way)
+        return any(scheduler in self._suitable(group) for group in queues)
+
+    def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
+        others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
+
+        def can_leave(group: SequenceGroup) -> bool:
+            reach = group.reach(here.capacity)
+            capacities = (scheduler.capacity for scheduler in others)
+            return any(group.fits(each) and group.reach(each) >= reach for each in capacities)
+
+        return can_leave
+
+    def queue_again(self, groups: Iterable[SequenceGroup]) -> None:
+        """Put groups up for placement that a worker group has parted with."""
+        for group in groups:
+            self.release(group)
+            self.waiting.add(group)
+
+    def check(self) -> None:
+        """Assert the invariants. Looks at every worker group for every request that waits."""
+        self.waiting.check()
+        if self._sorted_for != self._present():
+            return  # refusals are forgotten in the next round
+        for group in self.waiting:
+            for scheduler in self.schedulers:
+                known = group.wait.refusals.get(scheduler.capacity.group_id)
+                if known == scheduler.num_changes:
+                    assert not scheduler.room.has_room_for(group), "there is room nobody looks at"
+
+    def release(self, group: SequenceGroup) -> None:
+        """A group may have been in a worker group, and is no more: its tenant may use the blocks
+        for others."""
+        if group.is_placed:
+            group.is_placed = group.is_ahead = False
+            group.tenant.num_kv_blocks -= group.num_reserved_blocks
+            group.num_reserved_blocks = 0
+
+    def place(self, is_late: Callable[[SequenceGroup], bool], now_us: int) -> None:
+        """Give waiting requests, in order, to worker groups that have room. Of each it is asked
+        before whether it is too late for it, and if so, has been taken out of the queue."""
+        if not self.waiting:
+            self.drain.interrupt()
+            return
+        self._notice_groups()
+        placed: list[SequenceGroup] = []
+        self.waiting.take_back()
+        placing = Placing(
+            self.waiting, self._awaited(), self.policy, self.placement, self._suitable
+        )
+        while (found := placing.next(now_us)) is not None:
+            group, scheduler = found
+            if not is_late(group):
+                self._give(group, scheduler, now_us)
+                placing.note_taken(scheduler)
+                placed.append(group)
+        self.waiting.look_again()
+        for group in placing.unsuitable:
+            self.stranded.add(group)
+        if placed:
+            self.stir_drained()
+        self.drain.note(
+            now_us,
+            num_requests=len(placed),
+            num_tokens=sum(group.num_prompt_tokens for group in placed),
+            is_empty=not self.waiting,
+        )
+
+    def stir(self) -> None:
+        """Have the worker groups plan that can, so that what waits is placed. The first of them
+        places all there is, but none needs to wait for another; those that have a result to come
+        before they can plan will do so then."""
+        can_plan = (s for s in self.schedulers if not s.is_full(is_awaited=True))
+        self.stirred.update(scheduler.capacity.group_id for scheduler in can_plan)
+
+    def stir_drained(self) -> None:
+        """Have worker groups look that drain and have nothing: what they were kept for may have
+        ended, or be elsewhere."""
+        idle = (s for s in self.schedulers if s.is_draining and not s.groups)
+        self.stirred.update(scheduler.capacity.group_id for scheduler in idle)
+
+    def _awaited(self) -> list[Scheduler]:
+        """The worker groups that something waits for. Room in others, which drain or are too small,
+        is no reason to look at what waits."""
+        if len(self._alike) == 1:
+            return self.schedulers
+        alike = {alike for kind in self.waiting.kinds for alike in kind}
+        awaited = set(chain.from_iterable(alike))
+        return [scheduler for scheduler in self.schedulers if scheduler in awaited]
+
+    def _kind_of(self, group: SequenceGroup) -> tuple[Alike, ...]:
+        """Which worker groups a request may go to, full or not: those in which it can come to have
+        the most of the tokens that it asks for, so that where it goes does not show in its answer;
+        for one that has begun that is memory's concern too. Those that drain take nothing, unless
+        it has begun and no other is left."""
+        fitting = [alike for alike in self._alike if group.fits(alike[0].capacity)]
+        suitable = [alike for alike in fitting if not alike[0].is_draining]
+        reach = SequenceGroup.max_length
+        if group.has_begun or group.request.generated:
+            suitable = suitable or fitting
+            reach = SequenceGroup.reach
+        farthest = max((reach(group, alike[0].capacity) for alike in suitable), default=0)
+        return tuple([alike for alike in suitable if reach(group, alike[0].capacity) == farthest])
+
+    def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
+        """These worker groups, in the order in which they came."""
+        kind = self._kind_of(group)
+        if len(self._alike) == 1:
+            return list(chain.from_iterable(kind))
+        suitable = set(chain.from_iterable(kind))
+        return [scheduler for scheduler in self.schedulers if scheduler in suitable]
+
+    def _notice_groups(self) -> None:
+        """Sort the queue anew if the worker groups are others than the last time."""
+        groups = self._present()
+        if groups != self._sorted_for:
+            self._sorted_for = groups
+            alike: dict[object, list[Scheduler]] = {}
+            for scheduler in self.schedulers:
+                size = scheduler.capacity
+                key = size.num_gpu_blocks, size.block_size, size.max_model_len
+                alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
+            self._alike = [tuple(schedulers) for schedulers in alike.values()]
+            self.waiting.sort_anew()
+            for group in self.waiting:
+                group.wait.refusals.clear()  # a new group may have the id of one that is gone
+
+    def _present(self) -> list[tuple[Scheduler, bool]]:
+        """Its worker groups, and whether they drain."""
+        return [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
+
+    def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
+        self.waiting.discard(group)
+        group.wait = Wait()
+        group.is_placed = True
+        group.num_reserved_blocks = group.most_blocks(scheduler.capacity)
+        group.tenant.num_kv_blocks += group.num_reserved_blocks
+        self.policy.note_placed(group)
+        scheduler.take(group, now_us)
+        self.stirred.add(scheduler.capacity.group_id)

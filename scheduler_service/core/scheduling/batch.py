@@ -1,0 +1,130 @@
+"""A step plan while its rows are being chosen."""
+
+from scheduler_service.core.kv_cache.block_manager import BlockUpdate
+from scheduler_service.core.scheduling.pipeline import InFlightStep
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+from scheduler_service.core.stats.throughput import StepWork
+from scheduler_service.core.step_plan import NewSequence, StepPlan
+
+
+class Batch:
+    """Rows of one step. Decodes come first: one token each, and all of them sample."""
+
+    def __init__(self, now_us: int, token_budget: int) -> None:
+        self.now_us = now_us
+        self.budget = token_budget
+        """Tokens that may still be added."""
+        self.seq_ids: list[int] = []
+        self.rows: list[Sequence] = []
+        self.swap_out: list[int] = []
+        """Pairs of blocks, as in the plan."""
+        self.swap_in: list[int] = []
+        self.beam_groups: set[SequenceGroup] = set()
+        """Beam groups that have had their turn."""
+        self.has_preempted = False
+        """Whether anything had to leave for want of blocks."""
+        self.outgrown: list[SequenceGroup] = []
+        """Groups that have become longer than the whole cache; they end after the plan."""
+        self._new_sequences: list[NewSequence] = []
+        self._copy: list[int] = []
+        self._appended_tokens: list[int] = []
+        self._lockstep_rows: list[int] = []
+        self._block_updates: list[int] = []
+        self._prefill_tokens: list[int] = []
+        self._prefill_samples: list[bool] = []
+        self._prefills: list[tuple[Sequence, int, bool]] = []
+
+    def update_block(self, seq_id: int, update: BlockUpdate) -> None:
+        """Change a running sequence's block table, copying the shared block that it replaces."""
+        if update.copied_from is not None:
+            self._copy += (update.copied_from, update.block)
+        self._block_updates += (seq_id, update.index, update.block)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a shared block for a sequence that the worker gets to know with the copy."""
+        self._copy += (source, target)
+
+    def append_token(self, seq_id: int, token: int) -> None:
+        """Tell the worker a token that the core has chosen."""
+        self._appended_tokens += (seq_id, token)
+
+    def add_beam(self, seq: Sequence) -> None:
+        """Add a decode row that reports candidates."""
+        self._lockstep_rows.append(len(self.rows))
+        self.seq_ids.append(seq.seq_id)
+        self.rows.append(seq)
+
+    def add_new(self, new_sequence: NewSequence) -> None:
+        """Introduce a sequence; its row must follow."""
+        self._new_sequences.append(new_sequence)
+
+    def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
+        """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
+        The sequence counts them as computed already."""
+        if sample and seq.group.is_lockstep:
+            self._lockstep_rows.append(len(self.rows))
+        self.seq_ids.append(seq.seq_id)
+        self.rows.append(seq)
+        self._prefill_tokens.append(num_tokens)
+        self._prefill_samples.append(sample)
+        self._prefills.append((seq, seq.num_computed, sample))
+        self.budget -= num_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it for a worker to do. Rows are not all: blocks may have to
+        be on the device before the first of them."""
+        return not (self.rows or self.swap_out or self.swap_in)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of all prefill rows."""
+        return sum(self._prefill_tokens)
+
+    def to_plan(self, step_id: int, forget_seq_ids: list[int]) -> tuple[StepPlan, InFlightStep]:
+        """The plan, and what its result will be read against."""
+        plan = StepPlan(
+            step_id=step_id,
+            forget_seq_ids=forget_seq_ids,
+            swap_out=self.swap_out,
+            swap_in=self.swap_in,
+            copy=self._copy,
+            new_sequences=self._in_batch_order(),
+            block_updates=self._block_updates,
+            seq_ids=self.seq_ids,
+            appended_tokens=self._appended_tokens,
+        )
+        sampled = self.rows
+        if self._prefill_tokens:
+            num_decodes = len(self.rows) - len(self._prefill_tokens)
+            plan.num_tokens = [1] * num_decodes + self._prefill_tokens
+            if not all(self._prefill_samples):
+                plan.sample = [True] * num_decodes + self._prefill_samples
+                pairs = zip(self.rows, plan.sample, strict=True)
+                sampled = [seq for seq, sample in pairs if sample]
+        return plan, InFlightStep(
+            step_id, self.rows, sampled, self._prefills, self._lockstep_rows, self._work()
+        )
+
+    def _work(self) -> StepWork:
+        num_decodes = len(self.rows) - len(self._prefill_tokens)
+        pairs = sum([seq.length for seq in self.rows[:num_decodes]])
+        for num_tokens, (_, num_computed, _) in zip(
+            self._prefill_tokens, self._prefills, strict=True
+        ):
+            pairs += num_tokens * num_computed
+        return StepWork(
+            num_tokens=num_decodes + self.num_prefill_tokens,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_moved_blocks=(len(self.swap_out) + len(self.swap_in)) // 2,
+            swaps_in=bool(self.swap_in),
+            num_attended_pairs=pairs,
+        )
+
+    def _in_batch_order(self) -> list[NewSequence]:
+        """The new sequences in their rows' order, which beams and those that have come back from
+        the host need not have been added in."""
+        if self._appended_tokens or self._lockstep_rows:
+            places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
+            self._new_sequences.sort(key=lambda new: places[new.seq_id])
+        return self._new_sequences

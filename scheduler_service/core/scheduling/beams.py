@@ -1,0 +1,272 @@
+"""Beam groups in the batch: how they get in, their rows, and what their candidates lead to.
+
+A group's beams go on in lockstep: all compute their last tokens in one step, and none does before
+all candidates of the step before are in and the search has chosen. So a group is never pipelined
+with itself; others in the batch do not notice. Its sequences are in the running set's lists like
+any others, so that preemption treats them alike, but always as a whole.
+
+A group that is computed again is admitted as a whole, too. Its beams have much in common; each is
+computed on its own only from where it differs from those before it (in whole blocks), once these
+are computed. So it needs no more memory than it had, with or without a prefix cache.
+"""
+
+from dataclasses import dataclass
+
+from scheduler_service.core.beam_group import BeamGroup, Continuation
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.preemption import Preemption
+from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.step_plan import NewSequence, RowCandidates
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where the blocks of a beam that is computed again come from."""
+
+    seq: Sequence
+    found: list[int]
+    """Blocks that the prefix cache has."""
+    source: Sequence | None
+    """Otherwise, who shares its first `num_shared` blocks; None: nobody has any."""
+    num_shared: int
+
+    @property
+    def num_given(self) -> int:
+        """Blocks that need not be new."""
+        return max(len(self.found), self.num_shared)
+
+
+class BeamScheduling:
+    """Admits beam groups, plans their rows, and has their searches choose."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        prefixes: PrefixCache | NoPrefixCache,
+        running: RunningSet,
+        pipeline: Pipeline,
+        preemption: Preemption,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._prefixes = prefixes
+        self._running = running
+        self._pipeline = pipeline
+        self._preemption = preemption
+
+    # Into the batch.
+
+    def admit(self, group: SequenceGroup, batch: Batch) -> AllocStatus:
+        """Give all sequences their places and all beams their blocks, or none."""
+        beams = _beams(group)
+        if self._running.num_places + len(group.sequences) > self._config.max_num_seqs:
+            return AllocStatus.LATER
+        starts = self._starts(beams)
+        num_missing = starts[0].seq.length - starts[0].num_given * self._blocks.block_size
+        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
+            return AllocStatus.LATER
+        verdict = self._verdict(starts)
+        if verdict is AllocStatus.OK:
+            idle = [seq for seq in group.sequences if seq not in beams.held]
+            beams.num_prefilling = len(starts)
+            self._allocate(starts)
+            for start in starts:
+                self._enter(start, idle if start is starts[0] else [], batch.now_us)
+        return verdict
+
+    def _starts(self, beams: BeamGroup) -> list[_Start]:
+        starts: list[_Start] = []
+        for seq in beams.held:
+            found = self._prefixes.find(seq)
+            commons = [(self._num_common_blocks(seq, start.seq), start.seq) for start in starts]
+            num_shared, source = max(commons, key=lambda pair: pair[0], default=(0, None))
+            if num_shared > len(found):
+                starts.append(_Start(seq, [], source, num_shared))
+            else:
+                starts.append(_Start(seq, found, None, 0))
+        return starts
+
+    def _num_common_blocks(self, seq: Sequence, other: Sequence) -> int:
+        """Full blocks, but for the last token, in which two beams of a group are alike."""
+        num_tokens = seq.group.num_prompt_tokens
+        for token, others in zip(seq.output_token_ids, other.output_token_ids, strict=True):
+            if token != others:
+                break
+            num_tokens += 1
+        return min(num_tokens, seq.num_known - 1) // self._blocks.block_size
+
+    def _verdict(self, starts: list[_Start]) -> AllocStatus:
+        num_blocks = sum(
+            self._blocks.num_blocks_for(start.seq.length) - start.num_given for start in starts
+        )
+        found = {block for start in starts for block in start.found}
+        return self._blocks.can_provide(num_blocks, found)
+
+    def _allocate(self, starts: list[_Start]) -> None:
+        """All block tables; what was found for the last must not go to the first."""
+        pool = self._blocks.gpu_pool
+        found = list({block for start in starts for block in start.found})
+        pool.share(found)
+        for start in starts:
+            given = start.found
+            if start.source is not None:
+                given = self._blocks.table(start.source.seq_id)[: start.num_shared]
+            self._blocks.allocate(start.seq.seq_id, start.seq.length, given)
+        pool.release(found)
+
+    def _enter(self, start: _Start, idle: list[Sequence], now_us: int) -> None:
+        seq, group = start.seq, start.seq.group
+        seq.first_step_id = self._pipeline.next_step_id
+        seq.num_computed = start.num_given * self._blocks.block_size
+        seq.num_offered_blocks = start.num_given
+        if not group.has_begun:
+            group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
+        if start.source is not None:
+            _beams(group).source_of[seq] = start.source
+        self._running.enter(seq, idle, now_us)
+
+    def may_prefill(self, seq: Sequence) -> bool:
+        """Whether a beam that is computed again may get a row: what it shares is computed."""
+        source = _beams(seq.group).source_of.get(seq)
+        if source is not None and not _beams(seq.group).has_candidates(source):
+            return False
+        if self._running.is_unknown(seq):
+            seq.first_step_id = self._pipeline.next_step_id
+        return True
+
+    # One token for each beam.
+
+    def plan(self, group: SequenceGroup, batch: Batch) -> bool:
+        """Rows for all beams, if they are due, once in a batch; False if they can never go on."""
+        if group in batch.beam_groups:
+            return True
+        batch.beam_groups.add(group)
+        beams = _beams(group)
+        if not beams.is_due:
+            return True
+        if not self._blocks.fits(beams.held[0].length):
+            return False
+        lengths = [(seq.seq_id, seq.length) for seq in beams.held]
+        while not self._blocks.can_append_all(lengths):
+            if not self._preemption.make_room(group, batch):
+                return False
+            if group.num_running == 0:
+                return True
+        self._add_rows(beams, batch)
+        return True
+
+    def _add_rows(self, beams: BeamGroup, batch: Batch) -> None:
+        """Of those that share a last block, the last to ask keeps it. So forks ask first: their
+        tables go to the worker as a whole, without updates."""
+        news = {child.seq: child for child in beams.continuations}
+        forks = [child for child in beams.continuations if child.parent is not None]
+        tables = {child.seq: self._fork_table(child.seq, batch) for child in forks}
+        forked = {child.seq for child in forks}
+        for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
+            self._append(seq, batch)
+            if seq in news:
+                batch.append_token(seq.seq_id, news[seq].token)
+            batch.add_beam(seq)
+            seq.length += 1
+        for child in forks:
+            batch.add_new(_fork(child, tables[child.seq]))
+            self._running.introduce(child.seq)
+            batch.add_beam(child.seq)
+            child.seq.length += 1
+        beams.continuations = []
+
+    def _append(self, seq: Sequence, batch: Batch) -> None:
+        update = self._blocks.append(seq.seq_id, seq.length)
+        if update is not None:
+            batch.update_block(seq.seq_id, update)
+        self._prefixes.note_decodes(seq)
+
+    def _fork_table(self, seq: Sequence, batch: Batch) -> list[int]:
+        update = self._blocks.append(seq.seq_id, seq.length)
+        if update is not None and update.copied_from is not None:
+            batch.copy_block(update.copied_from, update.block)
+        self._prefixes.note_decodes(seq)
+        return self._blocks.table(seq.seq_id)
+
+    # Results.
+
+    def receive(self, seq: Sequence, step_id: int, candidates: RowCandidates) -> bool:
+        """What may follow a beam; whether the search has ended by it. What comes of a step before
+        the group left the batch counts no more."""
+        if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
+            return False
+        beams = _beams(seq.group)
+        if not beams.collect(seq, candidates):
+            return False
+        continuations = beams.advance()
+        if beams.search.is_done:
+            return True
+        self._go_on(beams, continuations)
+        return False
+
+    def _go_on(self, beams: BeamGroup, chosen: list[tuple[Sequence, int]]) -> None:
+        """Give each beam a sequence: its parent's, or one that is idle now."""
+        going_on = {parent for parent, _ in chosen}
+        spare = [fork for seq in beams.held for fork in seq.live_forks()]
+        for seq in beams.held:
+            seq.forks = []
+            if seq not in going_on:
+                self._drop(seq)
+                spare.append(seq)
+        continuations: list[Continuation] = []
+        in_place: set[Sequence] = set()
+        for parent, token in chosen:
+            if parent not in in_place:
+                in_place.add(parent)
+                continuations.append(Continuation(parent, token, None))
+            else:
+                child = spare.pop()
+                self._fork(parent, child, token)
+                continuations.append(Continuation(child, token, parent))
+        for continuation in continuations:
+            if continuation.parent is None:
+                continuation.seq.output_token_ids.append(continuation.token)
+        beams.hold(continuations)
+        beams.held[0].forks = spare
+
+    def _drop(self, seq: Sequence) -> None:
+        """A beam does not go on: its blocks are free, its sequence is idle."""
+        self._running.drop_beam(seq)
+        seq.output_token_ids = []
+        seq.block_keys = {}
+        seq.is_prefilled = False
+        seq.length = seq.num_known
+
+    def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
+        """An idle sequence takes over a beam and goes on by another token."""
+        self._blocks.fork(parent.seq_id, child.seq_id)
+        child.follow(parent, self._pipeline.next_step_id)
+        child.is_prefilled = parent.is_prefilled
+        child.output_token_ids = [*parent.output_token_ids, token]
+        child.length = child.num_known
+        self._running.add_beam(child)
+
+
+def _beams(group: SequenceGroup) -> BeamGroup:
+    assert group.beams is not None
+    return group.beams
+
+
+def _fork(child: Continuation, block_ids: list[int]) -> NewSequence:
+    assert child.parent is not None
+    return NewSequence(
+        seq_id=child.seq.seq_id,
+        choice_index=child.seq.choice_index,
+        token_ids=[child.token],
+        num_prompt_tokens=0,
+        num_computed_tokens=0,
+        block_ids=block_ids,
+        sampling=child.seq.group.request.sampling,
+        parent_seq_id=child.parent.seq_id,
+    )

@@ -1,0 +1,76 @@
+"""Groups on their way from a worker group to others of its model: it drains, or has become too
+small for them.
+
+A group leaves the batch at once, so that no step is planned for it any more, and is gone when the
+results of the steps under way are in: their tokens count, and nothing comes in later that could be
+taken for the result of a row that it gets elsewhere.
+"""
+
+from collections.abc import Iterator
+
+from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.swapping import Swapping
+from scheduler_service.core.timeline import RequestEvent
+
+
+class Leaving:
+    """Groups without a place, or blocks, in their worker group, which they are to leave."""
+
+    def __init__(
+        self,
+        prefixes: PrefixCache | NoPrefixCache,
+        running: RunningSet,
+        swapping: Swapping,
+        pipeline: Pipeline,
+    ) -> None:
+        self._prefixes = prefixes
+        self._running = running
+        self._swapping = swapping
+        self._pipeline = pipeline
+        self._groups: dict[SequenceGroup, None] = {}
+
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group in self._groups
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        return iter(self._groups)
+
+    def begin(self, group: SequenceGroup, now_us: int) -> None:
+        """Have a group leave that is in no queue any more. It has begun here, or before."""
+        self._leave_kv_behind(group, now_us)
+        group.clock.recover(now_us)
+        group.note(RequestEvent.MOVED, now_us)
+        self._groups[group] = None
+
+    def discard(self, group: SequenceGroup) -> None:
+        """The group has ended, if it was one of these."""
+        self._groups.pop(group, None)
+
+    def take_gone(self) -> list[SequenceGroup]:
+        """Groups that nothing is in flight of any more, to be placed elsewhere."""
+        if not self._groups:
+            return []
+        in_flight = {seq.group for seq in self._pipeline.open_rows()}
+        gone = [group for group in self._groups if group not in in_flight]
+        for group in gone:
+            del self._groups[group]
+        return gone
+
+    def _leave_kv_behind(self, group: SequenceGroup, now_us: int) -> None:
+        """Free a group's blocks on device and host: it is computed again where it goes.
+
+        Whoever wants its KV to go along begins here: the blocks would be freed only when they have
+        been copied, and the group would come into its new batch as from the host, with all but the
+        last tokens computed (`Swapping.swap_in`).
+        """
+        for seq in group.running():
+            self._prefixes.note_departure(seq)
+            if seq.status is SequenceStatus.RUNNING:  # else it left with the one it forks from
+                self._running.vacate(seq, now_us)
+        for seq in group.swapped():
+            self._swapping.end(seq)
+            seq.restart()
+        self._running.drop_ended()  # before it runs again, elsewhere

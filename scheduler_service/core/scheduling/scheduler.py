@@ -1,0 +1,408 @@
+"""What one worker group does in its next step, and what came of the last one."""
+
+import logging
+from collections.abc import Callable, Iterable
+
+from scheduler_service.core.block_map import BlockMap
+from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.ending import Ending
+from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.lead import Lead
+from scheduler_service.core.making_way import MakingWay
+from scheduler_service.core.policies import Policy
+from scheduler_service.core.prefilling import Prefilling
+from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.scheduling.beams import BeamScheduling
+from scheduler_service.core.scheduling.capacity_probe import Room
+from scheduler_service.core.scheduling.decode import Decoding
+from scheduler_service.core.scheduling.migration import Leaving
+from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.preemption import Preemption
+from scheduler_service.core.scheduling.prefill import Admitting
+from scheduler_service.core.scheduling.results import Receiving
+from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, number_of
+from scheduler_service.core.stats.request_timing import Phase, StepClock
+from scheduler_service.core.stats.scheduler_stats import GroupSnapshot, Totals
+from scheduler_service.core.stats.throughput import StepRates, StepWork
+from scheduler_service.core.step_plan import StepPlan, StepResult
+from scheduler_service.core.swapping import Swapping
+from scheduler_service.core.timeline import RequestEvent
+from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.errors import GenerationFailed
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Queues, batch, blocks and open steps of one worker group.
+
+    Whatever a sequence leaves (its blocks, its number in the worker) may be given up while steps
+    that use it are in flight: the worker executes plans in order, and whatever replaces it comes
+    in a later plan. Its open rows are executed in vain, and their tokens are dropped if it ended.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        capacity: GroupCapacity,
+        policy: Policy,
+        totals: Totals,
+        now_us: int,
+    ) -> None:
+        self.capacity = capacity
+        self.blocks = BlockManager(
+            num_gpu_blocks=capacity.num_gpu_blocks,
+            num_cpu_blocks=capacity.num_cpu_blocks,
+            block_size=capacity.block_size,
+            watermark=config.watermark,
+        )
+        self._prefixes = (
+            PrefixCache(self.blocks, isolate_tenants=config.isolate_tenants)
+            if config.enable_prefix_caching
+            else NoPrefixCache()
+        )
+        self.waiting = WaitingQueue()
+        self.ahead = WaitingQueue()
+        """Waiting groups, none of which has run here, that go ahead of all others: one at most."""
+        self.groups: dict[SequenceGroup, None] = {}
+        """All groups placed here, in the order in which they came."""
+        self.clock = StepClock(now_us)
+        self.rates = StepRates()
+        self.is_draining = False
+        self.num_steps = 0
+        self.num_changes = 0
+        """Counts up whenever there may be more room than before."""
+        self._config = config
+        self._totals = totals
+        self._pipeline = Pipeline(capacity.vocab_size)
+        self._running = RunningSet(self.blocks, self.clock)
+        self._lead = Lead(config, capacity, self._running, self.rates)
+        self.swapping = Swapping(
+            config.max_num_seqs, self.blocks, self._prefixes, self._running, self._pipeline
+        )
+        self._preemption = Preemption(
+            config,
+            self.blocks,
+            self._prefixes,
+            self.waiting,
+            self.swapping,
+            self._running,
+            self.rates,
+            totals,
+        )
+        self._beams = BeamScheduling(
+            config,
+            self.blocks,
+            self._prefixes,
+            self._running,
+            self._pipeline,
+            self._preemption,
+        )
+        self._decoding = Decoding(
+            self.blocks, self._prefixes, self._running, self._preemption, self._beams
+        )
+        self._prefilling = Prefilling(
+            config, self.blocks, self._running, self._pipeline, self._beams
+        )
+        self._admitting = Admitting(
+            config,
+            self.blocks,
+            self._prefixes,
+            self._running,
+            self._pipeline,
+            self._prefilling,
+            self._beams,
+            self.rates,
+        )
+        self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
+        self._leaving = Leaving(self._prefixes, self._running, self.swapping, self._pipeline)
+        self._ending = Ending(
+            self._prefixes,
+            self._running,
+            self.swapping,
+            self._leaving,
+            waiting=self.waiting,
+            ahead=self.ahead,
+            groups=self.groups,
+        )
+        self._receiving = Receiving(
+            policy,
+            self._prefixes,
+            self._pipeline,
+            self._beams,
+            self._ending,
+            self.clock,
+            self.rates,
+            totals,
+        )
+        self.room = Room(
+            config,
+            capacity,
+            self.blocks,
+            self._prefixes,
+            self._running,
+            self.swapping,
+            self.rates,
+            self._making_way,
+            waiting=self.waiting,
+            ahead=self.ahead,
+            groups=self.groups,
+        )
+        self._outgrown: list[SequenceGroup] = []
+
+    # What the core asks and tells.
+
+    def is_full(self, *, is_awaited: bool) -> bool:
+        """Whether no step can be planned before a result is in; is_awaited: requests that are not
+        placed wait for room."""
+        return len(self._pipeline) >= self._lead.depth(self._num_together(is_awaited))
+
+    @property
+    def newest_work(self) -> StepWork:
+        """What the newest open step takes the worker."""
+        return self._pipeline.newest_work
+
+    def take(self, group: SequenceGroup, now_us: int) -> None:
+        """Queue a group for this batch."""
+        self.groups[group] = None
+        group.timeline.add_placement(self.capacity.group_id, now_us)
+        room = self.capacity.max_model_len - group.num_prompt_tokens
+        max_output_tokens = min(group.request.max_tokens, room)
+        for seq in group.sequences:
+            seq.max_output_tokens = max_output_tokens
+        if group.beams is not None:
+            group.beams.search.limit(max_output_tokens)
+            if group.beams.search.is_done:
+                self._receiving.finish_search(group, now_us)
+        else:
+            self._ending.end_full(group)
+        if group.num_unfinished:
+            (self.ahead if group.is_ahead else self.waiting).add(group)
+
+    def give_back(self) -> list[SequenceGroup]:
+        """Part with the groups that have not run here."""
+        self.num_changes += 1
+        phases = (Phase.QUEUE, Phase.RECOVERY)
+        waiting = (*self.ahead, *self.waiting)
+        groups = [group for group in waiting if group.clock.phase in phases]
+        for group in groups:
+            self._ending.discard(group)
+            del self.groups[group]
+        return groups
+
+    def send_away(self, may_go: Callable[[SequenceGroup], bool], now_us: int) -> int:
+        """Plan no more for the groups that may go; `take_gone` tells when they are gone. How many
+        they are."""
+        self.num_changes += 1
+        leaving = [g for g in self.groups if g not in self._leaving and may_go(g)]
+        for group in leaving:
+            self._ending.discard(group)
+            self._leaving.begin(group, now_us)
+        return len(leaving)
+
+    @property
+    def leaving(self) -> Iterable[SequenceGroup]:
+        """Groups that were sent away, and have steps in flight still."""
+        return self._leaving
+
+    def take_gone(self) -> list[SequenceGroup]:
+        """Part with the groups that were sent away and of which nothing is in flight any more."""
+        self.num_changes += 1
+        gone = self._leaving.take_gone()
+        for group in gone:
+            del self.groups[group]
+        return gone
+
+    def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
+        """The worker is gone: all groups, to start again with the tokens they have; and those
+        that it was computing. Nothing may be scheduled here any more."""
+        computing = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
+        self.waiting.take_all()
+        self.ahead.take_all()
+        for group in self.groups:
+            group.note(RequestEvent.WORKER_LOST, now_us)
+            if group.num_running:
+                # What it has done since its last result is lost with it.
+                done_us = max(group.clock.since_us, self.clock.mark_us)
+                group.clock.leave_batch(min(done_us, now_us), Phase.RECOVERY)
+            elif group.clock.phase is Phase.PREEMPTED:
+                group.clock.recover(now_us)
+            group.num_running = 0
+            for seq in group.unfinished():
+                seq.restart()
+                seq.length = seq.num_known
+        return list(self.groups), computing
+
+    def snapshot(self) -> GroupSnapshot:
+        """Counts of the present state."""
+        return GroupSnapshot(
+            group_id=self.capacity.group_id,
+            model=self.capacity.model,
+            draining=self.is_draining,
+            num_gpu_blocks=self.capacity.num_gpu_blocks,
+            num_free_gpu_blocks=self.blocks.num_free_blocks,
+            num_cpu_blocks=self.capacity.num_cpu_blocks,
+            num_free_cpu_blocks=self.blocks.num_free_host_blocks,
+            num_running_sequences=self._running.num_places,
+            num_steps=self.num_steps,
+            block_size=self.capacity.block_size,
+            max_num_seqs=self._config.max_num_seqs,
+            us_per_decode_step=self.rates.us_per_decode_step or 0.0,
+            us_per_prefill_token=self.rates.us_per_prefill_token or 0.0,
+            plan_us=self.clock.plan_us,
+            wire_us=self.clock.wire_us,
+            forward_us=self.clock.forward_us,
+            sample_us=self.clock.sample_us,
+        )
+
+    def block_maps(self) -> tuple[BlockMap, BlockMap]:
+        """Whose the blocks are on the device and on the host; what several requests share is the
+        one's that came here first."""
+        owners = [
+            (seq.seq_id, number_of(group))
+            for group in reversed(self.groups)
+            for seq in group.sequences
+        ]
+        return self.blocks.device_map(owners), self.blocks.host_map(owners)
+
+    def prefilling_groups(self) -> set[SequenceGroup]:
+        """Running groups with tokens to compute besides their newest ones, or blocks to come."""
+        return {seq.group for seq in (*self._running.prefilling, *self._running.arriving)}
+
+    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
+        """End a sequence; what it held is free at once."""
+        self.num_changes += 1
+        self._ending.end_sequence(seq, status, now_us)
+
+    def take_outgrown(self) -> list[SequenceGroup]:
+        """Groups with a sequence that has become longer than the whole cache, and beams that are
+        too large for it together. They hold what they have until they fail or are sent away.
+
+        Not before the plan is complete: others of their sequences may have rows in it, and must
+        not be forgotten by it, nor their blocks go to another row of the same step.
+        """
+        outgrown, self._outgrown = dict.fromkeys(self._outgrown), []
+        return [group for group in outgrown if group.num_unfinished]
+
+    def fail_outgrown(self, group: SequenceGroup, now_us: int) -> None:
+        """End one of these, which no other worker group can go on with."""
+        tokens = self.capacity.num_cache_tokens
+        who = "beams have" if group.is_lockstep else "sequence has"
+        error = GenerationFailed(
+            f"the {who} outgrown the KV cache of {tokens} tokens",
+            reason="KV_CACHE_TOO_SMALL",
+            details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
+        )
+        self.num_changes += 1
+        self._ending.fail_group(group, error, now_us)
+
+    def take_ended(self) -> list[SequenceGroup]:
+        """Groups whose sequences have all ended since the last call."""
+        return self._ending.take_ended()
+
+    # One step.
+
+    def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
+        """The next step's plan; None if there is nothing to do, or too much is in flight.
+
+        What has outgrown the cache has no row in it; `take_outgrown` is to be called after it.
+        """
+        num_together = self._num_together(is_awaited)
+        if len(self._pipeline) >= self._lead.depth(num_together):
+            return None
+        self.num_changes += 1
+        self._running.drop_ended()
+        batch = Batch(now_us, self._config.max_num_batched_tokens)
+        self.swapping.land()
+        self._make_way(batch)
+        self._decoding.add_rows(batch)
+        self.swapping.introduce_landed(batch)
+        self._admit_ahead(batch)
+        self._prefilling.go_on(batch)
+        self._swap_in(batch)
+        self._admit(batch)
+        plan = self._emit(batch)
+        if plan is not None:
+            plan.num_together = num_together
+        self._outgrown += batch.outgrown
+        return plan
+
+    def update(self, result: StepResult, now_us: int) -> None:
+        """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
+        self._receiving.receive(result, now_us)
+        self.num_changes += 1
+        self.num_steps += 1
+
+    def check(self) -> None:
+        """Assert the invariants that hold between calls."""
+        self.blocks.check()
+        self._ending.check()
+        assert not self._outgrown
+        self._running.check(self.groups)
+        assert self._running.num_places <= self._config.max_num_seqs
+        for group in self.groups:
+            is_queued = sum(group in at for at in (self.waiting, self.ahead, self._leaving))
+            assert is_queued == bool(group.waiting()), "queued once if it waits"
+            self.swapping.check(group)
+
+    # The phases of schedule().
+
+    def _num_together(self, is_awaited: bool) -> int:
+        """How many steps may travel together: one where anybody waits for a place, and while
+        prompts are computed, as requests that come meanwhile are to follow them at once."""
+        if is_awaited or self.is_draining or self.waiting or self.ahead or self.swapping:
+            return 1
+        return 1 if self._pipeline.is_prefilling else self._lead.num_together()
+
+    def _make_way(self, batch: Batch) -> None:
+        """Have others leave the batch for the group that goes ahead of them."""
+        group = self.ahead.head()
+        if group is not None:
+            for victim in self._making_way.find(group, self.groups) or ():
+                self._preemption.make_way(victim, batch)
+
+    def _admit_ahead(self, batch: Batch) -> None:
+        """The group that goes ahead. Once it has begun, what is left of it waits with others."""
+        group = self.ahead.head()
+        if group is None:
+            return
+        self._admitting.admit(self.ahead, batch)
+        if group in self.ahead and group.num_running:
+            self.ahead.discard(group)
+            self.waiting.add(group)
+
+    def _swap_in(self, batch: Batch) -> None:
+        """Swapped-out groups, unless what runs is already short of memory."""
+        if not batch.has_preempted:
+            self.swapping.swap_in(batch)
+
+    def _admit(self, batch: Batch) -> None:
+        """Waiting groups, where none is swapped out."""
+        if not self.swapping:
+            self._admitting.admit(self.waiting, batch)
+
+    def _emit(self, batch: Batch) -> StepPlan | None:
+        batch.swap_out += self.blocks.end_plan()
+        if batch.is_empty:
+            return None
+        forget_seq_ids = self._running.take_forget_seq_ids()
+        plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
+        self._pipeline.push(step)
+        self._totals.num_prefill_tokens += batch.num_prefill_tokens
+        self._totals.num_swapped_out_blocks += len(plan.swap_out) // 2
+        self._totals.num_swapped_in_blocks += len(plan.swap_in) // 2
+        self._totals.num_copied_blocks += len(plan.copy) // 2
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
+                "num_waiting=%d num_free_blocks=%d",
+                self.capacity.group_id,
+                plan.step_id,
+                len(batch.rows),
+                batch.num_prefill_tokens,
+                len(self.waiting),
+                self.blocks.num_free_blocks,
+            )
+        return plan

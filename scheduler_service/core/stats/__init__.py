@@ -1,0 +1,1 @@
+"""Counters, timings, measured throughput and status pages of the core."""

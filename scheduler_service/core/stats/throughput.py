@@ -1,0 +1,125 @@
+"""How fast a worker group is, measured by the results of its steps."""
+
+from dataclasses import dataclass
+
+from scheduler_service.core.step_plan import StepResult
+
+_WEIGHT = 0.1
+"""Of the newest value in a moving average: about the last ten count."""
+
+
+class MovingAverage:
+    """Exponentially weighted mean; unknown until the first value."""
+
+    def __init__(self, weight: float = _WEIGHT) -> None:
+        self.mean: float | None = None
+        self._weight = weight
+
+    def add(self, value: float) -> None:
+        """Take in one more value."""
+        self.mean = value if self.mean is None else self.mean + self._weight * (value - self.mean)
+
+
+class MovingRatio:
+    """What a thing costs, by moving averages of costs and of numbers of things: many things at
+    once count for more than few. Unknown until the first of them."""
+
+    def __init__(self, weight: float = _WEIGHT) -> None:
+        self.least: float | None = None
+        """The lowest mean so far."""
+        self.num_values = 0
+        self._cost = MovingAverage(weight)
+        self._number = MovingAverage(weight)
+
+    @property
+    def mean(self) -> float | None:
+        """The present cost of one."""
+        if self._cost.mean is None or not self._number.mean:
+            return None
+        return self._cost.mean / self._number.mean
+
+    def add(self, cost: float, number: float) -> None:
+        """Take in the cost of so many more."""
+        self.num_values += 1
+        self._cost.add(cost)
+        self._number.add(number)
+        if (mean := self.mean) is not None:
+            self.least = mean if self.least is None else min(self.least, mean)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """What there is to do for the worker in a step."""
+
+    num_tokens: int
+    """Tokens computed, of prefills and decodes."""
+    num_prefill_tokens: int
+    num_moved_blocks: int
+    """Blocks swapped out and in."""
+    swaps_in: bool
+    """Whether any of them were swapped in, which the worker may do beside the rest."""
+    num_attended_pairs: int
+    """Pairs of a token that is computed and one that it attends to, rounded up: every token of a
+    chunk counts as its last."""
+
+
+class StepRates:
+    """Moving averages of what things cost a worker group, in microseconds of its own time.
+
+    A step without prefills tells what a decode step costs; what a step with prefills takes beyond
+    that is shared out over their tokens. A step that swaps in tells only what moving blocks costs:
+    it may have run beside the rest. None: nothing of the kind has been measured.
+    """
+
+    def __init__(self) -> None:
+        self._decode_step = MovingRatio()
+        self._prefill_token = MovingAverage()
+        self._prefill = MovingRatio()
+        self._moved_block = MovingAverage()
+
+    @property
+    def us_per_decode_step(self) -> float | None:
+        """A step in which every running sequence computes one token."""
+        return self._decode_step.mean
+
+    @property
+    def least_us_per_decode_step(self) -> float | None:
+        """The least that decode steps have ever cost on average."""
+        return self._decode_step.least
+
+    @property
+    def least_us_per_prefill_token(self) -> float | None:
+        """The least that prompts' tokens have ever cost on average, as far as they can be told
+        from decodes; tokens of large steps, which are computed faster, count for more."""
+        return self._prefill.least
+
+    @property
+    def us_per_prefill_token(self) -> float | None:
+        """One token more of a prompt, or of a recomputation."""
+        return self._prefill_token.mean
+
+    @property
+    def us_per_further_token(self) -> float | None:
+        """The same, as far as it can be told from decodes; tokens of large steps, which are
+        computed faster, count for more."""
+        return self._prefill.mean
+
+    @property
+    def us_per_moved_block(self) -> float | None:
+        """One block between device and host, in either direction."""
+        return self._moved_block.mean
+
+    def note(self, work: StepWork, result: StepResult) -> None:
+        """Take in a step's result."""
+        if work.num_moved_blocks:
+            self._moved_block.add(result.cache_ops_us / work.num_moved_blocks)
+        if work.swaps_in:
+            return
+        compute_us = max(0, result.busy_us - result.cache_ops_us)
+        if work.num_prefill_tokens:
+            beyond_us = max(0.0, compute_us - (self.us_per_decode_step or 0.0))
+            self._prefill_token.add(beyond_us / work.num_prefill_tokens)
+            if self.us_per_decode_step is not None:
+                self._prefill.add(beyond_us, work.num_prefill_tokens)
+        elif result.token_ids:
+            self._decode_step.add(compute_us, 1)

@@ -1,0 +1,163 @@
+"""How long to wait for a step, by how long the steps before it took.
+
+A step takes a + b * (tokens computed) + c * (pairs of a token and one that it attends to), where a,
+b and c are the worker's own: unknown, but none is below zero. The averages of measured steps keep
+to it too. So whatever a, b and c are, a step takes at most as many times the average as it has
+times the average's tokens, or pairs, whichever is more. That bound holds by the average of decodes
+as by the average of prefills, and the lesser of the two is used: decodes wait for memory and
+prefills for arithmetic, so each tells little of the other.
+
+A limit is that bound times a generous factor, and never below a floor. The first steps of a size
+may compile kernels or record graphs: they have a higher floor and do not count for the averages.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scheduler_service.core.stats.throughput import MovingAverage, StepWork
+
+NUM_FIRST_STEPS = 2
+"""Steps of a size that may take as long as a first one. Sizes are told apart by powers of two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimeout:
+    """How much longer than expected a step may take; checked when made."""
+
+    floor_s: float = 10.0
+    """No step is overdue sooner than this. 0: none ever is."""
+
+    first_floor_s: float = 300.0
+    """The same for the first steps of a size, which may compile or record, and of which nothing is
+    known: a large model on few cores takes minutes for a batch of prompts."""
+
+    factor: float = 10.0
+    """How many times the expected time a step may take."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers with a ValueError that names the flag."""
+        if not 0 <= self.floor_s < float("inf"):
+            raise ValueError("step_timeout: expected a number of seconds, at least 0")
+        if self.floor_s and not self.floor_s <= self.first_floor_s < float("inf"):
+            raise ValueError("first_step_timeout: expected at least step_timeout")
+        if not 1 <= self.factor < float("inf"):
+            raise ValueError("step_timeout_factor: expected at least 1")
+
+
+class _Average:
+    """Steps of one kind: what they took, and how much there was to do."""
+
+    def __init__(self) -> None:
+        self._seconds = MovingAverage()
+        self._tokens = MovingAverage()
+        self._pairs = MovingAverage()
+
+    def add(self, work: StepWork, seconds: float) -> None:
+        self._seconds.add(seconds)
+        self._tokens.add(_num_tokens(work))
+        self._pairs.add(work.num_attended_pairs)
+
+    def bounds(self, work: StepWork) -> Iterator[float]:
+        """The most that a step can take by this average; nothing before the first value."""
+        seconds, tokens, pairs = self._seconds.mean, self._tokens.mean, self._pairs.mean
+        if seconds is not None and tokens and pairs:
+            more = (1.0, _num_tokens(work) / tokens, work.num_attended_pairs / pairs)
+            yield seconds * max(more)
+
+
+class StepTimes:
+    """What one worker group's steps have taken so far, and so how long the next may take."""
+
+    def __init__(self, timeout: StepTimeout) -> None:
+        self._timeout = timeout
+        self._decodes = _Average()
+        self._prefills = _Average()
+        self._num_seen: Counter[tuple[bool, int]] = Counter()
+
+    @property
+    def least_limit_s(self) -> float:
+        """No limit is below this; infinite if there are none."""
+        return self._timeout.floor_s or float("inf")
+
+    def limit_s(self, work: StepWork) -> float:
+        """Seconds after which a step is overdue."""
+        bounds = [*self._decodes.bounds(work), *self._prefills.bounds(work)]
+        is_first = not bounds or self._is_first(work)
+        floor_s = self._timeout.first_floor_s if is_first else self._timeout.floor_s
+        return max(self.least_limit_s, floor_s, self._timeout.factor * min(bounds, default=0.0))
+
+    def note(self, work: StepWork, seconds: float) -> None:
+        """Take in what a step has taken."""
+        is_first = self._is_first(work)
+        self._num_seen[_size(work)] += 1
+        if not is_first:
+            (self._prefills if work.num_prefill_tokens else self._decodes).add(work, seconds)
+
+    def _is_first(self, work: StepWork) -> bool:
+        return self._num_seen[_size(work)] < NUM_FIRST_STEPS
+
+
+class StepWatch:
+    """The open steps of one stream to a group's ranks, and when the oldest is overdue.
+
+    A step is worked on from when it was sent, or from when the one before it was done. It is done
+    when every rank has answered it.
+    """
+
+    def __init__(self, times: StepTimes, num_ranks: int) -> None:
+        self._times = times
+        self._open: deque[tuple[StepWork, int]] = deque()
+        """With how many may come together."""
+        self._num_answers = [0] * num_ranks
+        self._num_done = 0
+        self._since = 0.0
+        self.overdue_at: float | None = None
+        """When the oldest open step is overdue; None without any."""
+
+    @property
+    def num_done(self) -> int:
+        """Steps that all ranks have answered."""
+        return self._num_done
+
+    @property
+    def limit_s(self) -> float:
+        """What the oldest open step may take, and those that its result may wait for."""
+        work, num_together = self._open[0]
+        return num_together * self._times.limit_s(work)
+
+    def sent(self, work: StepWork, now: float, num_together: int = 1) -> None:
+        """Another step is on its way; its result may come with those after it, so many together."""
+        self._open.append((work, num_together))
+        if len(self._open) == 1:
+            self._begin(now)
+
+    def answered(self, rank: int, now: float) -> list[float]:
+        """A rank has answered its oldest open step. Seconds that the steps took which are done by
+        it.
+
+        A result that waited for others has a `now` of before; it is taken for no earlier than the
+        answer before it, which the core may have read late.
+        """
+        now = max(now, self._since)
+        self._num_answers[rank] += 1
+        taken = []
+        while self._num_done < min(self._num_answers):
+            self._num_done += 1
+            taken.append(now - self._since)
+            self._times.note(self._open.popleft()[0], taken[-1])
+            self._begin(now)
+        return taken
+
+    def _begin(self, now: float) -> None:
+        self._since = now
+        self.overdue_at = now + self.limit_s if self._open else None
+
+
+def _num_tokens(work: StepWork) -> int:
+    """Tokens computed. Moving a block counts as much as computing a token, though it takes less."""
+    return work.num_tokens + work.num_moved_blocks
+
+
+def _size(work: StepWork) -> tuple[bool, int]:
+    return bool(work.num_prefill_tokens), _num_tokens(work).bit_length()

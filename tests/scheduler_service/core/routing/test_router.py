@@ -1,0 +1,404 @@
+"""Which worker group takes a request, by what it has, what it does and how fast it is."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from scheduler_service.core.admission.request_registry import Registry
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.policies.fcfs import FirstComeFirstServed
+from scheduler_service.core.request import Request
+from scheduler_service.core.routing.fleet import Model
+from scheduler_service.core.routing.router import Offer, Placement
+from scheduler_service.core.scheduling.capacity_probe import Prospect, Room
+from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.stats.scheduler_stats import Totals
+from scheduler_service.core.step_plan import StepResult
+from scheduler_service.core.tenants import Tenants
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.steps import make_work
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
+STEP_US = 1000
+ENDED = SequenceStatus.FINISHED_ABORTED
+
+
+class CountedPrompt(list[int]):
+    """A prompt that counts how many of its tokens are looked at in pieces."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        piece = super().__getitem__(index)
+        self.num_read += len(piece) if isinstance(index, slice) else 1
+        return piece
+
+
+class Deployment:
+    """A model's worker groups, without the core around them: steps are answered at once."""
+
+    def __init__(self, *schedulers: Scheduler) -> None:
+        tenants = Tenants(CONFIG.default_tenant, {})
+        self.model = Model("m", FirstComeFirstServed(tenants))
+        self.schedulers = schedulers
+        self.now_us = 0
+        self._registry = Registry(FirstComeFirstServed.rank, tenants)
+        for scheduler in schedulers:
+            self.model.add(scheduler)
+
+    def submit(
+        self, prompt: Sequence[int], *, max_tokens: int = 100, num_choices: int = 1
+    ) -> SequenceGroup:
+        """Queue a request."""
+        handle = len(self._registry.groups()) * 8 + 1
+        request = Request(
+            frontend_id="f",
+            handle=handle,
+            request_id=f"r{handle}",
+            model="m",
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            sampling=None,
+            num_choices=num_choices,
+        )
+        group = self._registry.make_group(request, self.now_us)
+        self._registry.add(group)
+        self.model.waiting.add(group)
+        return group
+
+    def place(self) -> None:
+        """Give what waits to worker groups."""
+        self.model.place(lambda group: False, self.now_us)
+        self.model.check()
+
+    def where(self, group: SequenceGroup) -> str | None:
+        """The worker group that has a request."""
+        ids = [s.capacity.group_id for s in self.schedulers if group in s.groups]
+        return ids[0] if ids else None
+
+    def put(self, prompt: Sequence[int], **options: int) -> str | None:
+        """Submit a request and place it."""
+        group = self.submit(prompt, **options)
+        self.place()
+        return self.where(group)
+
+    def run(self, num_steps: int = 1) -> None:
+        """Some steps of all worker groups."""
+        for _ in range(num_steps):
+            for scheduler in self.schedulers:
+                plan = scheduler.schedule(self.now_us, is_awaited=False)
+                if plan is not None:
+                    num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+                    result = StepResult(step_id=plan.step_id, token_ids=[3] * num_tokens)
+                    scheduler.update(result, self.now_us)
+                for group in scheduler.take_ended():
+                    self._registry.remove(group, self.now_us)
+                    self.model.release(group)
+
+
+def make_scheduler(group_id: str, **changes: object) -> Scheduler:
+    """A worker group with room for much."""
+    values = {"num_gpu_blocks": 512, "max_model_len": 1024} | changes
+    policy = FirstComeFirstServed(Tenants(CONFIG.default_tenant, {}))
+    return Scheduler(CONFIG, make_capacity(group_id, **values), policy, Totals(), 0)
+
+
+def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
+    """Have it that the group's steps took so long, and a prompt's token."""
+    for num_tokens in (0, 100):
+        work = make_work(num_tokens=1 + num_tokens, num_prefill_tokens=num_tokens)
+        busy_us = step_us + num_tokens * token_us
+        scheduler.rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
+
+
+def prompt(first: int, length: int) -> list[int]:
+    """Unlike all that begin with another token."""
+    return [first] + [5] * (length - 1)
+
+
+def test_without_measurements_sequences_are_shared_out_evenly() -> None:
+    deployment = Deployment(*(make_scheduler(f"g{i}") for i in range(3)))
+    places = [deployment.put(prompt(i, 8)) for i in range(6)]
+    assert places == ["g0", "g1", "g2"] * 2
+
+
+def test_a_group_that_is_twice_as_fast_gets_twice_as_much() -> None:
+    slow, fast = make_scheduler("slow"), make_scheduler("fast")
+    measure(slow, token_us=20)
+    measure(fast, token_us=10)
+    deployment = Deployment(slow, fast)
+    places = [deployment.put(prompt(i, 8)) for i in range(6)]
+    assert places.count("fast") == 4
+
+
+def test_a_group_that_was_never_measured_counts_as_others_do() -> None:
+    known, new = make_scheduler("known"), make_scheduler("new")
+    measure(known, token_us=1_000)
+    deployment = Deployment(known, new)
+    assert [deployment.put(prompt(i, 8)) for i in range(4)] == ["known", "new"] * 2
+
+
+def test_where_steps_take_equally_long_whatever_is_in_them_sequences_count() -> None:
+    one, other = make_scheduler("one"), make_scheduler("other")
+    measure(one, token_us=0)
+    measure(other, token_us=0)
+    deployment = Deployment(one, other)
+    assert [deployment.put(prompt(i, 8)) for i in range(4)] == ["one", "other"] * 2
+
+
+def test_prompts_that_wait_to_be_computed_count() -> None:
+    deployment = Deployment(make_scheduler("g0"), make_scheduler("g1"))
+    assert deployment.put(prompt(1, 200), max_tokens=1) == "g0"
+    assert [deployment.put(prompt(i, 20), max_tokens=1) for i in (2, 3, 4)] == ["g1"] * 3
+
+
+def test_a_prompt_goes_where_it_finds_free_blocks() -> None:
+    deployment = Deployment(
+        make_scheduler("small", num_gpu_blocks=40), make_scheduler("large", num_gpu_blocks=400)
+    )
+    assert deployment.put(prompt(1, 100)) == "large"
+
+
+def test_blocks_on_the_host_count_as_what_it_takes_to_bring_them_back() -> None:
+    cold = make_scheduler("cold")
+    warm = make_scheduler("warm", num_gpu_blocks=16, num_cpu_blocks=64)
+    deployment = Deployment(warm)
+    conversation = prompt(1, 40)
+    deployment.put(conversation, max_tokens=1)
+    deployment.run(2)
+    deployment.put(prompt(2, 60), max_tokens=1)  # it drives the first one's blocks out
+    deployment.run(2)
+    for scheduler in (cold, warm):
+        measure(scheduler)
+    both = Deployment(cold, warm)
+    turn = both.submit([*conversation, 7], max_tokens=1)
+    assert warm.room.prospect(turn).num_blocks_to_fetch > 2
+    both.place()
+    assert both.where(turn) == "warm"
+
+
+def busy_where_it_began(num_gain_tokens: int) -> tuple[Deployment, SequenceGroup]:
+    """A conversation whose blocks are in a group that is full, while another is idle."""
+    full, idle = make_scheduler("full"), make_scheduler("idle")
+    deployment = Deployment(full)
+    conversation = prompt(1, num_gain_tokens)
+    deployment.put(conversation, max_tokens=1)
+    deployment.run(4)
+    for number in range(CONFIG.max_num_seqs):
+        deployment.put(prompt(2 + number, 4))
+    deployment.run()
+    both = Deployment(full, idle)
+    for scheduler in (full, idle):
+        measure(scheduler)
+    return both, both.submit([*conversation, 7], max_tokens=2)
+
+
+def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> None:
+    deployment, turn = busy_where_it_began(800)
+    deployment.place()
+    assert deployment.where(turn) is None
+    assert turn.wait.awaits == "full"
+    later = deployment.submit(prompt(9, 4))
+    deployment.place()
+    assert deployment.where(later) == "idle"
+    for group in list(deployment.schedulers[0].groups)[:1]:
+        deployment.schedulers[0].end_sequence(group.sequences[0], ENDED, 0)
+    deployment.place()
+    assert deployment.where(turn) == "full"
+    assert turn.wait.awaits is None
+
+
+def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
+    deployment, turn = busy_where_it_began(12)
+    deployment.place()
+    assert deployment.where(turn) == "idle"
+
+
+def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
+    deployment, turn = busy_where_it_began(800)
+    deployment.place()
+    assert turn.wait.until_us is not None
+    deployment.now_us = turn.wait.until_us - 1
+    deployment.place()
+    assert deployment.where(turn) is None
+    deployment.now_us += 1
+    deployment.place()
+    assert deployment.where(turn) == "idle"
+
+
+@pytest.mark.parametrize(("answers_before", "place"), [(2, "a"), (90, "b")])
+def test_an_answer_is_taken_to_be_as_long_as_those_of_late(answers_before: int, place: str) -> None:
+    driver = CoreDriver(CONFIG)
+    for group_id in ("a", "b"):
+        driver.add_group(make_capacity(group_id, num_gpu_blocks=512, max_model_len=1024))
+    conversation = prompt(1, 40)
+    driver.submit(prompt=conversation, max_tokens=answers_before)
+    driver.run_until_idle()
+    driver.submit(prompt=[*conversation, 2], max_tokens=500)
+    assert driver.schedule("a") is not None, "where its blocks are"
+    # Beside what runs there, each token of a long answer costs more than the blocks are worth.
+    driver.submit(prompt=[*conversation, 3], max_tokens=100)
+    driver.schedule(place)
+    counts = {g.group_id: g.num_running_sequences for g in driver.core.snapshot().groups}
+    assert counts == ({"a": 2, "b": 0} if place == "a" else {"a": 1, "b": 1})
+
+
+def test_small_requests_do_not_keep_a_large_one_waiting() -> None:
+    groups = [make_scheduler(f"g{i}", num_gpu_blocks=16) for i in range(2)]
+    deployment = Deployment(*groups)
+    for number in range(2):
+        deployment.put(prompt(1 + number, 8), max_tokens=40)
+    large = deployment.submit(prompt(3, 60), max_tokens=4)
+    for number in range(60):
+        deployment.submit(prompt(10 + number % 20, 8), max_tokens=8)
+    for _ in range(60):
+        deployment.place()
+        deployment.run()
+        if deployment.where(large) is not None:
+            break
+    assert deployment.where(large) is not None
+    assert len(deployment.model.waiting) > 20, "others waited behind it"
+
+
+def test_the_first_of_many_large_requests_holds_up_only_groups_that_it_fits() -> None:
+    small, large = make_scheduler("small", num_gpu_blocks=8), make_scheduler("large")
+    deployment = Deployment(small, large)
+    for number in range(3):
+        deployment.put(prompt(1 + number, 250))
+    long = [deployment.submit(prompt(10 + number % 20, 200)) for number in range(100)]
+    short = deployment.submit(prompt(5, 12))
+    deployment.place()
+    assert deployment.where(short) == "small"
+    assert sum(deployment.where(group) is None for group in long) >= 99
+
+
+def test_what_a_request_asks_for_goes_where_it_gets_all_of_it() -> None:
+    short, long = make_scheduler("short", max_model_len=64), make_scheduler("long")
+    deployment = Deployment(short, long)
+    deployment.put(prompt(1, 8), max_tokens=20)
+    assert [deployment.put(prompt(2 + i, 8), max_tokens=200) for i in range(3)] == ["long"] * 3
+    assert deployment.put(prompt(6, 8), max_tokens=20) == "short"
+
+
+def test_a_prompt_is_hashed_once_for_all_groups() -> None:
+    deployment = Deployment(*(make_scheduler(f"g{i}") for i in range(16)))
+    tokens = CountedPrompt(prompt(1, 1000))
+    group = deployment.submit(tokens)
+    deployment.place()
+    assert deployment.where(group) is not None
+    assert 900 < tokens.num_read <= len(tokens)
+
+
+def test_who_is_given_requests_is_told_once() -> None:
+    deployment = Deployment(make_scheduler("g0"), make_scheduler("g1"))
+    deployment.put(prompt(1, 8))
+    assert deployment.model.stirred == {"g0"}
+    deployment.put(prompt(2, 8))
+    assert deployment.model.stirred == {"g0", "g1"}
+
+
+class Counted(Placement):
+    """Counts how often it is asked."""
+
+    num_asked = 0
+
+    def choose(self, *request: Any) -> Offer:
+        self.num_asked += 1
+        return super().choose(*request)
+
+
+@pytest.mark.parametrize("useless", ["draining", "too small"])
+def test_room_that_nothing_may_go_to_is_no_reason_to_look_at_what_waits(useless: str) -> None:
+    groups = [make_scheduler(f"g{number}") for number in range(3)]
+    last = make_scheduler("last", num_gpu_blocks=1 if useless == "too small" else 100)
+    last.is_draining = useless == "draining"
+    deployment = Deployment(*groups, last)
+    deployment.model.placement = placement = Counted()
+    for number in range(32):
+        deployment.submit([number] * 8)
+    deployment.place()
+    assert placement.num_asked >= 12, "places in the batches"
+    placement.num_asked = 0
+    deployment.place()
+    assert placement.num_asked == 0
+    last.is_draining = False
+    if useless == "draining":
+        deployment.place()
+        assert last.groups
+
+
+class CountedRoom:
+    """A worker group's room that counts how often it is looked at for a request."""
+
+    def __init__(self, room: Room) -> None:
+        self.num_looks = 0
+        self.inner = room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def prospect(self, group: SequenceGroup) -> Prospect:
+        """What is counted."""
+        self.num_looks += 1
+        return self.inner.prospect(group)
+
+    def has_room_for(self, group: SequenceGroup) -> bool:
+        """Counts, too."""
+        self.num_looks += 1
+        return self.inner.has_room_for(group)
+
+
+NUM_FULL = 24
+
+
+def without_blocks() -> tuple[Deployment, list[SequenceGroup]]:
+    """Worker groups that have places but no blocks, and more requests than groups that wait."""
+    groups = [make_scheduler(f"g{i:02}", num_gpu_blocks=16) for i in range(NUM_FULL)]
+    deployment = Deployment(*groups)
+    running = [deployment.submit(prompt(i, 50), max_tokens=10) for i in range(NUM_FULL)]
+    deployment.place()
+    deployment.run()
+    assert all(deployment.where(group) for group in running)
+    waiting = [deployment.submit(prompt(100 + i, 50)) for i in range(2 * NUM_FULL)]
+    deployment.place()
+    assert not any(deployment.where(group) for group in waiting)
+    return deployment, waiting
+
+
+def count_looks(deployment: Deployment) -> int:
+    """In one round of placing."""
+    rooms = [CountedRoom(scheduler.room) for scheduler in deployment.schedulers]
+    for scheduler, room in zip(deployment.schedulers, rooms, strict=True):
+        scheduler.room = cast(Room, room)
+    deployment.model.place(lambda group: False, 0)
+    for scheduler, room in zip(deployment.schedulers, rooms, strict=True):
+        scheduler.room = room.inner
+    return sum(room.num_looks for room in rooms)
+
+
+def test_groups_that_have_not_changed_are_not_looked_at_again() -> None:
+    deployment, _ = without_blocks()
+    assert count_looks(deployment) == 0
+
+
+def test_a_group_that_has_changed_is_looked_at_once_for_each_that_is_waited_for() -> None:
+    deployment, waiting = without_blocks()
+    changed = deployment.schedulers[NUM_FULL // 2]
+    plan = changed.schedule(0, is_awaited=False)
+    assert plan is not None
+    changed.update(StepResult(step_id=plan.step_id, token_ids=[3]), 0)
+    assert 0 < count_looks(deployment) <= NUM_FULL
+    assert not any(deployment.where(group) for group in waiting)
+
+
+def test_a_group_with_room_again_takes_the_first_that_waits() -> None:
+    deployment, waiting = without_blocks()
+    emptied = deployment.schedulers[NUM_FULL // 2]
+    for group in list(emptied.groups):
+        emptied.end_sequence(group.sequences[0], ENDED, 0)
+    # One at each for the first; for every other one at it, and at the one that the first awaited.
+    assert count_looks(deployment) <= 4 * NUM_FULL
+    assert deployment.where(waiting[0]) == emptied.capacity.group_id
+    assert not any(deployment.where(group) for group in waiting[1:])
