@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from scheduler_service.core import (
-    GroupCapacity,
     PolicyName,
     Request,
     SchedulerConfig,
@@ -30,10 +29,11 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
     TenantConfig,
+    WorkerGroupCapacity,
 )
 from scheduler_service.core.policies.fair import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 
-GROUP = GroupCapacity(
+GROUP = WorkerGroupCapacity(
     group_id="g",
     model="m",
     num_gpu_blocks=8192,
@@ -93,7 +93,7 @@ class Simulation:
     """A core, and one worker that executes its plans one after another."""
 
     def __init__(
-        self, config: SchedulerConfig, cost: CostModel, group: GroupCapacity = GROUP
+        self, config: SchedulerConfig, cost: CostModel, group: WorkerGroupCapacity = GROUP
     ) -> None:
         self.now = 0.0
         self.served: dict[int, Served] = {}

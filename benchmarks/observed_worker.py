@@ -17,11 +17,11 @@ from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core import (
-    GroupCapacity,
-    Outbox,
+    EngineOutputs,
     Request,
     SchedulerConfig,
     SchedulerCore,
+    WorkerGroupCapacity,
 )
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.meters import StepMeter
@@ -99,7 +99,7 @@ class Ends:
         self.all_ended = asyncio.Event()
         self._num_left = num_requests
 
-    def deliver(self, outbox: Outbox) -> None:
+    def deliver(self, outbox: EngineOutputs) -> None:
         """Count the ends."""
         for _, error in outbox.requests_failed:
             raise error
@@ -165,7 +165,7 @@ class ObservedWorker:
             driver.close()
 
     async def _execute(
-        self, call: ObservedCall, driver: CoreDriver, capacity: GroupCapacity, ends: Ends
+        self, call: ObservedCall, driver: CoreDriver, capacity: WorkerGroupCapacity, ends: Ends
     ) -> ObservedCall:
         """Step until all requests have ended. Raises what ends the stream before."""
         work = driver.add_group(capacity)
@@ -181,11 +181,11 @@ class ObservedWorker:
         await run_until_first(stream.run(work), ends.all_ended.wait())
         return call
 
-    def _capacity(self, load: Load) -> GroupCapacity:
+    def _capacity(self, load: Load) -> WorkerGroupCapacity:
         """Room for all of a load's sequences."""
         model = self._info.model
         blocks_each = -(-(load.prompt_tokens + load.output_tokens) // model.block_size)
-        return GroupCapacity(
+        return WorkerGroupCapacity(
             group_id=GROUP,
             model=model.name,
             num_gpu_blocks=blocks_each * load.num_seqs,

@@ -10,11 +10,11 @@ from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire
 from scheduler_service.core import (
-    GroupCapacity,
     Request,
     SchedulerConfig,
     SchedulerCore,
     StepPlan,
+    WorkerGroupCapacity,
 )
 from scheduler_service.replay.recorder import RecordingCore
 
@@ -150,8 +150,8 @@ class SteadyCore:
         )
 
 
-def _capacity(group_id: str, queue: Queue) -> GroupCapacity:
-    return GroupCapacity(
+def _capacity(group_id: str, queue: Queue) -> WorkerGroupCapacity:
+    return WorkerGroupCapacity(
         group_id=group_id,
         model="m",
         num_gpu_blocks=queue.num_blocks,

@@ -18,7 +18,7 @@ from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
-from scheduler_service.core import GroupCapacity, Request, SchedulerConfig, SchedulerCore
+from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from service_common.version import VERSION
 from worker_service import wire as worker_wire
 from worker_service.config import CacheConfig
@@ -78,7 +78,7 @@ class InProcess:
         facts = executor.load()
         counts = executor.profile_blocks(**limits)
         self._runner = executor.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, EPOCH)
-        capacity = GroupCapacity(
+        capacity = WorkerGroupCapacity(
             group_id=GROUP,
             model=MODEL,
             num_gpu_blocks=counts.num_gpu_blocks,

@@ -143,7 +143,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupCapacity:
+class WorkerGroupCapacity:
     """What one worker group serves and holds, as its worker reported it."""
 
     group_id: str
@@ -175,7 +175,7 @@ class GroupCapacity:
         return self.num_gpu_blocks * self.block_size
 
 
-def check_capacity(config: SchedulerConfig, capacity: GroupCapacity) -> None:
+def check_capacity(config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
     """Raise ValueError if the group's longest prompt could never be computed.
 
     Without chunked prefill a prompt is computed in one step, beside up to max_num_seqs - 1

@@ -5,29 +5,28 @@ from collections import Counter
 from collections.abc import Iterable
 
 from scheduler_service.attempts import taken_over
-from scheduler_service.core import delivery
-from scheduler_service.core.admission.admission_control import why_not
-from scheduler_service.core.admission.deadlines import passed, why_too_late
-from scheduler_service.core.admission.request_registry import Registry
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.deadline_watch import DeadlineWatch
-from scheduler_service.core.engine_outputs import Outbox
-from scheduler_service.core.fleet import Fleet
-from scheduler_service.core.latency_histogram import summed
+from scheduler_service.core.admission.admission_control import AdmissionControl, why_not
+from scheduler_service.core.admission.deadlines import (
+    DeadlineTimers,
+    deadline_exceeded,
+    why_too_late,
+)
+from scheduler_service.core.admission.request_registry import RequestRegistry
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import Request
-from scheduler_service.core.routing.fleet import Model
-from scheduler_service.core.routing.poison import Losses
+from scheduler_service.core.routing.fleet import Fleet, ServedModel
+from scheduler_service.core.routing.poison import PoisonTracker
+from scheduler_service.core.scheduling import results
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.inspection import Inspection, InspectionDetail, Inspector
-from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
+from scheduler_service.core.stats.request_timing import RequestEvent, TracedRequest, to_us
+from scheduler_service.core.stats.scheduler_stats import CoreSnapshot, summed
 from scheduler_service.core.stats.throughput import StepWork
 from scheduler_service.core.step_plan import StepPlan, StepResult
-from scheduler_service.core.submission import Submission
 from scheduler_service.core.tenants import Tenants
-from scheduler_service.core.timeline import RequestEvent, TracedRequest
 from scheduler_service.errors import PagewireError, RequestAborted, UnknownRequest
 
 logger = logging.getLogger(__name__)
@@ -44,18 +43,18 @@ class SchedulerCore:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._tenants = Tenants(config.default_tenant, config.tenants)
-        self._registry = Registry(POLICIES[config.policy].rank, self._tenants)
+        self._registry = RequestRegistry(POLICIES[config.policy].rank, self._tenants)
         self._fleet = Fleet(config, self._tenants)
-        self._submission = Submission(config, self._registry, self._fleet)
-        self._losses = Losses(config)
-        self._deadlines = DeadlineWatch()
+        self._submission = AdmissionControl(config, self._registry, self._fleet)
+        self._poison = PoisonTracker(config)
+        self._deadlines = DeadlineTimers()
         self._inspector = Inspector(self._fleet.schedulers)
         self._num_finished = 0
         self._traced: list[TracedRequest] = []
 
     # Worker groups.
 
-    def add_group(self, group: GroupCapacity, now: float) -> None:
+    def add_group(self, group: WorkerGroupCapacity, now: float) -> None:
         """A worker group is ready; its plans count from step 1.
 
         Raises ValueError if a group of this id is there, or could not work with the
@@ -117,7 +116,7 @@ class SchedulerCore:
         if former is not None:
             error = taken_over(request.request_id, request.attempt)
             self._end(former, ABORTED, error, now)
-        self._losses.suspect(group)
+        self._poison.suspect(group)
         self._accept(group, now)
         self._fleet.stir(request.model)
 
@@ -158,7 +157,7 @@ class SchedulerCore:
             deadline = group.request.deadline
             assert deadline is not None
             if now >= deadline:
-                self._end(group, ABORTED, passed(), now)
+                self._end(group, ABORTED, deadline_exceeded(), now)
             elif group.num_running or not self._end_if_late(group, now):
                 self._deadlines.watch(group, self._fleet.models[group.request.model], now)
 
@@ -214,7 +213,7 @@ class SchedulerCore:
         And groups that drain, when what they were kept for has ended or is elsewhere."""
         return self._fleet.take_stirred()
 
-    def take_outboxes(self) -> dict[str, Outbox]:
+    def take_outboxes(self) -> dict[str, EngineOutputs]:
         """News by frontend since the last call; frontends without news are absent."""
         return self._registry.take_outboxes()
 
@@ -280,7 +279,7 @@ class SchedulerCore:
         event = RequestEvent.RESUMED if request.is_continued else RequestEvent.QUEUED
         group.note(event, to_us(now))
         for seq in group.waiting():
-            delivery.finish_resumed(seq)
+            results.finish_resumed(seq)
         if group.num_unfinished == 0:
             self._close(group, now)
             return
@@ -297,9 +296,9 @@ class SchedulerCore:
         self._end(group, ABORTED, error, now)
         return True
 
-    def _refuse_hopeless(self, model: Model, now: float) -> None:
+    def _refuse_hopeless(self, model: ServedModel, now: float) -> None:
         """End what was accepted before any worker group was known, and fits none."""
-        for group in [*model.waiting, *model.stranded]:
+        for group in [*model.waiting, *model.unschedulable]:
             if group.has_begun:
                 continue
             error = why_not(group, model.capacities())
@@ -308,8 +307,8 @@ class SchedulerCore:
 
     def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
         """A worker died that was computing these: one of them may be the cause."""
-        for group in self._losses.blamed(computed):
-            error = self._losses.count(group)
+        for group in self._poison.blamed(computed):
+            error = self._poison.count(group)
             if error is not None:
                 self._end(group, SequenceStatus.FINISHED_ERROR, error, now)
 
@@ -344,7 +343,7 @@ class SchedulerCore:
 
     def _close(self, group: SequenceGroup, now: float) -> None:
         """Say how a group ended, and forget it."""
-        delivery.finish_request(group, group.clock.finish(to_us(now)))
+        results.finish_request(group, group.clock.finish(to_us(now)))
         group.note(RequestEvent.ENDED, to_us(now))
         self._keep_trace(group)
         self._inspector.note_end(group, to_us(now))
@@ -359,7 +358,7 @@ class SchedulerCore:
         if model is not None:
             if group.has_begun:
                 for seq in group.choices():
-                    model.placement.note_answer(len(seq.output_token_ids))
+                    model.router.note_answer(len(seq.output_token_ids))
             model.release(group)
             model.stir_drained()
             if group.tenant.config.max_kv_blocks is not None:

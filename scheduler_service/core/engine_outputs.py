@@ -1,4 +1,4 @@
-"""What the core has to tell one frontend: columns for tokens, records for the rest."""
+"""What the core reports to one frontend: columns for tokens, records for the rest."""
 
 from dataclasses import dataclass, field
 
@@ -39,7 +39,7 @@ class RequestFinished:
 
 
 @dataclass(slots=True)
-class Outbox:
+class EngineOutputs:
     """News for one frontend since the last time it was told."""
 
     accepted: list[int] = field(default_factory=list)

@@ -1,20 +1,148 @@
-"""The queue for a worker group: lanes, of which the policy says whose first request is next."""
+"""The queues in which requests wait.
+
+`ModelQueue` holds the requests for one model that are in no worker group, in the order of the
+scheduling policy. `WaitingQueue` holds requests by rank: one lane of a model's queue, or those
+that a worker group has taken and not yet admitted to its batch.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from scheduler_service.core.heap import RemovableHeap
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.waiting_queue import WaitingQueue
+
+Item = TypeVar("Item", bound=Hashable)
+_ITEM = 2
+
+
+class RemovableHeap(Generic[Item]):
+    """Items by key, the lowest first; among equal keys the first to come.
+
+    A removed item leaves a dead entry behind, which goes when it comes to the top, or when there
+    are more dead entries than live ones: so memory is bounded by the live items.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[list[Any]] = []  # [key, count, item or None]
+        self._by_item: dict[Item, list[Any]] = {}
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._by_item)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._by_item
+
+    def __iter__(self) -> Iterator[Item]:
+        """The items, in no particular order."""
+        return iter(self._by_item)
+
+    def push(self, key: Any, item: Item) -> None:
+        """Add an item that is not in the heap."""
+        assert item not in self._by_item
+        self._num_pushed += 1
+        entry = [key, self._num_pushed, item]
+        self._by_item[item] = entry
+        heappush(self._entries, entry)
+
+    def peek(self) -> tuple[Any, Item] | None:
+        """The lowest key and its item; None if there is none."""
+        entries = self._entries
+        while entries and entries[0][_ITEM] is None:
+            heappop(entries)
+        return (entries[0][0], entries[0][_ITEM]) if entries else None
+
+    def remove(self, item: Item) -> None:
+        """Take out an item that is in the heap."""
+        self._by_item.pop(item)[_ITEM] = None
+        if len(self._entries) > 2 * len(self._by_item) + 64:
+            self._entries = [entry for entry in self._entries if entry[_ITEM] is not None]
+            heapify(self._entries)
+
+
+class WaitingQueue:
+    """Groups by rank, with the sums that admission and placement ask for."""
+
+    def __init__(self) -> None:
+        self._heap: RemovableHeap[SequenceGroup] = RemovableHeap()
+        self._passed_over: dict[SequenceGroup, None] = {}
+        self._sizes: dict[SequenceGroup, tuple[int, int]] = {}
+        self.num_tokens = 0
+        """Prompt tokens of all groups."""
+        self.num_sequences = 0
+        """Sequences that waited when their groups were added."""
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group in self._sizes
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """The groups, in no particular order."""
+        return iter(self._sizes)
+
+    def head(self) -> SequenceGroup | None:
+        """The group to be served first, except those passed over; None if none waits."""
+        top = self._heap.peek()
+        return top[1] if top is not None else None
+
+    def first(self) -> SequenceGroup:
+        """The head of a queue that has one."""
+        head = self.head()
+        assert head is not None
+        return head
+
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a group at its rank; one that is queued already stays."""
+        if group in self:
+            return
+        self._heap.push(group.rank, group)
+        size = self._sizes[group] = (group.num_prompt_tokens, len(group.waiting()))
+        group.tenant.num_queued_tokens += size[0]
+        self.num_tokens += size[0]
+        self.num_sequences += size[1]
+
+    def discard(self, group: SequenceGroup) -> None:
+        """Take a group out, if it is in."""
+        if group not in self:
+            return
+        if group in self._passed_over:
+            del self._passed_over[group]
+        else:
+            self._heap.remove(group)
+        num_tokens, num_sequences = self._sizes.pop(group)
+        group.tenant.num_queued_tokens -= num_tokens
+        self.num_tokens -= num_tokens
+        self.num_sequences -= num_sequences
+
+    def pass_over(self, head: SequenceGroup) -> None:
+        """Have the next one be first until `look_again`."""
+        self._heap.remove(head)
+        self._passed_over[head] = None
+
+    def look_again(self) -> None:
+        """Put those that were passed over back into their places."""
+        passed_over, self._passed_over = self._passed_over, {}
+        for group in passed_over:
+            self._heap.push(group.rank, group)
+
+    def take_all(self) -> list[SequenceGroup]:
+        """Empty the queue; its groups in no particular order."""
+        groups = list(self)
+        for group in groups:
+            self.discard(group)
+        return groups
+
 
 Kind = TypeVar("Kind", bound=Hashable)
 """What requests have in common that may go to the same worker groups."""
 
 
-class Lanes(Generic[Kind]):
+class ModelQueue(Generic[Kind]):
     """Waiting groups in the policy's order, with the sums that admission asks for.
 
     Each of the policy's lanes is one for each kind of requests here, so that those that can go
@@ -206,3 +334,7 @@ class Lanes(Generic[Kind]):
             self._num_lanes[key[0]] += 1
             self._num_of_kind[key[1]] += 1
         return lane
+
+
+AnyQueue: TypeAlias = ModelQueue[Any] | WaitingQueue
+"""A place in which requests wait."""

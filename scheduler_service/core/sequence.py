@@ -1,18 +1,62 @@
-"""Sequences, and the groups in which one request's sequences are scheduled together."""
+"""The state of one request: its sequences, its beams, and the frontend that gets its outputs.
+
+A `SequenceGroup` is one request, a `Sequence` one choice of it.
+
+In a beam search the request has one sequence per beam for its whole life. Each beam that continues
+is *held* by one of them; the others are idle. When a step's candidates are in, the search chooses:
+a beam that continues in one way keeps its sequence; where it continues in several, all but the
+first fork from it, into sequences whose beams do not continue. So the worker gets tokens to append,
+forks, and sequences to forget. Nothing is reported to the frontend before the search has ended.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from scheduler_service.core.beam_group import BeamGroup
-from scheduler_service.core.cached_blocks import BlockKey
-from scheduler_service.core.config import GroupCapacity
-from scheduler_service.core.frontends import Frontend
+from scheduler_service.core.beam_search import BeamParams, BeamSearch
+from scheduler_service.core.config import WorkerGroupCapacity
+from scheduler_service.core.engine_outputs import EngineOutputs
+from scheduler_service.core.kv_cache.block_pool import BlockKey
 from scheduler_service.core.request import Request
-from scheduler_service.core.stats.request_timing import Phase, RequestClock
-from scheduler_service.core.tenants import Tenant
-from scheduler_service.core.timeline import RequestEvent, Timeline
-from scheduler_service.core.wait import Wait
+from scheduler_service.core.stats.request_timing import (
+    RequestClock,
+    RequestEvent,
+    RequestPhase,
+    Timeline,
+)
+from scheduler_service.core.step_plan import RowCandidates
+from scheduler_service.core.tenants import TenantUsage
+
+
+@dataclass(slots=True, eq=False)
+class RoutingState:
+    """What the router remembers of a request while it is in no worker group."""
+
+    awaits: str | None = None
+    """Id of the worker group that keeps its room for it."""
+    until_us: int | None = None
+    """Until when it may wait for a worker group although another would take it."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Ids of worker groups that had no room for it, and how often each had changed by then: they
+    need not be looked at before they change again, or the request does."""
+
+
+@dataclass(slots=True, eq=False)
+class AttachedFrontend:
+    """One attached frontend."""
+
+    frontend_id: str
+    outbox: EngineOutputs = field(default_factory=EngineOutputs)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    """Sequences of its live requests by handle, ended ones included."""
+
+    def take_outbox(self) -> EngineOutputs:
+        """The news so far; later ones go to a fresh outbox."""
+        outbox, self.outbox = self.outbox, EngineOutputs()
+        return outbox
 
 
 class SequenceStatus(IntEnum):
@@ -52,7 +96,7 @@ class Sequence:
     are in flight; the computation of a decoding sequence's first length - 1 tokens is planned.
     """
 
-    group: "SequenceGroup"
+    group: SequenceGroup
     choice_index: int
     handle: int
     """What its frontend calls it."""
@@ -80,14 +124,14 @@ class Sequence:
     reserved_length: int = 0
     """The length up to which it decodes without a question to the block manager: its last block's
     end, less where that block is shared and must be copied first, or where the output ends."""
-    forks: list["Sequence"] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
     """Choices that start from this one's last prompt token, or sequences that no beam of its group
     is held by. Until they fork from it they are RUNNING, that is, they have their places in the
     batch, but the worker does not know them."""
-    frontend: Frontend = field(init=False)
+    frontend: AttachedFrontend = field(init=False)
     """Its group's: a delivered token then needs no look at the group, which is cold memory."""
 
-    tenant: Tenant = field(init=False)
+    tenant: TenantUsage = field(init=False)
     """Its group's, for the same reason."""
 
     def __post_init__(self) -> None:
@@ -113,14 +157,14 @@ class Sequence:
         output = self.output_token_ids[: max(0, last)]
         return [*self.group.request.prompt_token_ids[start:end], *output]
 
-    def follow(self, parent: "Sequence", step_id: int) -> None:
+    def follow(self, parent: Sequence, step_id: int) -> None:
         """Enter the batch with the prompt that its parent computes."""
         self.first_step_id = step_id
         self.num_computed = parent.num_computed
         self.num_offered_blocks = parent.num_offered_blocks
         self.block_keys = {size: list(keys) for size, keys in parent.block_keys.items()}
 
-    def live_forks(self) -> list["Sequence"]:
+    def live_forks(self) -> list[Sequence]:
         """Choices that are still to start from this one."""
         return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
 
@@ -146,8 +190,8 @@ class SequenceGroup:
     """One request: sequences that share a prompt."""
 
     request: Request
-    tenant: Tenant
-    frontend: Frontend
+    tenant: TenantUsage
+    frontend: AttachedFrontend
     rank: tuple[int, ...]
     """The policy's order among groups, the lowest is served first; no two are equal."""
     clock: RequestClock
@@ -170,8 +214,8 @@ class SequenceGroup:
     """Whether it is in a worker group."""
     is_ahead: bool = False
     """Whether it was placed there ahead of others, at whose expense it may find room."""
-    wait: Wait = field(default_factory=Wait)
-    """What it knows of worker groups while it is in none."""
+    routing: RoutingState = field(default_factory=RoutingState)
+    """What the router knows of it while it is in no worker group."""
     outgrown_tokens: int = 0
     """Tokens of the largest KV cache that it was too large for: it goes to larger ones only."""
     num_reserved_blocks: int = 0
@@ -228,26 +272,26 @@ class SequenceGroup:
         num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
         self.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
-    def most_blocks(self, capacity: GroupCapacity) -> int:
+    def most_blocks(self, capacity: WorkerGroupCapacity) -> int:
         """Blocks that its sequences can come to need in a worker group, be it large enough; what
         they share counts for each."""
         room = capacity.max_model_len - self.num_prompt_tokens
         num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
         return self.num_unfinished * -(-num_tokens // capacity.block_size)
 
-    def fits(self, capacity: GroupCapacity) -> bool:
+    def fits(self, capacity: WorkerGroupCapacity) -> bool:
         """Whether its sequences can be computed in a worker group, one by one at least."""
         is_in_model = self.num_prompt_tokens < capacity.max_model_len
         is_allowed = self.tenant.may_ever_hold(self.most_blocks(capacity))
         num_tokens = max(self.max_known_tokens, self.outgrown_tokens + 1)
         return is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
 
-    def max_length(self, capacity: GroupCapacity) -> int:
+    def max_length(self, capacity: WorkerGroupCapacity) -> int:
         """Tokens that its sequences may come to have in a worker group's model, as far as they were
         asked for."""
         return min(self.num_prompt_tokens + self.request.max_tokens, capacity.max_model_len)
 
-    def reach(self, capacity: GroupCapacity) -> int:
+    def reach(self, capacity: WorkerGroupCapacity) -> int:
         """The most tokens that one of its sequences can come to have in a worker group, alone."""
         return min(self.max_length(capacity), capacity.num_cache_tokens + 1)
 
@@ -265,7 +309,7 @@ class SequenceGroup:
         assert seq.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
         seq.status = status
         self.num_unfinished -= 1
-        self.wait.refusals.clear()  # what is left of it may find room
+        self.routing.refusals.clear()  # what is left of it may find room
 
     def waiting(self) -> list[Sequence]:
         """Its sequences that wait for a place in a batch."""
@@ -283,7 +327,7 @@ class SequenceGroup:
         """Assert the invariants of a live group and its sequences."""
         assert self.num_unfinished == len(list(self.unfinished())) > 0
         assert self.num_running == len(self.running())
-        assert (self.clock.phase is Phase.RUNNING) == (self.num_running > 0)
+        assert (self.clock.phase is RequestPhase.RUNNING) == (self.num_running > 0)
         assert not (self.num_running and self.swapped()), "what leaves and returns does so together"
         for seq in self.unfinished():
             assert seq.num_in_flight >= 0
@@ -291,6 +335,83 @@ class SequenceGroup:
             assert not seq.forks or seq.status is SequenceStatus.RUNNING
 
 
-def number_of(group: SequenceGroup) -> int:
+def request_number(group: SequenceGroup) -> int:
     """The number of an accepted request: its first sequence's."""
     return group.sequences[0].seq_id
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam that has gone on by one token, of which the worker is still to be told."""
+
+    seq: Sequence
+    token: int
+    parent: Sequence | None
+    """The sequence that it forks from; None: it goes on in place."""
+
+
+class BeamGroup:
+    """A request's beams, the best first.
+
+    All that concerns one step (`source_of`, `continuations`, candidates) is forgotten when the
+    group leaves the batch: the tokens it has are known by then, candidates are computed again.
+    """
+
+    def __init__(
+        self,
+        params: BeamParams,
+        stop_token_ids: frozenset[int],
+        max_tokens: int,
+        sequences: Sequences[Sequence],
+    ) -> None:
+        self.search = BeamSearch(params, stop_token_ids, max_tokens)
+        self.held = list(sequences[:1])
+        """The sequences of the beams that go on, in the search's order."""
+        self.continuations: list[Continuation] = []
+        """What the next plan tells the worker; forks come last."""
+        self.source_of: dict[Sequence, Sequence] = {}
+        """While it is computed again: sequences whose first blocks others compute before."""
+        self.num_prefilling = 0
+        """Held sequences that have not been computed up to their last token."""
+        self._candidates: dict[Sequence, RowCandidates] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all beams may compute their last tokens."""
+        return self.num_prefilling == 0 and not any(seq.num_in_flight for seq in self.held)
+
+    def has_candidates(self, seq: Sequence) -> bool:
+        """Whether the result is in of a step that computed all of a sequence's tokens."""
+        return seq in self._candidates
+
+    def collect(self, seq: Sequence, candidates: RowCandidates) -> bool:
+        """Take in what may follow one beam; whether all have been heard of."""
+        self._candidates[seq] = candidates
+        return len(self._candidates) == len(self.held)
+
+    def leave(self) -> None:
+        """The group leaves the batch."""
+        self.continuations = []
+        self.source_of = {}
+        self.num_prefilling = 0
+        self._candidates = {}
+
+    def advance(self) -> list[tuple[Sequence, int]]:
+        """Let the search choose; per beam that goes on, in order, the sequence it comes of and its
+        next token. Who is to hold it is told by `hold`, unless the search is done."""
+        holders = self.held
+        if not self.search.has_begun:
+            holders = holders * len(self.search.beams)  # all are the prompt alone
+        self.search.advance([self._candidates[seq] for seq in holders])
+        self._candidates = {}
+        beams = [(holders[beam.parent], beam.path) for beam in self.search.beams]
+        return [(seq, path.token) for seq, path in beams if path is not None]
+
+    def hold(self, continuations: list[Continuation]) -> None:
+        """The beams that go on, in order, are held by these sequences."""
+        self.held = [continuation.seq for continuation in continuations]
+        self.continuations = sorted(continuations, key=_forks_last)
+
+
+def _forks_last(continuation: Continuation) -> tuple[bool, tuple[tuple[int, ...], int]]:
+    return continuation.parent is not None, continuation.seq.order

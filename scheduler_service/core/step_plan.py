@@ -1,7 +1,7 @@
-"""A step plan and its result as the core sees them: plain lists, no protobuf.
+"""A step plan (vLLM's SchedulerOutput) and its result (ModelRunnerOutput), as the core sees them.
 
-`scheduler_service/wire.py` turns them into messages and back. Their meaning is told field by field
-in `protos/pagewire/v1/plan.proto`.
+Plain lists, no protobuf: `scheduler_service/wire.py` converts them to messages and back.
+`protos/pagewire/v1/plan.proto` defines the meaning of each field.
 """
 
 from dataclasses import dataclass, field

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_service.core.config import TenantConfig
-from scheduler_service.core.drain import DrainRate
+from scheduler_service.core.stats.throughput import QueueThroughput
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantUsage:
     """A tenant with live requests, and their sums."""
 
     name: str
@@ -20,7 +20,7 @@ class Tenant:
     num_kv_blocks: int = 0
     """The most blocks that those in worker groups can come to need."""
 
-    ends: DrainRate = field(default_factory=DrainRate)
+    ends: QueueThroughput = field(default_factory=QueueThroughput)
     """How fast its requests end."""
 
     def may_hold(self, num_blocks: int) -> bool:
@@ -40,7 +40,7 @@ class Tenants:
     def __init__(self, default: TenantConfig, named: Mapping[str, TenantConfig]) -> None:
         self._default = default
         self._named = named
-        self._live: dict[str, Tenant] = {}
+        self._live: dict[str, TenantUsage] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -48,17 +48,17 @@ class Tenants:
     def __contains__(self, name: str) -> bool:
         return name in self._live
 
-    def find(self, name: str) -> Tenant:
+    def find(self, name: str) -> TenantUsage:
         """The tenant of this name; a new one if it has no live requests."""
-        return self._live.get(name) or Tenant(name, self._named.get(name, self._default))
+        return self._live.get(name) or TenantUsage(name, self._named.get(name, self._default))
 
-    def add_request(self, tenant: Tenant, now_us: int) -> None:
+    def add_request(self, tenant: TenantUsage, now_us: int) -> None:
         """A request of the tenant is live."""
         self._live[tenant.name] = tenant
         tenant.num_requests += 1
         tenant.ends.note(now_us, num_requests=0, num_tokens=0, is_empty=False)
 
-    def remove_request(self, tenant: Tenant, num_prompt_tokens: int, now_us: int) -> None:
+    def remove_request(self, tenant: TenantUsage, num_prompt_tokens: int, now_us: int) -> None:
         """A request of the tenant is live no more."""
         tenant.num_requests -= 1
         tenant.ends.note(

@@ -15,7 +15,7 @@ from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
-from scheduler_service.core.engine_outputs import Outbox
+from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.holding import Holding
 from scheduler_service.core_service.meters import ServiceCounts
@@ -37,7 +37,7 @@ class Attachment:
         self.frontend_id = frontend_id
         self.accepts_requests = True
         self._driver = driver
-        self._pending = Outbox()
+        self._pending = EngineOutputs()
         self._models: list[model_pb2.ModelInfo] | None = None
         self._news = asyncio.Event()
         self._holding = Holding()
@@ -45,7 +45,7 @@ class Attachment:
         """Runs while tokens wait."""
         self._closed: Exception | None = None
 
-    def deliver(self, outbox: Outbox) -> None:
+    def deliver(self, outbox: EngineOutputs) -> None:
         """Add to what the next message says, and send it as soon as its requests want."""
         merge(self._pending, outbox)
         delay_s = self._holding.delay_s(outbox)
@@ -86,10 +86,10 @@ class Attachment:
             self._holding.begin(submit.handle, submit.max_hold_ms / 1000)
         except PagewireError as error:
             logger.info("request refused request_id=%s reason=%s", submit.request_id, error.reason)
-            self.deliver(Outbox(requests_failed=[(submit.handle, error)]))
+            self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
         except Exception as error:  # a bug; it must not end the stream of all other requests
             logger.exception("request failed request_id=%s", submit.request_id)
-            self.deliver(Outbox(requests_failed=[(submit.handle, error)]))
+            self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
 
     async def read_all(self, context: Context) -> None:
         """Take messages in until the frontend ends the stream.
@@ -118,7 +118,7 @@ class Attachment:
         if not self._pending and self._models is None:
             return None
         message = wire.encode_outbox(self._pending)
-        self._pending = Outbox()
+        self._pending = EngineOutputs()
         if self._models is not None:
             message.models.CopyFrom(pb.ServedModels(models=self._models))
             self._models = None
@@ -195,7 +195,7 @@ class Attachments:
             logger.info("frontend detached frontend_id=%s", attachment.frontend_id)
 
 
-def merge(pending: Outbox, news: Outbox) -> None:
+def merge(pending: EngineOutputs, news: EngineOutputs) -> None:
     """Append `news` to `pending`, column by column."""
     pending.accepted.extend(news.accepted)
     pending.token_handles.extend(news.token_handles)

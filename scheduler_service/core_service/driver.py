@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from scheduler_service.core.config import GroupCapacity
+from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.engine_outputs import Outbox
+from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.request import Request
+from scheduler_service.core.stats.request_timing import TracedRequest
 from scheduler_service.core.step_plan import StepPlan, StepResult
-from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.recorder import RecordingCore
 
 Core: TypeAlias = SchedulerCore | RecordingCore
@@ -25,7 +25,7 @@ Core: TypeAlias = SchedulerCore | RecordingCore
 class Mailbox(Protocol):
     """Where a frontend's news goes."""
 
-    def deliver(self, outbox: Outbox) -> None:
+    def deliver(self, outbox: EngineOutputs) -> None:
         """Take news; must not block."""
 
 
@@ -79,7 +79,7 @@ class CoreDriver:
 
     # Worker groups
 
-    def add_group(self, capacity: GroupCapacity) -> asyncio.Event:
+    def add_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
         """Plan for a group from now on; the event is set whenever there may be a plan.
 
         Raises ValueError when the core's configuration cannot work with the group.

@@ -1,6 +1,6 @@
 """How long news for one frontend may wait, so that more go with them in one message."""
 
-from scheduler_service.core.engine_outputs import Outbox
+from scheduler_service.core.engine_outputs import EngineOutputs
 
 
 class Holding:
@@ -30,7 +30,7 @@ class Holding:
         if self._holds_s.pop(handle, None) is not None:
             self._shortest_s = None
 
-    def delay_s(self, news: Outbox) -> float:
+    def delay_s(self, news: EngineOutputs) -> float:
         """How long `news` may wait; takes note of the requests whose end they tell."""
         for finished in news.requests_finished:
             self.end(finished.handle)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from scheduler_service.metrics.metric import Kind, Metric
 
 if TYPE_CHECKING:
-    from scheduler_service.core.stats.scheduler_stats import GroupSnapshot, ModelSnapshot
+    from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, WorkerGroupSnapshot
     from scheduler_service.core_service.meters import ServiceCounts
     from scheduler_service.core_service.worker_group import WorkerGroup
 
@@ -100,7 +100,7 @@ KV_USAGE = Metric(
     ("model_name", "engine"),
 )
 
-OF_GROUP: Mapping[Metric, Callable[["GroupSnapshot"], float]] = {
+OF_GROUP: Mapping[Metric, Callable[["WorkerGroupSnapshot"], float]] = {
     Metric(
         "pagewire_group_running_sequences", Kind.GAUGE, "Sequences in a group's batch.", GROUP
     ): lambda group: group.num_running_sequences,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.stats.scheduler_stats import GroupSnapshot
+from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core_service import metric_list as metric
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver
@@ -65,7 +65,7 @@ class CoreMetrics:
             counts[label] = counts.get(label, 0) + number
         return metric.TENANT_REQUESTS.family(counts)
 
-    def _groups(self, groups: list[GroupSnapshot]) -> Iterator[Family]:
+    def _groups(self, groups: list[WorkerGroupSnapshot]) -> Iterator[Family]:
         labels = {(group.model, group.group_id): group for group in groups}
         yield metric.KV_USAGE.family(
             {

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from scheduler_service.core.timeline import Entry, RequestEvent, TracedRequest
+from scheduler_service.core.stats.request_timing import RequestEvent, TimelineEntry, TracedRequest
 from service_common.tracing import Attributes, Event, Tracing
 
 BEGINS = {
@@ -37,7 +37,7 @@ Phase = tuple[str, int, int]
 """Name, and microseconds of its begin and end."""
 
 
-def phases(entries: list[Entry]) -> Iterator[Phase]:
+def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
     """What the request did, without gaps, from its first event to its last."""
     name, since = "", 0
     former: RequestEvent | None = None

@@ -6,7 +6,7 @@ import logging
 from pagewire.v1 import status_pb2
 from scheduler_service.core.stats.inspection import InspectionDetail
 from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.scheduler_stats import GroupSnapshot
+from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.registry import WorkerRegistry
@@ -113,7 +113,7 @@ class StatusBoard:
             before = now
 
     def _group_status(
-        self, group: WorkerGroup, planned: GroupSnapshot | None
+        self, group: WorkerGroup, planned: WorkerGroupSnapshot | None
     ) -> status_pb2.WorkerGroupStatus:
         status = status_pb2.WorkerGroupStatus(
             group_id=group.group_id,

@@ -4,10 +4,9 @@ from collections.abc import Iterable
 
 from pagewire.v1 import status_pb2 as pb
 from scheduler_service.columns import to_column
-from scheduler_service.core.block_map import BlockMap
-from scheduler_service.core.latency_histogram import FIRST_BOUND_US, GROWTH
-from scheduler_service.core.request_snapshot import RequestSnapshot
-from scheduler_service.core.stats.inspection import InspectionDetail
+from scheduler_service.core.kv_cache.block_pool import BlockMap
+from scheduler_service.core.stats.inspection import InspectionDetail, RequestSnapshot
+from scheduler_service.core.stats.scheduler_stats import FIRST_BOUND_US, GROWTH
 from scheduler_service.errors import InvalidArgument
 
 MAX_REQUESTS = 4096

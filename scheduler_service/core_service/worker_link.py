@@ -24,7 +24,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.hangs import GroupHung, Hangs
@@ -166,7 +166,7 @@ class WorkerLink:
             return f"unexpected {type(error).__name__}"
         return None
 
-    async def _prepare(self, stubs: Stubs) -> GroupCapacity:
+    async def _prepare(self, stubs: Stubs) -> WorkerGroupCapacity:
         """Draw a new epoch and have the caches made for it."""
         infos = await run_all(*map(self._get_info, stubs, self._ranks))
         self._hangs.check(infos)
@@ -231,10 +231,10 @@ class WorkerLink:
 
     def _capacity(
         self, blocks: worker_pb.ProfileBlocksResponse, *, takes_several_plans: bool
-    ) -> GroupCapacity:
+    ) -> WorkerGroupCapacity:
         model = self._ranks[0].model
         try:
-            return GroupCapacity(
+            return WorkerGroupCapacity(
                 group_id=self._group_id,
                 model=model.name,
                 num_gpu_blocks=blocks.num_gpu_blocks,
@@ -247,7 +247,7 @@ class WorkerLink:
         except ValueError as error:
             raise CannotServe(str(error)) from error
 
-    async def _execute_steps(self, stubs: Stubs, capacity: GroupCapacity) -> None:
+    async def _execute_steps(self, stubs: Stubs, capacity: WorkerGroupCapacity) -> None:
         """Step until drained. However this ends, the core knows that the group is gone."""
         if self._draining.is_set():
             return
@@ -289,7 +289,7 @@ class WorkerLink:
             raise CannotServe(f"expected one rank that samples, got ranks {samplers}")
         return samplers[0]
 
-    def _add_group(self, capacity: GroupCapacity) -> asyncio.Event:
+    def _add_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
         try:
             return self._driver.add_group(capacity)
         except ValueError as error:

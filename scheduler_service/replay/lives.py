@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from scheduler_service.core import Outbox, Request
+from scheduler_service.core import EngineOutputs, Request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Lives:
         for life in [life for (name, _), (life, _) in self._live.items() if name == frontend_id]:
             self._end(life, now)
 
-    def read(self, news: Mapping[str, Outbox], now: float) -> Iterator[tuple[Life, int]]:
+    def read(self, news: Mapping[str, EngineOutputs], now: float) -> Iterator[tuple[Life, int]]:
         """Take in news; yields each life and the index of the choice that got a token."""
         for frontend_id, outbox in news.items():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):

@@ -10,18 +10,18 @@ from typing import Any, Protocol
 
 from scheduler_service.core import (
     CoreSnapshot,
-    GroupCapacity,
+    EngineOutputs,
     Inspection,
     InspectionDetail,
-    Outbox,
     Request,
     SchedulerConfig,
     SchedulerCore,
     StepPlan,
     StepResult,
+    WorkerGroupCapacity,
 )
+from scheduler_service.core.stats.request_timing import TracedRequest
 from scheduler_service.core.stats.throughput import StepWork
-from scheduler_service.core.timeline import TracedRequest
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.outcomes import Outcomes, to_text
 from scheduler_service.replay.recording import CODEC, PARAMETERS, Header, encode_header
@@ -75,7 +75,7 @@ class RecordingCore:
 
     # Inputs.
 
-    def add_group(self, group: GroupCapacity, now: float) -> None:
+    def add_group(self, group: WorkerGroupCapacity, now: float) -> None:
         self._call("add_group", group=group, now=now)
 
     def remove_group(self, group_id: str, now: float) -> None:
@@ -114,8 +114,8 @@ class RecordingCore:
         plan: StepPlan | None = self._call("schedule", group_id=group_id, now=now)
         return plan
 
-    def take_outboxes(self) -> dict[str, Outbox]:
-        news: dict[str, Outbox] = self._call("take_outboxes")
+    def take_outboxes(self) -> dict[str, EngineOutputs]:
+        news: dict[str, EngineOutputs] = self._call("take_outboxes")
         return news
 
     # Questions, and what changes nothing that a plan depends on.

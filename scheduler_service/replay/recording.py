@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from pagewire.v1.sampling_pb2 import SamplerParams
-from scheduler_service.core import Outbox, SchedulerConfig, SchedulerCore, StepPlan
+from scheduler_service.core import EngineOutputs, SchedulerConfig, SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec, Unreadable
 from service_common.version import VERSION
 
@@ -61,7 +61,7 @@ def _parameters_of(method: str) -> dict[str, Any]:
 PARAMETERS = {method: _parameters_of(method) for method in INPUTS}
 """Names and types of each input's arguments."""
 
-NEWS = dict[str, Outbox]
+NEWS = dict[str, EngineOutputs]
 
 
 def _encode_sampling(sampling: Any) -> str:

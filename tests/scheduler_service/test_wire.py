@@ -14,7 +14,7 @@ from scheduler_service.columns import from_column, to_column, to_float_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.engine_outputs import (
     ChoiceFinished,
-    Outbox,
+    EngineOutputs,
     RequestFinished,
     RequestTimings,
 )
@@ -261,7 +261,7 @@ def test_a_submission_that_cannot_be_is_refused_by_field(
 
 
 def test_news_travel_whole() -> None:
-    outbox = Outbox(
+    outbox = EngineOutputs(
         accepted=[1],
         token_handles=[1, 2, 1],
         token_ids=[10, 20, 11],

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core import (
-    GroupCapacity,
-    Outbox,
+    EngineOutputs,
     Request,
     SchedulerConfig,
     SchedulerCore,
     StepPlan,
     StepResult,
+    WorkerGroupCapacity,
 )
 from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
@@ -36,7 +36,7 @@ MODEL = "m"
 class WorkerLink:
     """A worker, and its results that are still on the wire."""
 
-    capacity: GroupCapacity
+    capacity: WorkerGroupCapacity
     worker: SymbolicWorker
     results: deque[StepResult] = field(default_factory=deque)
 
@@ -55,7 +55,7 @@ def make_request(**changes: object) -> Request:
     return Request(**(values | changes))  # type: ignore[arg-type]
 
 
-def make_capacity(group_id: str = "g0", **changes: object) -> GroupCapacity:
+def make_capacity(group_id: str = "g0", **changes: object) -> WorkerGroupCapacity:
     """A small worker group."""
     values: dict[str, object] = {
         "group_id": group_id,
@@ -66,13 +66,13 @@ def make_capacity(group_id: str = "g0", **changes: object) -> GroupCapacity:
         "max_model_len": 64,
         "vocab_size": 32,
     }
-    return GroupCapacity(**(values | changes))  # type: ignore[arg-type]
+    return WorkerGroupCapacity(**(values | changes))  # type: ignore[arg-type]
 
 
 SMALL_CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 
 
-def make_driver(capacity: GroupCapacity | None = None, **changes: object) -> "CoreDriver":
+def make_driver(capacity: WorkerGroupCapacity | None = None, **changes: object) -> "CoreDriver":
     """A core of a small configuration, or one with changes, and one worker group."""
     driver = CoreDriver(replace(SMALL_CONFIG, **changes))  # type: ignore[arg-type]
     driver.add_group(capacity or make_capacity())
@@ -102,7 +102,7 @@ class CoreDriver:
 
     # Worker groups.
 
-    def add_group(self, capacity: GroupCapacity) -> None:
+    def add_group(self, capacity: WorkerGroupCapacity) -> None:
         """A worker joins."""
         self.collect()
         self.core.add_group(capacity, self.now)
@@ -331,7 +331,7 @@ class CoreDriver:
         for frontend_id, outbox in self.core.take_outboxes().items():
             self.read(frontend_id, outbox)
 
-    def read(self, frontend_id: str, outbox: Outbox) -> None:
+    def read(self, frontend_id: str, outbox: EngineOutputs) -> None:
         """Read one outbox."""
         for handle in outbox.accepted:
             record = self.records[frontend_id, handle]
@@ -381,7 +381,9 @@ class CoreDriver:
                 record.error = error
                 self.promises.check_failed(record)
 
-    def _read_tokens(self, frontend_id: str, outbox: Outbox) -> dict[tuple[str, int], deque[int]]:
+    def _read_tokens(
+        self, frontend_id: str, outbox: EngineOutputs
+    ) -> dict[tuple[str, int], deque[int]]:
         new: dict[tuple[str, int], deque[int]] = {}
         for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
             record, choice = self._choice(frontend_id, handle)

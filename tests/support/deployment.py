@@ -11,8 +11,8 @@ from itertools import count
 
 from scheduler_service import wire
 from scheduler_service.core import (
+    EngineOutputs,
     GeneratedTokens,
-    Outbox,
     Request,
     RowLogprobs,
     SchedulerCore,
@@ -280,7 +280,7 @@ class Deployment:
         for outbox in self._core.take_outboxes().values():
             self._read(outbox)
 
-    def _read(self, outbox: Outbox) -> None:
+    def _read(self, outbox: EngineOutputs) -> None:
         self.disturbance["tokens in vain"] -= len(outbox.token_ids)
         for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
             self._by_handle[handle].choice(handle).token_ids.append(token)

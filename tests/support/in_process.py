@@ -15,7 +15,7 @@ import torch
 
 from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepResult
@@ -71,9 +71,9 @@ class InProcessWorker:
         self._runner = make_runner(model, self._cache, block_size)
         self._block_size = block_size
 
-    def capacity(self, group_id: str) -> GroupCapacity:
+    def capacity(self, group_id: str) -> WorkerGroupCapacity:
         """What a core is told of it."""
-        return GroupCapacity(
+        return WorkerGroupCapacity(
             group_id=group_id,
             model=MODEL,
             num_gpu_blocks=len(self._cache.device_cache),

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from scheduler_service.core import Inspection, InspectionDetail, SchedulerCore
-from scheduler_service.core.block_map import BlockMap
+from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.replay.recorder import RecordingCore
 
 ALL = InspectionDetail(include_requests=True, include_blocks=True, max_requests=1_000)

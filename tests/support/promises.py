@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from scheduler_service.core import GroupCapacity, RequestTimings, SchedulerConfig
+from scheduler_service.core import RequestTimings, SchedulerConfig, WorkerGroupCapacity
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import undisturbed, undisturbed_beams
 
@@ -11,7 +11,7 @@ class Promises:
     """Checks the ends of requests against undisturbed runs."""
 
     def __init__(
-        self, config: SchedulerConfig, capacities: Callable[[], Iterable[GroupCapacity]]
+        self, config: SchedulerConfig, capacities: Callable[[], Iterable[WorkerGroupCapacity]]
     ) -> None:
         """`capacities`: of the worker groups there are."""
         self.num_cached_tokens = 0

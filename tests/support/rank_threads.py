@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
 from worker_service.address import TcpAddress
@@ -135,11 +135,11 @@ class ParallelWorker(InProcessWorker):
         self._num_blocks = num_gpu_blocks, num_cpu_blocks
         group.join(num_gpu_blocks, num_cpu_blocks)
 
-    def capacity(self, group_id: str) -> GroupCapacity:
+    def capacity(self, group_id: str) -> WorkerGroupCapacity:
         """What a core is told of it."""
         facts = self._group.facts[0]
         num_gpu_blocks, num_cpu_blocks = self._num_blocks
-        return GroupCapacity(
+        return WorkerGroupCapacity(
             group_id=group_id,
             model=MODEL,
             num_gpu_blocks=num_gpu_blocks,

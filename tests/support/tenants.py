@@ -1,6 +1,6 @@
 """Groups of tenants, for tests of policies and queues without a core."""
 
-from scheduler_service.core.admission.request_registry import Registry
+from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
@@ -20,4 +20,4 @@ def make_group(
         sampling=None,
         tenant=tenant,
     )
-    return Registry(lambda request, number: (arrival,), tenants).make_group(request, 0)
+    return RequestRegistry(lambda request, number: (arrival,), tenants).make_group(request, 0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from scheduler_service.core import GroupCapacity, Request, SchedulerConfig
+from scheduler_service.core import Request, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.cost_model import CostModel
 from scheduler_service.replay.exact import Replay
@@ -26,7 +26,7 @@ def entry(do: str, **arguments: Any) -> Entry:
     return Entry(line=0, do=do, arguments=arguments)
 
 
-def join(capacity: GroupCapacity | None = None, now: float = 0.0) -> Entry:
+def join(capacity: WorkerGroupCapacity | None = None, now: float = 0.0) -> Entry:
     """A worker group joins."""
     return entry("add_group", group=capacity or make_capacity(), now=now)
 

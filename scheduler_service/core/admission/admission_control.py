@@ -1,25 +1,32 @@
-"""What is checked of a request before it is accepted."""
+"""Admission control: all checks of a request before it is accepted, in order.
+
+A later attempt at a live request takes it over; `scheduler_service/attempts.py` says why. It is a
+request like any other, with the tokens that its client has received: it starts again from there,
+and finds in the prefix cache what the former attempt has computed.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import replace
 
+from scheduler_service import attempts
+from scheduler_service.core.admission.deadlines import check_deadline
+from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.drain import DrainRate, retry_delay_s
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.request import Request
-from scheduler_service.core.request_queue import Lanes
+from scheduler_service.core.request_queue import AnyQueue
+from scheduler_service.core.routing.fleet import Fleet
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.core.stats.request_timing import to_us
+from scheduler_service.core.stats.throughput import QueueThroughput, retry_delay_s
 from scheduler_service.errors import (
+    DuplicateRequest,
     InvalidArgument,
     PagewireError,
     PromptTooLong,
     QueueFull,
     TenantLimit,
 )
-
-Queue: TypeAlias = Lanes[Any] | WaitingQueue
-"""A place in which requests wait."""
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
@@ -58,7 +65,9 @@ def _check_beam_search(request: Request, params: BeamParams, config: SchedulerCo
         raise InvalidArgument("resume", "must hold nothing with beam_search, which begins anew")
 
 
-def why_not(group: SequenceGroup, capacities: Iterable[GroupCapacity]) -> PagewireError | None:
+def why_not(
+    group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity]
+) -> PagewireError | None:
     """Why no worker group can serve a request; None if one can."""
     error: PagewireError | None = None
     for capacity in capacities:
@@ -68,7 +77,7 @@ def why_not(group: SequenceGroup, capacities: Iterable[GroupCapacity]) -> Pagewi
     return error
 
 
-def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+def _why_not_here(group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
     request = group.request
     tokens = request.prompt_token_ids
     if min(tokens) < 0 or max(tokens) >= capacity.vocab_size:
@@ -81,7 +90,7 @@ def _why_not_here(group: SequenceGroup, capacity: GroupCapacity) -> PagewireErro
     return error or _why_tenant_cannot(group, capacity)
 
 
-def _why_too_long(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+def _why_too_long(group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
     tokens = group.request.prompt_token_ids
     details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
     if len(tokens) + 1 > capacity.max_model_len:
@@ -107,7 +116,7 @@ def _why_too_long(group: SequenceGroup, capacity: GroupCapacity) -> PagewireErro
     return None
 
 
-def _why_tenant_cannot(group: SequenceGroup, capacity: GroupCapacity) -> PagewireError | None:
+def _why_tenant_cannot(group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
     tenant = group.tenant
     num_blocks = group.most_blocks(capacity)
     if tenant.may_ever_hold(num_blocks):
@@ -126,7 +135,7 @@ def _why_tenant_cannot(group: SequenceGroup, capacity: GroupCapacity) -> Pagewir
 
 
 def check_tenant(
-    group: SequenceGroup, drains: Iterable[DrainRate], config: SchedulerConfig
+    group: SequenceGroup, throughputs: Iterable[QueueThroughput], config: SchedulerConfig
 ) -> None:
     """Raise TenantLimit if the request's tenant may have no more live requests, or no more
     waiting tokens, for now.
@@ -152,7 +161,7 @@ def check_tenant(
         message = f"{queued} prompt tokens of the tenant are waiting, too many for this one beside"
         details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
         delay_s = retry_delay_s(
-            drains,
+            throughputs,
             num_requests=0,
             num_tokens=min(queued, queued + group.num_prompt_tokens - max_tokens),
             unmeasured_s=config.queue_retry_delay_s,
@@ -164,8 +173,8 @@ def check_tenant(
 
 def check_queue(
     request: Request,
-    queues: Sequence[Queue],
-    drains: Iterable[DrainRate],
+    queues: Sequence[AnyQueue],
+    throughputs: Iterable[QueueThroughput],
     config: SchedulerConfig,
 ) -> None:
     """Raise QueueFull if no more may wait in all queues together.
@@ -186,9 +195,81 @@ def check_queue(
     else:
         return
     delay_s = retry_delay_s(
-        drains,
+        throughputs,
         num_requests=max(0, requests_over),
         num_tokens=min(num_waiting_tokens, max(0, tokens_over)),
         unmeasured_s=config.queue_retry_delay_s,
     )
     raise QueueFull(message, details=details, retry_delay_s=delay_s)
+
+
+def check_takes_over(request: Request, live: Request) -> None:
+    """Raise RequestTakenOver or DuplicateRequest unless a request is a later try at the live one
+    of its tenant that has its id."""
+    attempts.check_later(
+        request.request_id,
+        request.attempt,
+        live_attempt=live.attempt,
+        is_same=bool(request.fingerprint)
+        and (request.fingerprint, request.model) == (live.fingerprint, live.model),
+    )
+
+
+def continuation(request: Request, former: SequenceGroup, now_us: int) -> Request:
+    """A later try at a live group's request: it keeps its place among others, and its history."""
+    arrived_us = former.clock.submitted_us - former.request.waited_us
+    return replace(
+        request,
+        was_accepted=True,
+        waited_us=max(request.waited_us, now_us - arrived_us),
+        num_worker_losses=max(request.num_worker_losses, former.num_worker_losses),
+    )
+
+
+class AdmissionControl:
+    """The door: it asks, and changes nothing."""
+
+    def __init__(self, config: SchedulerConfig, registry: RequestRegistry, fleet: Fleet) -> None:
+        self._config = config
+        self._registry = registry
+        self._fleet = fleet
+
+    def check(self, request: Request, now: float) -> tuple[SequenceGroup, SequenceGroup | None]:
+        """A group for the request, which is not live yet; and the live one that it goes on with,
+        which is to end before. Raises as `SchedulerCore.submit` says."""
+        check_request(request, self._config)
+        former = self._registry.find(request.tenant, request.request_id)
+        if former is not None:
+            check_takes_over(request, former.request)
+            request = continuation(request, former, to_us(now))
+        self._check_handles(request)
+        self._fleet.check_served(request.model)
+        group = self._registry.make_group(request, to_us(now))
+        if former is not None:
+            group.is_charged = former.is_charged
+        self._check_possible(group)
+        self._check_limits(group)
+        model = self._fleet.models.get(request.model)
+        check_deadline(group, model, self._registry.groups, now)
+        return group, former
+
+    def _check_handles(self, request: Request) -> None:
+        if self._registry.has_handles_of(request):
+            raise DuplicateRequest(
+                f"the frontend has a live request of handle {request.handle}",
+                reason="DUPLICATE_HANDLE",
+                details={"request_id": request.request_id},
+            )
+
+    def _check_possible(self, group: SequenceGroup) -> None:
+        """Raise what makes it impossible for all worker groups, where any is known."""
+        model = self._fleet.models.get(group.request.model)
+        error = why_not(group, model.capacities()) if model is not None else None
+        if error is not None:
+            raise error
+
+    def _check_limits(self, group: SequenceGroup) -> None:
+        """Raise what is too much just now."""
+        throughputs = [model.throughput for model in self._fleet.models.values()]
+        check_tenant(group, throughputs, self._config)
+        check_queue(group.request, self._fleet.queues(), throughputs, self._config)

@@ -21,11 +21,12 @@ So it errs on the side of trying: a request that is let in may still run into it
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from scheduler_service.core.drain import bounded_s
-from scheduler_service.core.routing.fleet import Model
+from scheduler_service.core.request_queue import RemovableHeap
+from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.request_timing import to_us
+from scheduler_service.core.stats.throughput import bounded_delay_s
 from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
 
 _QUEUE_SPEEDUP = 3.0
@@ -35,7 +36,7 @@ LiveGroups: TypeAlias = Callable[[], Iterable[SequenceGroup]]
 
 
 def check_deadline(
-    group: SequenceGroup, model: Model | None, live_groups: LiveGroups, now: float
+    group: SequenceGroup, model: ServedModel | None, live_groups: LiveGroups, now: float
 ) -> None:
     """Raise DeadlineExceeded if a request that is new cannot meet its deadline even without a
     queue, and DeadlineUnreachable if it cannot because of the queue.
@@ -47,7 +48,7 @@ def check_deadline(
         return
     left_us = to_us(deadline - now)
     if left_us <= 0:
-        raise passed()
+        raise deadline_exceeded()
     if (error := why_too_late(group, model, live_groups, now)) is not None:
         raise error
     wait_us = _least_wait_us(group, model)
@@ -59,12 +60,12 @@ def check_deadline(
             f"with what waits before it, the request takes at least {_ms(least_us)} ms; its "
             f"deadline is in {_ms(left_us)} ms",
             details={"least_ms": _ms(least_us), "left_ms": _ms(left_us)},
-            retry_delay_s=bounded_s((least_us - left_us) / 1e6),
+            retry_delay_s=bounded_delay_s((least_us - left_us) / 1e6),
         )
 
 
 def why_too_late(
-    group: SequenceGroup, model: Model, live_groups: LiveGroups, now: float
+    group: SequenceGroup, model: ServedModel, live_groups: LiveGroups, now: float
 ) -> DeadlineExceeded | None:
     """The error of a request that is in no batch and needs more time of a worker group than is
     left until its deadline; None if it may still meet it."""
@@ -83,7 +84,7 @@ def why_too_late(
     )
 
 
-def next_look(group: SequenceGroup, model: Model, deadline: float, now: float) -> float:
+def next_check_time(group: SequenceGroup, model: ServedModel, deadline: float, now: float) -> float:
     """When to look again whether a live request can meet its deadline."""
     if group.num_running:
         return deadline
@@ -91,12 +92,12 @@ def next_look(group: SequenceGroup, model: Model, deadline: float, now: float) -
     return latest_start if latest_start > now else deadline
 
 
-def passed() -> DeadlineExceeded:
+def deadline_exceeded() -> DeadlineExceeded:
     """The error of a request that has run out of time."""
     return DeadlineExceeded("the request's deadline has passed")
 
 
-def _own_us(group: SequenceGroup, model: Model, *, is_cached: bool = False) -> float:
+def _own_us(group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
     """The time that a request needs of the worker group that is best for it; its prompt counts as
     far as it is not cached, unless it may be."""
     is_cached = is_cached or group.has_begun
@@ -111,19 +112,19 @@ def _own_us_on(scheduler: Scheduler, group: SequenceGroup, is_cached: bool) -> f
     decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
     if is_cached:
         return decode_us
-    num_prompt_tokens = scheduler.room.num_tokens_to_compute(group)
+    num_prompt_tokens = scheduler.probe.num_tokens_to_compute(group)
     return num_prompt_tokens * (scheduler.rates.least_us_per_prefill_token or 0.0) + decode_us
 
 
-def _own_us_at_least(group: SequenceGroup, model: Model, live_groups: LiveGroups) -> float:
+def _own_us_at_least(group: SequenceGroup, model: ServedModel, live_groups: LiveGroups) -> float:
     """The same, were all of the prompt cached by then that could be. Linear in live groups."""
-    sizes = {s.capacity.block_size for s in model.schedulers if s.room.caches_prefixes}
+    sizes = {s.capacity.block_size for s in model.schedulers if s.probe.caches_prefixes}
     is_cached = any(_begins_alike(group, other, size) for other in live_groups() for size in sizes)
     return _own_us(group, model, is_cached=is_cached)
 
 
-def _least_wait_us(group: SequenceGroup, model: Model) -> float:
-    us_per_token = model.drain.us_per_token
+def _least_wait_us(group: SequenceGroup, model: ServedModel) -> float:
+    us_per_token = model.throughput.us_per_token
     if us_per_token is None or not model.waiting:
         return 0.0
     return model.waiting.num_tokens_before(group) * us_per_token / _QUEUE_SPEEDUP
@@ -139,3 +140,37 @@ def _begins_alike(group: SequenceGroup, other: SequenceGroup, block_size: int) -
 
 def _ms(microseconds: float) -> float:
     return round(microseconds / 1000, 1)
+
+
+class DeadlineTimers:
+    """Live requests with deadlines, by the time at which each is to be looked at."""
+
+    def __init__(self) -> None:
+        self._looks: RemovableHeap[SequenceGroup] = RemovableHeap()
+
+    def watch(self, group: SequenceGroup, model: ServedModel, now: float) -> None:
+        """Look at a request when it may no longer meet its deadline; none, if it has none."""
+        self.forget(group)
+        deadline = group.request.deadline
+        if deadline is not None:
+            self._looks.push((next_check_time(group, model, deadline, now), group.rank), group)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Look at a request no more."""
+        if group in self._looks:
+            self._looks.remove(group)
+
+    def due(self, now: float) -> SequenceGroup | None:
+        """A request to look at now; it is to be watched again, or forgotten."""
+        first = self._looks.peek()
+        return first[1] if first is not None and first[0][0] <= now else None
+
+    @property
+    def next_look(self) -> float | None:
+        """When the first look is due; None if no request has a deadline."""
+        first = self._looks.peek()
+        return first[0][0] if first is not None else None
+
+    def check(self, live: set[SequenceGroup]) -> None:
+        """Assert that nothing is watched that has ended."""
+        assert set(self._looks) <= live

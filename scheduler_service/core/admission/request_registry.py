@@ -1,19 +1,23 @@
-"""All live requests, by the names that others have for them."""
+"""All live requests, by id and by their frontends' handles."""
 
 from collections.abc import Callable
 
-from scheduler_service.core.beam_group import BeamGroup
-from scheduler_service.core.engine_outputs import Outbox
-from scheduler_service.core.frontends import Frontend
+from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.request import Request
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.request_timing import Phase, RequestClock
+from scheduler_service.core.sequence import (
+    AttachedFrontend,
+    BeamGroup,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+)
+from scheduler_service.core.stats.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.tenants import Tenants
 
 _MAX_SEQ_ID = 2**31 - 1
 
 
-class Registry:
+class RequestRegistry:
     """Live requests by id and by their frontends' handles; makes their groups.
 
     Numbers of sequences are not used again before all others have been.
@@ -26,7 +30,7 @@ class Registry:
         self._tenants = tenants
         self._groups: dict[tuple[str, str], SequenceGroup] = {}
         """By tenant and request id: tenants draw ids without knowing of each other."""
-        self._frontends: dict[str, Frontend] = {}
+        self._frontends: dict[str, AttachedFrontend] = {}
         self._live_seq_ids: set[int] = set()
         self._last_seq_id = 0
         self._num_arrivals = 0
@@ -63,8 +67,8 @@ class Registry:
     def make_group(self, request: Request, now_us: int) -> SequenceGroup:
         """A group for a request, not live yet, with what was generated of it before."""
         self._num_arrivals += 1
-        frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
-        phase = Phase.RECOVERY if request.is_continued else Phase.QUEUE
+        frontend = self._frontends.get(request.frontend_id) or AttachedFrontend(request.frontend_id)
+        phase = RequestPhase.RECOVERY if request.is_continued else RequestPhase.QUEUE
         group = SequenceGroup(
             request=request,
             tenant=self._tenants.find(request.tenant),
@@ -111,7 +115,7 @@ class Registry:
         frontend = self._frontends.pop(frontend_id, None)
         assert frontend is None or not frontend.sequences
 
-    def take_outboxes(self) -> dict[str, Outbox]:
+    def take_outboxes(self) -> dict[str, EngineOutputs]:
         """News by frontend since the last call, where there is any."""
         return {
             frontend.frontend_id: frontend.take_outbox()

@@ -5,10 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scheduler_service.core.block_map import BlockMap, map_blocks
-from scheduler_service.core.cached_blocks import BlockKey
-from scheduler_service.core.kv_cache.block_pool import BlockPool
-from scheduler_service.core.kv_cache.host_cache import HostBlocks
+from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockMap, BlockPool, map_blocks
+from scheduler_service.core.kv_cache.host_cache import HostCache
 
 
 class AllocStatus(Enum):
@@ -53,7 +51,7 @@ class BlockManager:
         self, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, watermark: float
     ) -> None:
         self.block_size = block_size
-        self.host = HostBlocks(num_cpu_blocks)
+        self.host = HostCache(num_cpu_blocks)
         self.gpu_pool = BlockPool(num_gpu_blocks, self.host.keep)
         self._watermark_blocks = int(watermark * num_gpu_blocks)
         self._tables: dict[int, list[int]] = {}

@@ -1,11 +1,90 @@
-"""Reference-counted pool of fixed-size KV blocks on one device.
+"""Reference-counted pool of fixed-size KV blocks of one memory, device or host.
 
-The pool hands out block ids; the memory behind them is the worker's.
+The pool hands out block ids; the memory behind them is the worker's. `CachedBlocks` maps the keys
+of full blocks to block ids; `map_blocks` lists the owners of all blocks for status pages.
 """
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from scheduler_service.core.cached_blocks import BlockKey, CachedBlocks
+BlockKey = bytes
+"""Stands for the tokens of a block and all before them; see `prefix_cache.py`."""
+
+
+class CachedBlocks:
+    """Blocks whose contents have a key, whether in use or free.
+
+    Free ones wait in the order in which they came free, to be found again or else to be evicted,
+    the longest unused first.
+
+    Invariant: keys and blocks belong to each other one to one, and every free block has a key.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockKey, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+        self._free: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are not in use."""
+        return len(self._free)
+
+    def free_blocks(self) -> Iterable[int]:
+        """Those that are not in use, the longest unused first."""
+        return self._free.keys()
+
+    def key_of(self, block: int) -> BlockKey | None:
+        """The key of a block that has one."""
+        return self._keys.get(block)
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block with this key."""
+        return self._blocks.get(key)
+
+    def add(self, block: int, key: BlockKey) -> None:
+        """Give a block in use its key, unless another block has the same contents already."""
+        if key not in self._blocks:
+            assert block not in self._keys, f"block {block} holds something else"
+            self._blocks[key] = block
+            self._keys[block] = key
+
+    def discard(self, block: int) -> None:
+        """Find a block in use no more, if it has a key."""
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._blocks[key]
+
+    def free(self, block: int) -> None:
+        """A block with a key is not in use any more."""
+        self._free[block] = None
+
+    def use(self, block: int) -> None:
+        """A free block was found and is in use again."""
+        del self._free[block]
+
+    def touch(self, block: int) -> None:
+        """Of a block with a key, let the other free ones go first."""
+        if block in self._free:
+            self._free.move_to_end(block)
+
+    def evict(self) -> tuple[int, BlockKey]:
+        """The free block that was not used for the longest time, and the key that it had."""
+        assert self._free, "no block is free"
+        block, _ = self._free.popitem(last=False)
+        key = self._keys[block]
+        self.discard(block)
+        return block, key
+
+    def check(self, ref_counts: dict[int, int]) -> None:
+        """Assert the invariant; `ref_counts` are those of the blocks in use."""
+        assert {block: key for key, block in self._blocks.items()} == self._keys
+        assert len(self._blocks) == len(self._keys)
+        assert set(self._free) == self._keys.keys() - ref_counts.keys()
 
 
 class BlockPool:
@@ -98,3 +177,34 @@ class BlockPool:
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         empty = {block for block in range(self.num_blocks) if block not in self.cached}
         assert set(self._free) == empty - counted.keys()
+
+
+EMPTY = 0
+CACHED = -1
+"""Free, with contents that can be found again."""
+
+
+@dataclass(slots=True)
+class BlockMap:
+    """Columns by block."""
+
+    owners: list[int]
+    """The number of a request that has it, EMPTY or CACHED."""
+    num_references: list[int]
+    """Block tables that it is in."""
+
+
+def map_blocks(
+    pool: BlockPool, tables: Mapping[int, Sequence[int]], owners: Iterable[tuple[int, int]]
+) -> BlockMap:
+    """The map of a pool whose block tables are known by sequence id.
+
+    `owners`: (sequence id, number of its request); of those that share a block the last one has it.
+    """
+    column = [EMPTY] * pool.num_blocks
+    for block in pool.cached.free_blocks():
+        column[block] = CACHED
+    for seq_id, number in owners:
+        for block in tables.get(seq_id, ()):
+            column[block] = number
+    return BlockMap(column, pool.reference_counts())

@@ -1,14 +1,15 @@
-"""Host memory of one worker group: blocks of swapped-out sequences, and what the device has no
-room to remember."""
+"""Host memory of one worker group: swapped-out sequences, and the prefix cache's second tier.
+
+The second tier holds cached blocks that were evicted from the device.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from scheduler_service.core.cached_blocks import BlockKey
-from scheduler_service.core.kv_cache.block_pool import BlockPool
+from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockPool
 
 
-class HostBlocks:
+class HostCache:
     """Block tables of swapped-out sequences, and cached blocks, over one pool of host blocks.
 
     A block with a key holds the same as a device block that has or had it. Those that no table

@@ -17,8 +17,8 @@ from itertools import islice
 
 import xxhash
 
-from scheduler_service.core.cached_blocks import BlockKey
 from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.kv_cache.block_pool import BlockKey
 from scheduler_service.core.sequence import Sequence, SequenceStatus
 
 _TOKEN = "i"  # int32

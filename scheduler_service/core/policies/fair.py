@@ -9,7 +9,7 @@ from operator import attrgetter
 from scheduler_service.core.policies.policy import Policy
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.tenants import Tenant, Tenants
+from scheduler_service.core.tenants import Tenants, TenantUsage
 
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
@@ -68,7 +68,7 @@ class Fair(Policy):
         del request
         return arrival
 
-    def lane(self, tenant: Tenant) -> str:
+    def lane(self, tenant: TenantUsage) -> str:
         """One for each."""
         return tenant.name
 
@@ -83,7 +83,7 @@ class Fair(Policy):
         """The last of the tenant with the most places in the batch for its weight, as long as it
         keeps at least as many as the group's tenant then has. So a flood that fills the batch
         does not make others wait for its end, and nobody is preempted in turn."""
-        running: dict[Tenant, list[SequenceGroup]] = {}
+        running: dict[TenantUsage, list[SequenceGroup]] = {}
         for other in others:
             if other.num_running:
                 running.setdefault(other.tenant, []).append(other)
@@ -99,14 +99,14 @@ class Fair(Policy):
                 return
             yield last
 
-    def open_lane(self, tenant: Tenant, first: SequenceGroup | None) -> None:
+    def open_lane(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
         """Lift the tenant that comes back."""
         least = self._last_to_wait if first is None else self._account(first.tenant)
         account = self._account(tenant)
         account.service = max(account.service, least.service)
         self._forget_idle(least.service)
 
-    def close_lane(self, tenant: Tenant) -> None:
+    def close_lane(self, tenant: TenantUsage) -> None:
         """Remember whose request was the last to wait."""
         self._last_to_wait = self._account(tenant)
 
@@ -122,12 +122,12 @@ class Fair(Policy):
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:
         """Charge a token for each; also for those that were sampled in vain."""
-        counts: Counter[Tenant] = Counter(map(_tenant_of, rows))
+        counts: Counter[TenantUsage] = Counter(map(_tenant_of, rows))
         for tenant, num_tokens in counts.items():
             cost = OUTPUT_TOKEN_COST * num_tokens
             self._account(tenant).service += cost / tenant.config.weight
 
-    def _account(self, tenant: Tenant) -> _Account:
+    def _account(self, tenant: TenantUsage) -> _Account:
         account = self._accounts.get(tenant.name)
         if account is None:
             account = self._accounts[tenant.name] = _Account()

@@ -1,4 +1,7 @@
-"""What a scheduling policy is asked, and what it is told."""
+"""The interface of scheduling policies, and the two that keep no state.
+
+These are first come, first served, and strict priorities.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -7,7 +10,7 @@ from typing import Any, ClassVar
 
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.tenants import Tenant, Tenants
+from scheduler_service.core.tenants import Tenants, TenantUsage
 
 
 class Policy(ABC):
@@ -32,7 +35,7 @@ class Policy(ABC):
         frontend, in microseconds, and a number that counts up; it must be part of the rank, so
         that no two are equal."""
 
-    def lane(self, tenant: Tenant) -> str | None:
+    def lane(self, tenant: TenantUsage) -> str | None:
         """The lane of a tenant's requests; None is the one that tenants share.
 
         A tenant whose requests may have to wait for its own blocks has a lane of its own, so that
@@ -56,12 +59,12 @@ class Policy(ABC):
         del group, others
         return iter(())
 
-    def open_lane(self, tenant: Tenant, first: SequenceGroup | None) -> None:
+    def open_lane(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
         """A tenant's request is to stand in a lane that was empty, or could not move for the
         tenant's own limits; `first` would be next otherwise."""
         del tenant, first
 
-    def close_lane(self, tenant: Tenant) -> None:
+    def close_lane(self, tenant: TenantUsage) -> None:
         """The lane is empty: the last to leave it was a request of this tenant."""
         del tenant
 
@@ -72,3 +75,31 @@ class Policy(ABC):
     def note_tokens(self, rows: Rows[Sequence]) -> None:
         """A step's result is in, with a token for each of these sequences."""
         del rows
+
+
+class FirstComeFirstServed(Policy):
+    """In the order of arrival."""
+
+    @staticmethod
+    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
+        """The arrival alone."""
+        del request
+        return arrival
+
+
+class Priority(Policy):
+    """Lower numbers first; among equal ones in the order of arrival."""
+
+    goes_ahead = True
+
+    @staticmethod
+    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
+        """The request's priority, then its arrival."""
+        return (request.priority, *arrival)
+
+    def yielding(
+        self, group: SequenceGroup, others: Iterable[SequenceGroup]
+    ) -> Iterator[SequenceGroup]:
+        """Those with higher numbers, the last first. Equal ones never yield to each other."""
+        higher = (o for o in others if o.request.priority > group.request.priority)
+        return iter(sorted(higher, key=lambda other: other.rank, reverse=True))

@@ -1,76 +1,77 @@
-"""The served models: for each its worker groups, and the requests that wait for one."""
+"""The worker groups, the models that they serve, and the requests that wait for each model."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from scheduler_service.core.config import GroupCapacity
-from scheduler_service.core.drain import DrainRate
-from scheduler_service.core.placing import Placing
-from scheduler_service.core.policies import Policy
-from scheduler_service.core.request_queue import Lanes
-from scheduler_service.core.routing.router import Placement
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
+from scheduler_service.core.policies import POLICIES, Policy
+from scheduler_service.core.request_queue import AnyQueue, ModelQueue, WaitingQueue
+from scheduler_service.core.routing.router import Router, RoutingRound
 from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.wait import Wait
-from scheduler_service.core.waiting_queue import WaitingQueue
-
-Alike: TypeAlias = tuple[Scheduler, ...]
-"""Worker groups to which the same requests may go."""
+from scheduler_service.core.sequence import RoutingState, SequenceGroup
+from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, ModelTotals
+from scheduler_service.core.stats.throughput import QueueThroughput
+from scheduler_service.core.tenants import Tenants
+from scheduler_service.errors import UnknownModel
 
 logger = logging.getLogger(__name__)
 
 
+EquivalentGroups: TypeAlias = tuple[Scheduler, ...]
+"""Worker groups to which the same requests may go."""
+
+
 @dataclass(slots=True, eq=False)
-class Model:
+class ServedModel:
     """One model's worker groups and its requests that are in none of them."""
 
     name: str
     policy: Policy
-    placement: Placement = field(default_factory=Placement)
+    router: Router = field(default_factory=Router)
     was_served: bool = False
     """Whether a worker group has ever served it; if so, its return is waited for."""
     schedulers: list[Scheduler] = field(default_factory=list)
-    stranded: WaitingQueue = field(default_factory=WaitingQueue)
+    unschedulable: WaitingQueue = field(default_factory=WaitingQueue)
     """Requests that fit none of the groups there are: they must not hold up the others."""
 
-    drain: DrainRate = field(default_factory=DrainRate)
+    throughput: QueueThroughput = field(default_factory=QueueThroughput)
     """How fast requests come out of `waiting`."""
 
     stirred: set[str] = field(default_factory=set)
     """Ids of worker groups that may have something to plan although nothing was heard of them,
     since they were last asked for."""
-    waiting: Lanes[tuple[Alike, ...]] = field(init=False)
-    _lost: list[GroupCapacity] = field(default_factory=list)
+    waiting: ModelQueue[tuple[EquivalentGroups, ...]] = field(init=False)
+    _lost: list[WorkerGroupCapacity] = field(default_factory=list)
     """What worker groups held that have died, as far as none has come in their place."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups that there were when the queue was sorted, and whether they drained."""
-    _alike: list[Alike] = field(default_factory=list)
+    _alike: list[EquivalentGroups] = field(default_factory=list)
     """The same, those together to which the same requests may go."""
 
     def __post_init__(self) -> None:
-        self.waiting = Lanes(self.policy, self._kind_of)
+        self.waiting = ModelQueue(self.policy, self._kind_of)
 
     @property
     def is_unused(self) -> bool:
         """Whether nothing would be lost by forgetting it."""
-        return not (self.was_served or self.waiting or self.stranded)
+        return not (self.was_served or self.waiting or self.unschedulable)
 
-    def capacities(self) -> list[GroupCapacity]:
+    def capacities(self) -> list[WorkerGroupCapacity]:
         """What its worker groups hold."""
         return [scheduler.capacity for scheduler in self.schedulers]
 
     def discard(self, group: SequenceGroup) -> None:
         """Take a group that is not placed out of the queue."""
         self.waiting.discard(group)
-        self.stranded.discard(group)
+        self.unschedulable.discard(group)
 
     def add(self, scheduler: Scheduler) -> None:
         """A group joins: what has not begun may go there instead."""
         self.was_served = True
-        self.drain.interrupt()
+        self.throughput.interrupt()
         self.reopen()
         self.schedulers.append(scheduler)
         self._take_place_of_lost(scheduler.capacity.num_cache_tokens)
@@ -89,10 +90,10 @@ class Model:
             self._lost.remove(min(self._lost, key=lambda c: abs(c.num_cache_tokens - num_tokens)))
 
     def reopen(self) -> None:
-        """Put all that has not begun up for placement again."""
+        """Put all that has not begun up for routing again."""
         for scheduler in self.schedulers:
             self.queue_again(scheduler.give_back())
-        for group in self.stranded.take_all():
+        for group in self.unschedulable.take_all():
             self.waiting.add(group)
 
     def move_on(self, now_us: int) -> None:
@@ -136,7 +137,7 @@ class Model:
             self.queue_again(here.take_gone())
         return bool(outgrown)
 
-    def _has_larger(self, group: SequenceGroup, here: GroupCapacity) -> bool:
+    def _has_larger(self, group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
         """Whether a request can go on elsewhere, now or when what was lost is back, and come to be
         as long as it could here."""
         length = group.max_length(here)
@@ -147,8 +148,8 @@ class Model:
         """Whether something that has begun waits for a worker group although it drains, or is on
         its way to it."""
         self._notice_groups()
-        on_their_way = (group for other in self.schedulers for group in other.leaving)
-        queues = chain(self.waiting, self.stranded, on_their_way)
+        on_their_way = (group for other in self.schedulers for group in other.migrating)
+        queues = chain(self.waiting, self.unschedulable, on_their_way)
         return any(scheduler in self._suitable(group) for group in queues)
 
     def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
@@ -162,7 +163,7 @@ class Model:
         return can_leave
 
     def queue_again(self, groups: Iterable[SequenceGroup]) -> None:
-        """Put groups up for placement that a worker group has parted with."""
+        """Put groups up for routing that a worker group has parted with."""
         for group in groups:
             self.release(group)
             self.waiting.add(group)
@@ -174,9 +175,9 @@ class Model:
             return  # refusals are forgotten in the next round
         for group in self.waiting:
             for scheduler in self.schedulers:
-                known = group.wait.refusals.get(scheduler.capacity.group_id)
+                known = group.routing.refusals.get(scheduler.capacity.group_id)
                 if known == scheduler.num_changes:
-                    assert not scheduler.room.has_room_for(group), "there is room nobody looks at"
+                    assert not scheduler.probe.has_room_for(group), "there is room nobody looks at"
 
     def release(self, group: SequenceGroup) -> None:
         """A group may have been in a worker group, and is no more: its tenant may use the blocks
@@ -190,13 +191,13 @@ class Model:
         """Give waiting requests, in order, to worker groups that have room. Of each it is asked
         before whether it is too late for it, and if so, has been taken out of the queue."""
         if not self.waiting:
-            self.drain.interrupt()
+            self.throughput.interrupt()
             return
         self._notice_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
-        placing = Placing(
-            self.waiting, self._awaited(), self.policy, self.placement, self._suitable
+        placing = RoutingRound(
+            self.waiting, self._awaited(), self.policy, self.router, self._suitable
         )
         while (found := placing.next(now_us)) is not None:
             group, scheduler = found
@@ -206,10 +207,10 @@ class Model:
                 placed.append(group)
         self.waiting.look_again()
         for group in placing.unsuitable:
-            self.stranded.add(group)
+            self.unschedulable.add(group)
         if placed:
             self.stir_drained()
-        self.drain.note(
+        self.throughput.note(
             now_us,
             num_requests=len(placed),
             num_tokens=sum(group.num_prompt_tokens for group in placed),
@@ -238,7 +239,7 @@ class Model:
         awaited = set(chain.from_iterable(alike))
         return [scheduler for scheduler in self.schedulers if scheduler in awaited]
 
-    def _kind_of(self, group: SequenceGroup) -> tuple[Alike, ...]:
+    def _kind_of(self, group: SequenceGroup) -> tuple[EquivalentGroups, ...]:
         """Which worker groups a request may go to, full or not: those in which it can come to have
         the most of the tokens that it asks for, so that where it goes does not show in its answer;
         for one that has begun that is memory's concern too. Those that drain take nothing, unless
@@ -273,7 +274,7 @@ class Model:
             self._alike = [tuple(schedulers) for schedulers in alike.values()]
             self.waiting.sort_anew()
             for group in self.waiting:
-                group.wait.refusals.clear()  # a new group may have the id of one that is gone
+                group.routing.refusals.clear()  # a new group may have the id of one that is gone
 
     def _present(self) -> list[tuple[Scheduler, bool]]:
         """Its worker groups, and whether they drain."""
@@ -281,10 +282,153 @@ class Model:
 
     def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         self.waiting.discard(group)
-        group.wait = Wait()
+        group.routing = RoutingState()
         group.is_placed = True
         group.num_reserved_blocks = group.most_blocks(scheduler.capacity)
         group.tenant.num_kv_blocks += group.num_reserved_blocks
         self.policy.note_placed(group)
         scheduler.take(group, now_us)
         self.stirred.add(scheduler.capacity.group_id)
+
+
+class Fleet:
+    """Worker groups and models.
+
+    Invariant: a model is known while it is served, was ever served, or something waits for it.
+    """
+
+    def __init__(self, config: SchedulerConfig, tenants: Tenants) -> None:
+        self._config = config
+        self._tenants = tenants
+        self._schedulers: dict[str, Scheduler] = {}
+        self._models: dict[str, ServedModel] = {}
+        self.totals: dict[str, ModelTotals] = {}
+        """By model, of all that worker groups have ever served."""
+
+    # Worker groups.
+
+    @property
+    def schedulers(self) -> Mapping[str, Scheduler]:
+        """By worker group."""
+        return self._schedulers
+
+    def add(self, capacity: WorkerGroupCapacity, now_us: int) -> ServedModel:
+        """A worker group is there; its model. Raises ValueError if one of this id is there already,
+        or it could not work with the configuration."""
+        if capacity.group_id in self._schedulers:
+            raise ValueError(f"group {capacity.group_id} is there already")
+        check_capacity(self._config, capacity)
+        model = self.model(capacity.model)
+        totals = self.totals.setdefault(capacity.model, ModelTotals())
+        scheduler = Scheduler(self._config, capacity, model.policy, totals, now_us)
+        self._schedulers[capacity.group_id] = scheduler
+        model.add(scheduler)
+        return model
+
+    def remove(self, group_id: str) -> Scheduler | None:
+        """A worker group is gone; None if it was not there."""
+        scheduler = self._schedulers.pop(group_id, None)
+        if scheduler is not None:
+            self.model_of(scheduler).remove(scheduler)
+        return scheduler
+
+    def scheduler_of(self, group: SequenceGroup) -> Scheduler | None:
+        """Where a live group is placed."""
+        model = self._models[group.request.model]
+        return next((s for s in model.schedulers if group in s.groups), None)
+
+    def stir_held_up(self) -> None:
+        """A tenant has fewer blocks in use: of any model, what waits for that is to be looked at,
+        though nothing else may have its worker groups plan."""
+        for model in self._models.values():
+            if model.waiting.has_set_aside:
+                model.stir()
+
+    def take_stirred(self) -> set[str]:
+        """Worker groups that may have something to plan although nothing was heard of them, since
+        the last call."""
+        stirred: set[str] = set()
+        for model in self._models.values():
+            if model.stirred:
+                stirred |= model.stirred
+                model.stirred = set()
+        return stirred
+
+    # Models.
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """By name."""
+        return self._models
+
+    def model(self, name: str) -> ServedModel:
+        """The model of this name, made if it is new."""
+        model = self._models.get(name)
+        if model is None:
+            policy = POLICIES[self._config.policy](self._tenants)
+            model = self._models[name] = ServedModel(name, policy)
+        return model
+
+    def model_of(self, scheduler: Scheduler) -> ServedModel:
+        """The one that a worker group serves."""
+        return self._models[scheduler.capacity.model]
+
+    def stir(self, name: str) -> None:
+        """Have a model's worker groups, if there are any, look at what waits for it."""
+        model = self._models.get(name)
+        if model is not None:
+            model.stir()
+
+    def drop_if_unused(self, model: ServedModel) -> None:
+        """Forget a model that was never served, and that nobody waits for any more."""
+        if model.is_unused:
+            del self._models[model.name]
+
+    def check_served(self, name: str) -> None:
+        """Raise UnknownModel if other models are served, and this one never was."""
+        model = self._models.get(name)
+        if self._schedulers and (model is None or not model.was_served):
+            served = ", ".join(sorted({s.capacity.model for s in self._schedulers.values()}))
+            raise UnknownModel(
+                f"no model named {name!r} is served; there is: {served}",
+                details={"model": name, "served": served},
+            )
+
+    def queues(self) -> list[AnyQueue]:
+        """All places in which requests wait."""
+        queues: list[AnyQueue] = []
+        for scheduler in self._schedulers.values():
+            queues += (scheduler.waiting, scheduler.ahead)
+        for model in self._models.values():
+            queues += (model.waiting, model.unschedulable)
+        return queues
+
+    def model_snapshots(self, groups: Iterable[SequenceGroup]) -> dict[str, ModelSnapshot]:
+        """Of models that were served, and of those that one of the live groups waits for."""
+        known = {name: ModelSnapshot(name=name, totals=t) for name, t in self.totals.items()}
+        for group in groups:
+            name = group.request.model
+            model = known.setdefault(name, ModelSnapshot(name=name, totals=ModelTotals()))
+            model.num_running += group.num_running > 0
+            model.num_waiting += group.num_running == 0
+        for scheduler in self._schedulers.values():  # what is swapped out does not run
+            model = known[scheduler.capacity.model]
+            model.num_swapped += len(scheduler.swapping)
+            model.num_waiting -= len(scheduler.swapping)
+        return known
+
+    def check(self, groups: Collection[SequenceGroup]) -> None:
+        """Assert that each live group is in one place, and nothing else is in any."""
+        for group in groups:
+            model = self._models[group.request.model]
+            places = [group in model.waiting, group in model.unschedulable]
+            assert group.is_placed == (not any(places))
+            places += [group in scheduler.groups for scheduler in model.schedulers]
+            assert sum(places) == 1, "a live request is in one place"
+        num_placed = sum(len(scheduler.groups) for scheduler in self._schedulers.values())
+        num_unplaced = sum(len(m.waiting) + len(m.unschedulable) for m in self._models.values())
+        assert num_placed + num_unplaced == len(groups), "a place holds a request that has ended"
+        for model in self._models.values():
+            model.check()
+        for scheduler in self._schedulers.values():
+            scheduler.check()

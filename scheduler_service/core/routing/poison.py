@@ -1,4 +1,4 @@
-"""Who may be to blame when a worker dies: a request that kills workers must not walk through all.
+"""Poison requests: a request that kills its worker must not go on to kill all of them.
 
 Every request that a worker was computing at its death counts the loss, and fails at the last one
 that the configuration allows. Before that it is a suspect for as long as it may do what it did: it
@@ -13,7 +13,7 @@ from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.errors import GenerationFailed
 
 
-class Losses:
+class PoisonTracker:
     """Counts requests' lost workers."""
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -1,28 +1,47 @@
-"""Which worker group takes a request: the one that is expected to have answered it first.
+"""Routes a model's waiting requests to its worker groups: which one, and when.
 
-A worker group's work is counted in tokens, each as long as the group takes for one:
+Of the worker groups that a request fits, the router chooses the one that is expected to have
+answered it first. A worker group's work is counted in tokens, each as long as the group takes for
+one:
 
-    its own prompt    what no block of the group holds; blocks in host memory cost their transfer
-    what waits there  prompts of others that are not computed yet
-    what runs there   a token in every step for each sequence, as long as the answer takes
-    want of memory    what finds no free block: it will be computed a second time
+    its own prompt    tokens that no block of the group holds; host blocks cost their transfer
+    waiting there     prompts of others that are not computed yet
+    running there     a token in every step for each sequence, as long as the answer takes
+    memory shortage   tokens that find no free block: they will be computed a second time
 
-So a conversation's next turn goes where its blocks are, unless what runs or waits there costs more
-than to compute them again; and of groups that differ in speed the faster ones get more.
+So a conversation's next turn goes where its blocks are, unless the work that runs or waits there
+costs more than computing them again; and of groups that differ in speed the faster ones get more.
 
-A group without room now costs a wait on top: the time in which the share of its sequences ends
+A group without capacity now costs a wait on top: the time in which the share of its sequences ends
 that is in the way. A request may wait for such a group although another would take it at once, at
-most as long as it would gain there without a wait: so whatever the estimate is worth, it takes at
+most as long as it would gain there without a wait: so however wrong the estimate is, it takes at
 most twice as long as it could have. (The rule of ski rental; Karlin et al., "Competitive snoopy
 caching", Algorithmica 1988.)
 
-Nothing is drawn, and no clock is read: the same calls place alike.
+A request is routed when a worker group has capacity for it, not before, so that a queue never waits
+behind one group while another is idle. One that finds none waits for one of those that it fits.
+That group keeps its free capacity for it: nothing that comes later is routed there, so that large
+requests are served in their turn. The other groups continue to take what follows, and so does each
+group that the request does not fit.
+
+A group that had no capacity for a request is looked at again only once it has changed, and between
+two rounds one or two worker groups have. So a round takes about as many looks as there are groups
+that keep their capacity for a request, not as many for each waiting request.
+
+A suspect, which may have killed workers, goes to no group that has another: if the worker died,
+both would fail. It waits until the other has ended or is none any more, which is a matter of
+a few steps, and holds up no other request meanwhile.
+
+Nothing is drawn at random, and no clock is read: the same calls give the same routes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
+from scheduler_service.core.policies import Policy
+from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.throughput import MovingAverage
@@ -35,7 +54,7 @@ _OUTPUT_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class RouteEstimate:
     """What it would be to go to a worker group."""
 
     scheduler: Scheduler
@@ -57,7 +76,7 @@ class Offer:
         return self.cost_us + self.wait_us, self.cost_us, self.num_sequences, -num_free
 
 
-class Placement:
+class Router:
     """Chooses among one model's worker groups."""
 
     def __init__(self) -> None:
@@ -67,23 +86,29 @@ class Placement:
         """An answer of so many tokens has ended."""
         self._output_tokens.add(num_tokens)
 
-    def choose(self, group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int) -> Offer:
+    def choose(
+        self, group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int
+    ) -> RouteEstimate:
         """Of the worker groups that a request fits, the one that is best for it, be it that it
         must wait for room there. What it waits for it goes on waiting for as long as none has
         room."""
-        offers = self._offers(group, schedulers)
-        best = min(offers, key=lambda offer: offer.order)
+        estimates = self._estimates(group, schedulers)
+        best = min(estimates, key=lambda estimate: estimate.order)
         if best.has_room:
             return best
-        at_once = [offer for offer in offers if offer.has_room]
+        at_once = [estimate for estimate in estimates if estimate.has_room]
         if not at_once:
-            awaited = (o for o in offers if o.scheduler.capacity.group_id == group.wait.awaits)
+            awaited = (
+                o for o in estimates if o.scheduler.capacity.group_id == group.routing.awaits
+            )
             return next(awaited, best)
-        second_best = min(at_once, key=lambda offer: offer.order)
+        second_best = min(at_once, key=lambda estimate: estimate.order)
         may_wait = _may_wait(group, best, second_best, now_us)
         return replace(best, waits_by_choice=True) if may_wait else second_best
 
-    def _offers(self, group: SequenceGroup, schedulers: Sequence[Scheduler]) -> list[Offer]:
+    def _estimates(
+        self, group: SequenceGroup, schedulers: Sequence[Scheduler]
+    ) -> list[RouteEstimate]:
         """Of all, but for those that are full and could not be the best whatever they have."""
         token_us = [us_per_token(scheduler) for scheduler in schedulers]
         known = [us for us in token_us if us is not None]
@@ -91,13 +116,15 @@ class Placement:
         typical_us = fmean(known) if known else 1.0
         num_output_tokens = self._num_output_tokens(group)
         loads = [
-            _Load.of(group, scheduler, num_output_tokens, us or typical_us)
+            _WorkerLoad.of(group, scheduler, num_output_tokens, us or typical_us)
             for scheduler, us in zip(schedulers, token_us, strict=True)
         ]
-        offers = [load.offer(group) for load in loads if load.has_room]
-        least_us = min((offer.cost_us for offer in offers if offer.has_room), default=float("inf"))
+        estimates = [load.estimate(group) for load in loads if load.has_room]
+        least_us = min(
+            (estimate.cost_us for estimate in estimates if estimate.has_room), default=float("inf")
+        )
         rest = [load for load in loads if not load.has_room and load.least_cost_us < least_us]
-        return offers + [load.offer(group) for load in rest]
+        return estimates + [load.estimate(group) for load in rest]
 
     def _num_output_tokens(self, group: SequenceGroup) -> float:
         """Tokens still to be expected of the longest answer."""
@@ -116,11 +143,11 @@ def us_per_token(scheduler: Scheduler) -> float | None:
     step_us, token_us = rates.us_per_decode_step, rates.us_per_further_token
     if step_us is None:
         return token_us
-    return max(token_us or 0.0, step_us / scheduler.room.max_step_tokens)
+    return max(token_us or 0.0, step_us / scheduler.probe.max_step_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _WorkerLoad:
     """What a worker group has to do, the answer to a request included, but not its prompt."""
 
     scheduler: Scheduler
@@ -133,11 +160,11 @@ class _Load:
     @classmethod
     def of(
         cls, group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float, token_us: float
-    ) -> "_Load":
-        num_sequences = scheduler.room.num_sequences
+    ) -> "_WorkerLoad":
+        num_sequences = scheduler.probe.num_sequences
         num_rows = num_sequences + group.num_unfinished
-        num_tokens = scheduler.room.num_tokens_to_prefill + num_output_tokens * num_rows
-        has_room = scheduler.room.has_room
+        num_tokens = scheduler.probe.num_tokens_to_prefill + num_output_tokens * num_rows
+        has_room = scheduler.probe.has_room
         return cls(scheduler, has_room, num_sequences, num_output_tokens, token_us, num_tokens)
 
     @property
@@ -145,20 +172,20 @@ class _Load:
         """If it had all of the prompt."""
         return self.num_tokens * self.token_us
 
-    def offer(self, group: SequenceGroup) -> Offer:
+    def estimate(self, group: SequenceGroup) -> RouteEstimate:
         """With what it has."""
         scheduler = self.scheduler
-        prospect = scheduler.room.prospect(group)
-        num_tokens = self.num_tokens + prospect.num_tokens_to_compute
+        estimate = scheduler.probe.estimate(group)
+        num_tokens = self.num_tokens + estimate.num_tokens_to_compute
         num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
         num_again = max(0.0, num_tokens - num_free)
         block_us = scheduler.rates.us_per_moved_block or 0.0
         cost_us = (num_tokens + num_again) * self.token_us
-        return Offer(
+        return RouteEstimate(
             scheduler=scheduler,
-            has_room=self.has_room and prospect.shortage == 0,
-            cost_us=cost_us + prospect.num_blocks_to_fetch * block_us,
-            wait_us=_wait_us(scheduler, prospect.shortage, self.num_output_tokens),
+            has_room=self.has_room and estimate.shortage == 0,
+            cost_us=cost_us + estimate.num_blocks_to_fetch * block_us,
+            wait_us=_wait_us(scheduler, estimate.shortage, self.num_output_tokens),
             num_sequences=self.num_sequences,
         )
 
@@ -174,8 +201,130 @@ def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) ->
     return float("inf") if step_us is None else shortage * num_output_tokens * step_us
 
 
-def _may_wait(group: SequenceGroup, best: Offer, at_once: Offer, now_us: int) -> bool:
+def _may_wait(
+    group: SequenceGroup, best: RouteEstimate, at_once: RouteEstimate, now_us: int
+) -> bool:
     """Whether it may wait for the best still; its patience begins when it is first asked."""
-    if group.wait.until_us is None:
-        group.wait.until_us = now_us + round(at_once.cost_us - best.cost_us)
-    return now_us < group.wait.until_us
+    if group.routing.until_us is None:
+        group.routing.until_us = now_us + round(at_once.cost_us - best.cost_us)
+    return now_us < group.routing.until_us
+
+
+class RoutingRound:
+    """The worker groups that nobody waits for so far, and what is placed in them.
+
+    Whatever is left out of the queue's order meanwhile is to come back when the round is over.
+    """
+
+    def __init__(
+        self,
+        waiting: ModelQueue[Any],
+        schedulers: list[Scheduler],
+        policy: Policy,
+        router: Router,
+        suitable: Callable[[SequenceGroup], list[Scheduler]],
+    ) -> None:
+        """`suitable`: the worker groups that a request may go to, full or not."""
+        self._waiting = waiting
+        self._open = dict.fromkeys(schedulers)
+        self._with_room = {s for s in schedulers if s.probe.has_room}
+        """Those of the open ones that may have room for something."""
+        self._policy = policy
+        self._router = router
+        self._suitable = suitable
+        self.unsuitable: list[SequenceGroup] = []
+        """Requests that may go nowhere; they are out of the queue."""
+
+    def next(self, now_us: int) -> tuple[SequenceGroup, Scheduler] | None:
+        """The next request that goes to a worker group, and which; it is in the queue still. None
+        if no more finds room."""
+        while self._may_go_on() and (group := self._waiting.head()) is not None:
+            scheduler = self._place(group, now_us)
+            if scheduler is not None:
+                return group, scheduler
+        return None
+
+    def note_taken(self, scheduler: Scheduler) -> None:
+        """The worker group has taken what `next` gave it."""
+        if not scheduler.probe.has_room:
+            self._with_room.discard(scheduler)
+
+    def _may_go_on(self) -> bool:
+        """Whether anything at all may be placed."""
+        return bool(self._with_room) or (self._policy.goes_ahead and bool(self._open))
+
+    def _place(self, group: SequenceGroup, now_us: int) -> Scheduler | None:
+        """Where the head goes; if nowhere, it is the head no more."""
+        suitable = self._suitable(group)
+        if not suitable:
+            self._waiting.discard(group)
+            self.unsuitable.append(group)
+            return None
+        tenant = group.tenant
+        allowed = [s for s in suitable if tenant.may_hold(group.most_blocks(s.capacity))]
+        if not allowed:
+            self._waiting.set_aside(group)
+            return None
+        free = [scheduler for scheduler in allowed if scheduler in self._open]
+        if not free:
+            self._waiting.leave_out(group)
+            return None
+        if group.is_suspect:
+            free = [scheduler for scheduler in free if not scheduler.probe.has_suspect]
+            if not free:
+                self._waiting.pass_over(group)
+                return None
+        return self._choose(group, free, now_us)
+
+    def _choose(
+        self, group: SequenceGroup, schedulers: list[Scheduler], now_us: int
+    ) -> Scheduler | None:
+        group.is_ahead = False
+        awaited = self._still_awaited(group, schedulers)
+        if awaited is not None:
+            self._wait_for(awaited, group)
+            return None
+        if self._with_room:
+            best = self._router.choose(group, schedulers, now_us)
+            if best.has_room:
+                return best.scheduler
+            if best.waits_by_choice:
+                self._wait_for(best.scheduler, group)
+                return None
+        ahead = [scheduler for scheduler in schedulers if scheduler.probe.can_take_ahead(group)]
+        if ahead:
+            group.is_ahead = True
+            return self._router.choose(group, ahead, now_us).scheduler
+        if self._with_room:
+            _note_refusals(group, schedulers)
+            self._wait_for(best.scheduler, group)
+        else:
+            for scheduler in schedulers:  # what follows goes ahead of nobody there either
+                del self._open[scheduler]
+        return None
+
+    def _still_awaited(self, group: SequenceGroup, schedulers: list[Scheduler]) -> Scheduler | None:
+        """What a request goes on waiting for, since all that had no room have none still; None if
+        it must be chosen."""
+        routing = group.routing
+        awaited = next((s for s in schedulers if s.capacity.group_id == routing.awaits), None)
+        if awaited is None or not self._with_room:
+            return None
+        changed = [
+            s for s in schedulers if routing.refusals.get(s.capacity.group_id) != s.num_changes
+        ]
+        if any(scheduler.probe.has_room_for(group) for scheduler in changed):
+            return None
+        _note_refusals(group, changed)
+        return awaited
+
+    def _wait_for(self, scheduler: Scheduler, group: SequenceGroup) -> None:
+        group.routing.awaits = scheduler.capacity.group_id
+        del self._open[scheduler]
+        self._with_room.discard(scheduler)
+        self._waiting.pass_over(group)
+
+
+def _note_refusals(group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
+    """These have no room for a request."""
+    group.routing.refusals.update((s.capacity.group_id, s.num_changes) for s in schedulers)

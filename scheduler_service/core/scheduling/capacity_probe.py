@@ -1,24 +1,26 @@
-"""What a worker group has room for: all that placement asks of it."""
+"""What a worker group has capacity for: all that the router asks of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.making_way import MakingWay
-from scheduler_service.core.moving_costs import is_fetch_cheaper
+from scheduler_service.core.request_queue import WaitingQueue
+from scheduler_service.core.scheduling.preemption import (
+    SwapManager,
+    VictimSelector,
+    is_fetch_cheaper,
+)
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.throughput import StepRates
-from scheduler_service.core.swapping import Swapping
-from scheduler_service.core.waiting_queue import WaitingQueue
 
 RUNNING = SequenceStatus.RUNNING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prospect:
+class CapacityEstimate:
     """What a group would find in a worker group."""
 
     num_tokens_to_compute: int
@@ -30,19 +32,19 @@ class Prospect:
     those that wait; 0 if none."""
 
 
-class Room:
+class CapacityProbe:
     """Questions about one worker group; none changes anything."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        capacity: GroupCapacity,
+        capacity: WorkerGroupCapacity,
         blocks: BlockManager,
         prefixes: PrefixCache | NoPrefixCache,
         running: RunningSet,
-        swapping: Swapping,
+        swapping: SwapManager,
         rates: StepRates,
-        making_way: MakingWay,
+        victims: VictimSelector,
         *,
         waiting: WaitingQueue,
         ahead: WaitingQueue,
@@ -56,7 +58,7 @@ class Room:
         self._running = running
         self._swapping = swapping
         self._rates = rates
-        self._making_way = making_way
+        self._victims = victims
         self._waiting = waiting
         self._ahead = ahead
         self._groups = groups
@@ -94,7 +96,7 @@ class Room:
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
 
-    def prospect(self, group: SequenceGroup) -> Prospect:
+    def estimate(self, group: SequenceGroup) -> CapacityEstimate:
         """What a group would find here that fits."""
         longest = group.longest
         found = self._prefixes.find(longest)
@@ -107,7 +109,7 @@ class Room:
         is_fetched = is_fetch_cheaper(self._rates, self._blocks.block_size)
         stored = self._prefixes.find_on_host(longest, len(found)) if is_fetched else ()
         num_found = (len(found) + len(stored)) * self._blocks.block_size
-        return Prospect(
+        return CapacityEstimate(
             num_tokens_to_compute=longest.num_known - num_found,
             num_blocks_to_fetch=len(stored),
             shortage=max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
@@ -115,7 +117,7 @@ class Room:
 
     def has_room_for(self, group: SequenceGroup) -> bool:
         """Whether a group that fits would find room here now, be it ahead of others."""
-        has_room = self.has_room and self.prospect(group).shortage == 0
+        has_room = self.has_room and self.estimate(group).shortage == 0
         return has_room or self.can_take_ahead(group)
 
     def can_take_ahead(self, group: SequenceGroup) -> bool:
@@ -123,7 +125,7 @@ class Room:
         of, be they running or waiting."""
         if self._ahead or not group.fits(self._capacity):
             return False
-        return self._making_way.find(group, self._groups) is not None
+        return self._victims.find(group, self._groups) is not None
 
     @property
     def has_suspect(self) -> bool:

@@ -2,15 +2,15 @@
 
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.prefilling import note_reserved
 from scheduler_service.core.scheduling.batch import Batch
-from scheduler_service.core.scheduling.beams import BeamScheduling
+from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.preemption import Preemption
+from scheduler_service.core.scheduling.prefill import note_reserved
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceStatus
 
 
-class Decoding:
+class DecodeScheduler:
     """Gives decoding sequences their rows; where memory is short, others leave the batch."""
 
     def __init__(
@@ -19,7 +19,7 @@ class Decoding:
         prefixes: PrefixCache | NoPrefixCache,
         running: RunningSet,
         preemption: Preemption,
-        beams: BeamScheduling,
+        beams: BeamScheduler,
     ) -> None:
         self._blocks = blocks
         self._prefixes = prefixes

@@ -10,20 +10,20 @@ from collections.abc import Iterator
 
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.preemption import SwapManager
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_service.core.swapping import Swapping
-from scheduler_service.core.timeline import RequestEvent
+from scheduler_service.core.stats.request_timing import RequestEvent
 
 
-class Leaving:
+class MigratingGroups:
     """Groups without a place, or blocks, in their worker group, which they are to leave."""
 
     def __init__(
         self,
         prefixes: PrefixCache | NoPrefixCache,
         running: RunningSet,
-        swapping: Swapping,
+        swapping: SwapManager,
         pipeline: Pipeline,
     ) -> None:
         self._prefixes = prefixes
@@ -64,7 +64,7 @@ class Leaving:
 
         Whoever wants its KV to go along begins here: the blocks would be freed only when they have
         been copied, and the group would come into its new batch as from the host, with all but the
-        last tokens computed (`Swapping.swap_in`).
+        last tokens computed (`SwapManager.swap_in`).
         """
         for seq in group.running():
             self._prefixes.note_departure(seq)

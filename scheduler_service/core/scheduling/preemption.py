@@ -1,9 +1,10 @@
-"""Who leaves the batch when memory runs out, and how.
+"""Preemption: which groups leave the batch, by swap or by recompute, and how they come back.
 
-A whole group leaves, the last in order: its sequences share blocks, and some of them alone would
-hold memory without coming to an end. Only where the group that needs a block is itself the last,
-one of its sequences makes room for its siblings: the last of them, which is computed again when
-they have freed something.
+When memory runs out a whole group leaves, the last in order: its sequences share blocks, and some
+of them alone would hold memory without coming to an end. Only where the group that needs a block is
+itself the last, one of its sequences makes room for its siblings: the last of them, which is
+computed again when they have freed something. For a request that takes precedence over others, the
+policy says which of them may have to leave.
 
 A group leaves by *swap*, its blocks to host memory and back, or by *recompute*: its blocks are
 freed, and its tokens computed again later. `auto` does what costs less by the measured rates:
@@ -18,24 +19,142 @@ count once, and only if nobody else has it. (More may be found, unless it is evi
 As long as nothing of the kind has been measured, a single sequence is recomputed, which takes one
 pass over its tokens, and several are swapped: what they share is moved once, but each of them may
 have to be computed on its own.
+
+A swapped-out group is forgotten by the worker. It comes back as a whole, in two plans: the first
+swaps its blocks in, which the worker does beside the forward pass; the next one introduces its
+sequences again, with all but their last tokens computed, and has rows of them.
 """
 
 import logging
+from collections.abc import Iterable
+from itertools import chain
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.moving_costs import is_swap_cheaper
-from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.policies import Policy
+from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
+from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
+from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.stats.scheduler_stats import Totals
+from scheduler_service.core.stats.request_timing import RequestEvent
+from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.stats.throughput import StepRates
-from scheduler_service.core.swapping import Swapping
-from scheduler_service.core.timeline import RequestEvent
-from scheduler_service.core.waiting_queue import WaitingQueue
+from scheduler_service.core.step_plan import NewSequence
 
 logger = logging.getLogger(__name__)
+
+
+class SwapManager:
+    """The swapped-out groups of one worker group, in the policy's order.
+
+    They come before all that wait: as long as there are any, nothing else is admitted. They cannot
+    wait for ever: what they need, they have had before, and whatever runs comes to an end.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        blocks: BlockManager,
+        prefixes: PrefixCache | NoPrefixCache,
+        running: RunningSet,
+        pipeline: Pipeline,
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._blocks = blocks
+        self._prefixes = prefixes
+        self._running = running
+        self._pipeline = pipeline
+        self._groups: RemovableHeap[SequenceGroup] = RemovableHeap()
+        self._landed: list[tuple[Sequence, NewSequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def swap_out(self, sequences: list[Sequence], batch: Batch) -> None:
+        """Move the blocks of all running sequences of a group, which are out of their lists."""
+        batch.swap_out += self._running.swap_out(sequences, batch.now_us)
+        group = sequences[0].group
+        if group not in self._groups:
+            self._groups.push(group.rank, group)
+
+    def swap_in(self, batch: Batch) -> None:
+        """Begin to bring groups back, first in order first, as far as places and blocks go."""
+        while (top := self._groups.peek()) is not None:
+            group = top[1]
+            sequences = group.swapped()
+            if not self._can_come_back(sequences):
+                return
+            self._groups.remove(group)
+            group.note(RequestEvent.SWAPPED_IN, batch.now_us)
+            batch.swap_in += self._blocks.swap_in([seq.seq_id for seq in sequences])
+            for seq in sequences:
+                seq.num_computed = seq.length - 1
+                seq.is_prefilled = True
+            self._running.come_back(sequences, batch.now_us)
+
+    def _can_come_back(self, sequences: list[Sequence]) -> bool:
+        if any(seq.num_in_flight for seq in sequences):
+            return False  # the worker must be told all their tokens
+        if self._running.num_places + len(sequences) > self._max_num_seqs:
+            return False
+        return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
+
+    def land(self) -> None:
+        """What the last plan swapped in, for a group that comes back or one that has found its
+        prompt on the host, is on the device from now on."""
+        for seq in self._running.land():
+            seq.first_step_id = self._pipeline.next_step_id
+            self._prefixes.note_arrival(seq)
+            if seq.is_prefilled:
+                table = self._blocks.table(seq.seq_id)  # before the step changes it
+                self._landed.append((seq, make_new_sequence(seq, table)))
+
+    def introduce_landed(self, batch: Batch) -> None:
+        """Have the worker told of those that decode again and got rows; the others had to leave
+        once more, or have outgrown the cache."""
+        for seq, new_sequence in self._landed:
+            if seq.num_in_flight:
+                batch.add_new(new_sequence)
+                self._running.introduce(seq)
+        self._landed = []
+
+    def end(self, seq: Sequence) -> None:
+        """A swapped-out sequence is about to end: free its blocks."""
+        self._blocks.free_swapped(seq.seq_id)
+        if len(seq.group.swapped()) == 1:
+            self._groups.remove(seq.group)
+
+    def check(self, group: SequenceGroup) -> None:
+        """Assert that a group is here if any of its sequences is swapped out."""
+        assert (group in self._groups) == bool(group.swapped())
+        assert not self._landed
+
+
+def is_swap_cheaper(
+    rates: StepRates, *, num_sequences: int, num_moves: int, num_tokens: int
+) -> bool:
+    """Whether to move blocks to the host and back, `num_moves` in all, rather than compute
+    `num_tokens`.
+
+    As long as nothing of the kind was measured: for several sequences, but not for a single one.
+    """
+    us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
+    if us_per_block is None or us_per_token is None:
+        return num_sequences > 1
+    return num_moves * us_per_block < num_tokens * us_per_token
+
+
+def is_fetch_cheaper(rates: StepRates, block_size: int) -> bool:
+    """Whether to bring a block back that is on the host already, rather than compute its tokens.
+
+    As long as nothing of the kind was measured: yes.
+    """
+    us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
+    if us_per_block is None or us_per_token is None:
+        return True
+    return us_per_block < block_size * us_per_token
 
 
 class Preemption:
@@ -47,10 +166,10 @@ class Preemption:
         blocks: BlockManager,
         prefixes: PrefixCache | NoPrefixCache,
         waiting: WaitingQueue,
-        swapping: Swapping,
+        swapping: SwapManager,
         running: RunningSet,
         rates: StepRates,
-        totals: Totals,
+        totals: ModelTotals,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -154,3 +273,67 @@ class Preemption:
             ",".join(str(seq.seq_id) for seq in victims),
             max(seq.length for seq in victims),
         )
+
+
+class VictimSelector:
+    """Finds who must leave the batch. The policy says who may have to.
+
+    Groups of beams stay: their sequences come and go in every step, so that what they would free
+    cannot be told.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        blocks: BlockManager,
+        prefixes: PrefixCache | NoPrefixCache,
+        running: RunningSet,
+    ) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._policy = policy
+        self._blocks = blocks
+        self._prefixes = prefixes
+        self._running = running
+        self._in_vain: tuple[SequenceGroup, int] | None = None
+        """Who asked last when nobody yielded, and the batch's changes until then: it asks in every
+        step, and while the same are in the batch the answer is the same."""
+
+    def find(
+        self, group: SequenceGroup, groups: Iterable[SequenceGroup]
+    ) -> list[SequenceGroup] | None:
+        """Who must leave the batch for a waiting group to be admitted, the fewest, the first to
+        leave first. None if it goes ahead of none of the `groups` that are here, running or not,
+        or finds no room even so."""
+        question = (group, self._running.num_changes)
+        if question == self._in_vain:
+            return None
+        yielding = self._policy.yielding(group, groups)
+        first = next(yielding, None)
+        if first is None:
+            self._in_vain = question
+            return None
+        found = self._prefixes.find(group.longest)
+        victims: list[SequenceGroup] = []
+        num_places = num_blocks = 0
+        for other in chain([first], yielding):
+            if self._has_room(group, found, num_places, num_blocks):
+                return victims
+            if other.num_running and not other.is_lockstep:
+                victims.append(other)
+                num_places += other.num_running
+                num_blocks += self._num_blocks_of(other)
+        return victims if self._has_room(group, found, num_places, num_blocks) else None
+
+    def _has_room(
+        self, group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
+    ) -> bool:
+        """Whether the group could be admitted if so many places and blocks more were free."""
+        num_taken = self._running.num_places - num_places + len(group.waiting())
+        verdict = self._blocks.can_allocate(group.max_known_tokens, found, -num_blocks)
+        return num_taken <= self._max_num_seqs and verdict is AllocStatus.OK
+
+    def _num_blocks_of(self, group: SequenceGroup) -> int:
+        """Blocks that come free when the group leaves."""
+        seq_ids = [seq.seq_id for seq in group.running() if self._blocks.holds(seq.seq_id)]
+        return self._blocks.num_own_blocks(seq_ids)

@@ -1,23 +1,214 @@
-"""What follows from a step's result."""
+"""What follows from a step's result.
 
-from scheduler_service.core import delivery
-from scheduler_service.core.beam_delivery import deliver_beams, without_beams
-from scheduler_service.core.ending import Ending
+Computed blocks can be found in the prefix cache, tokens and log probabilities are delivered to the
+frontends, and sequences finish.
+"""
+
+from scheduler_service.core.engine_outputs import ChoiceFinished, RequestFinished, RequestTimings
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.scheduling.beams import BeamScheduling
+from scheduler_service.core.request_queue import WaitingQueue
+from scheduler_service.core.scheduling.beams import BeamScheduler, deliver_beams, without_beams
+from scheduler_service.core.scheduling.migration import MigratingGroups
 from scheduler_service.core.scheduling.pipeline import InFlightStep, Pipeline
+from scheduler_service.core.scheduling.preemption import SwapManager
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import StepClock
-from scheduler_service.core.stats.scheduler_stats import Totals
+from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.stats.throughput import StepRates
-from scheduler_service.core.step_plan import RowError, StepResult
+from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
 from scheduler_service.errors import GenerationFailed
+
+RUNNING = SequenceStatus.RUNNING
+STOPPED = SequenceStatus.FINISHED_STOPPED
+LENGTH_CAPPED = SequenceStatus.FINISHED_LENGTH_CAPPED
+_ENTRY_BYTES = 4  # of an int32 or float32 column
+
+FinishedSequences = list[tuple[Sequence, SequenceStatus]]
+
+
+def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, FinishedSequences]:
+    """Append and deliver sampled tokens; how many, and the sequences that end by them.
+
+    Tokens of sequences that ended while the step was in flight are dropped. A preempted
+    sequence's tokens count: its KV was intact when they were sampled.
+    """
+    finished: FinishedSequences = []
+    num_dropped = 0
+    frontend = None
+    for seq, token in zip(sampled, token_ids, strict=True):
+        if seq.status is not RUNNING and seq.status.is_finished:
+            num_dropped += 1
+            continue
+        if seq.frontend is not frontend:
+            frontend = seq.frontend
+            outbox = frontend.outbox
+            handles, tokens = outbox.token_handles, outbox.token_ids
+        output = seq.output_token_ids
+        output.append(token)
+        handles.append(seq.handle)
+        tokens.append(token)
+        if token in seq.stop_token_ids:
+            finish_choice(seq, token)
+            finished.append((seq, STOPPED))
+        elif len(output) >= seq.max_output_tokens:
+            finish_choice(seq, None)
+            finished.append((seq, LENGTH_CAPPED))
+    return len(token_ids) - num_dropped, finished
+
+
+def finish_choice(seq: Sequence, stop_token_id: int | None) -> None:
+    """Tell the frontend that a choice ended, by a stop token or else by length."""
+    reason = "length" if stop_token_id is None else "stop"
+    finished = ChoiceFinished(handle=seq.handle, reason=reason, stop_token_id=stop_token_id)
+    seq.group.frontend.outbox.choices_finished.append(finished)
+
+
+def finish_resumed(seq: Sequence) -> None:
+    """End a choice that comes with all the tokens it can have."""
+    output = seq.output_token_ids
+    if output and output[-1] in seq.stop_token_ids:
+        finish_choice(seq, output[-1])
+        seq.group.end(seq, STOPPED)
+    elif len(output) >= seq.group.request.max_tokens:
+        finish_choice(seq, None)
+        seq.group.end(seq, LENGTH_CAPPED)
+
+
+def finish_request(group: SequenceGroup, timings: RequestTimings) -> None:
+    """Tell the frontend that a request ended, well or not; of one that it cancelled, nothing."""
+    outbox = group.frontend.outbox
+    handle = group.request.handle
+    if group.error is not None:
+        outbox.requests_failed.append((handle, group.error))
+    elif not any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in group.sequences):
+        finished = RequestFinished(
+            handle=handle, cached_tokens=group.num_cached_tokens, timings=timings
+        )
+        outbox.requests_finished.append(finished)
+
+
+def deliver_logprobs(seq: Sequence, logprobs: RowLogprobs) -> None:
+    """Pass on the log probabilities of a token that is about to be delivered."""
+    if not seq.status.is_finished:
+        seq.group.frontend.outbox.logprobs.append((seq.handle, logprobs))
+
+
+def deliver_prompt_logprobs(group: SequenceGroup, update: RowPromptLogprobs) -> None:
+    """Pass on the part of a prompt's log probabilities that was not delivered yet.
+
+    After a preemption, and where several choices are recomputed, a position may be reported
+    again.
+    """
+    if group.num_unfinished == 0:
+        return
+    num_reported = len(update.ranks) // _ENTRY_BYTES
+    num_known = max(0, group.prompt_logprobs_start - update.start)
+    if num_known >= num_reported:
+        return
+    group.prompt_logprobs_start = update.start + num_reported
+    news = update if num_known == 0 else _without_first(update, num_known)
+    group.frontend.outbox.prompt_logprobs.append((group.request.handle, news))
+
+
+def _without_first(update: RowPromptLogprobs, num_tokens: int) -> RowPromptLogprobs:
+    """The same without its first lines."""
+    matrix_start = num_tokens * update.width * _ENTRY_BYTES
+    return RowPromptLogprobs(
+        start=update.start + num_tokens,
+        width=update.width,
+        token_ids=update.token_ids[matrix_start:],
+        logprobs=update.logprobs[matrix_start:],
+        ranks=update.ranks[num_tokens * _ENTRY_BYTES :],
+    )
+
+
+class SequenceFinisher:
+    """Takes what ends out of wherever it is; what it held is free at once."""
+
+    def __init__(
+        self,
+        prefixes: PrefixCache | NoPrefixCache,
+        running: RunningSet,
+        swapping: SwapManager,
+        migrating: MigratingGroups,
+        *,
+        waiting: WaitingQueue,
+        ahead: WaitingQueue,
+        groups: dict[SequenceGroup, None],
+    ) -> None:
+        """`groups`: all that are placed here."""
+        self._prefixes = prefixes
+        self._running = running
+        self._swapping = swapping
+        self._migrating = migrating
+        self._waiting = waiting
+        self._ahead = ahead
+        self._groups = groups
+        self._ended: list[SequenceGroup] = []
+
+    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
+        """End a sequence. Those that were to fork from it wait again."""
+        group = seq.group
+        if seq.status is SequenceStatus.RUNNING:
+            self._prefixes.note_decodes(seq)  # what it has computed can be found
+            self._running.vacate(seq, now_us)
+        elif seq.status is SequenceStatus.SWAPPED:
+            self._swapping.end(seq)
+        group.end(seq, status)
+        if not group.waiting():
+            self.discard(group)
+        elif group not in self._ahead and group not in self._migrating:
+            self._waiting.add(group)
+        if group.num_unfinished == 0:
+            self._note_ended(group)
+
+    def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
+        """End all that is left of a group."""
+        for seq in list(group.unfinished()):
+            self.end_sequence(seq, status, now_us)
+
+    def fail_group(self, group: SequenceGroup, error: GenerationFailed, now_us: int) -> None:
+        """End a group by an error of its own, unless it has ended."""
+        if group.num_unfinished:
+            group.error = error
+            self.end_group(group, SequenceStatus.FINISHED_ERROR, now_us)
+
+    def end_full(self, group: SequenceGroup) -> None:
+        """End choices of a group that is in no queue yet which have all the tokens that they can
+        have here."""
+        for seq in list(group.unfinished()):
+            if len(seq.output_token_ids) >= seq.max_output_tokens:
+                finish_choice(seq, None)
+                group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if group.num_unfinished == 0:
+            self._note_ended(group)
+
+    def discard(self, group: SequenceGroup) -> None:
+        """Take a group out of the queues."""
+        self._waiting.discard(group)
+        self._ahead.discard(group)
+        self._migrating.discard(group)
+
+    def take_ended(self) -> list[SequenceGroup]:
+        """Groups whose sequences have all ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check(self) -> None:
+        """Assert that nobody is left to be told of an end."""
+        assert not self._ended
+
+    def _note_ended(self, group: SequenceGroup) -> None:
+        del self._groups[group]
+        self._ended.append(group)
+
 
 _OUT = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
 
-class Receiving:
+class ResultProcessor:
     """Takes results in: what was computed can be found, tokens are delivered, sequences end."""
 
     def __init__(
@@ -25,17 +216,17 @@ class Receiving:
         policy: Policy,
         prefixes: PrefixCache | NoPrefixCache,
         pipeline: Pipeline,
-        beams: BeamScheduling,
-        ending: Ending,
+        beams: BeamScheduler,
+        finisher: SequenceFinisher,
         clock: StepClock,
         rates: StepRates,
-        totals: Totals,
+        totals: ModelTotals,
     ) -> None:
         self._policy = policy
         self._prefixes = prefixes
         self._pipeline = pipeline
         self._beams = beams
-        self._ending = ending
+        self._finisher = finisher
         self._clock = clock
         self._rates = rates
         self._totals = totals
@@ -53,11 +244,11 @@ class Receiving:
         if step.lockstep_rows:
             self._receive_candidates(step, result, now_us)
             sampled, token_ids = without_beams(sampled, token_ids)
-        num_accepted, finished = delivery.deliver_tokens(sampled, token_ids)
+        num_accepted, finished = deliver_tokens(sampled, token_ids)
         self._count(step, num_accepted, waited_us)
         self._policy.note_tokens(step.sampled)
         for seq, status in finished:
-            self._ending.end_sequence(seq, status, now_us)
+            self._finisher.end_sequence(seq, status, now_us)
 
     def finish_search(self, group: SequenceGroup, now_us: int) -> None:
         """Deliver what a beam search has found, and end its group."""
@@ -65,17 +256,17 @@ class Receiving:
         if num_tokens is None:
             message = "the request's own constraints excluded every token"
             error = GenerationFailed(message, reason="NO_CANDIDATES")
-            self._ending.fail_group(group, error, now_us)
+            self._finisher.fail_group(group, error, now_us)
         else:
             self._totals.num_generated_tokens += num_tokens
-            self._ending.end_group(group, SequenceStatus.FINISHED_STOPPED, now_us)
+            self._finisher.end_group(group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed. What it computed may be the cause, and
         must not be found by others."""
         self._prefixes.forget(seq)
         failed = GenerationFailed(error.message, reason=error.reason)
-        self._ending.fail_group(seq.group, failed, now_us)
+        self._finisher.fail_group(seq.group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Tell how far prompts are computed, but for those that have left the batch since the step
@@ -106,6 +297,6 @@ class Receiving:
 
 def _deliver_logprobs(step: InFlightStep, result: StepResult) -> None:
     for row, prompt_logprobs in result.prompt_logprobs.items():
-        delivery.deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
+        deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
     for row, logprobs in result.logprobs.items():
-        delivery.deliver_logprobs(step.rows[row], logprobs)
+        deliver_logprobs(step.rows[row], logprobs)

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.request_timing import Phase, StepClock
-from scheduler_service.core.timeline import RequestEvent
+from scheduler_service.core.stats.request_timing import RequestEvent, RequestPhase, StepClock
 
 RUNNING = SequenceStatus.RUNNING
 
@@ -190,7 +189,7 @@ class RunningSet:
         group = seq.group
         group.num_running -= 1
         if group.num_running == 0:
-            group.clock.leave_batch(now_us, Phase.PREEMPTED)
+            group.clock.leave_batch(now_us, RequestPhase.PREEMPTED)
 
     def _forget(self, seq: Sequence) -> None:
         """Have the worker forget a sequence, if it knows it."""

@@ -3,33 +3,27 @@
 import logging
 from collections.abc import Callable, Iterable
 
-from scheduler_service.core.block_map import BlockMap
-from scheduler_service.core.config import GroupCapacity, SchedulerConfig
-from scheduler_service.core.ending import Ending
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
-from scheduler_service.core.lead import Lead
-from scheduler_service.core.making_way import MakingWay
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.prefilling import Prefilling
+from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch
-from scheduler_service.core.scheduling.beams import BeamScheduling
-from scheduler_service.core.scheduling.capacity_probe import Room
-from scheduler_service.core.scheduling.decode import Decoding
-from scheduler_service.core.scheduling.migration import Leaving
-from scheduler_service.core.scheduling.pipeline import Pipeline
-from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.prefill import Admitting
-from scheduler_service.core.scheduling.results import Receiving
+from scheduler_service.core.scheduling.beams import BeamScheduler
+from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
+from scheduler_service.core.scheduling.decode import DecodeScheduler
+from scheduler_service.core.scheduling.migration import MigratingGroups
+from scheduler_service.core.scheduling.pipeline import Pipeline, PipelineDepth
+from scheduler_service.core.scheduling.preemption import Preemption, SwapManager, VictimSelector
+from scheduler_service.core.scheduling.prefill import BatchAdmitter, PrefillScheduler
+from scheduler_service.core.scheduling.results import ResultProcessor, SequenceFinisher
 from scheduler_service.core.scheduling.running_set import RunningSet
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, number_of
-from scheduler_service.core.stats.request_timing import Phase, StepClock
-from scheduler_service.core.stats.scheduler_stats import GroupSnapshot, Totals
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, request_number
+from scheduler_service.core.stats.request_timing import RequestEvent, RequestPhase, StepClock
+from scheduler_service.core.stats.scheduler_stats import ModelTotals, WorkerGroupSnapshot
 from scheduler_service.core.stats.throughput import StepRates, StepWork
 from scheduler_service.core.step_plan import StepPlan, StepResult
-from scheduler_service.core.swapping import Swapping
-from scheduler_service.core.timeline import RequestEvent
-from scheduler_service.core.waiting_queue import WaitingQueue
 from scheduler_service.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
@@ -46,9 +40,9 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        capacity: GroupCapacity,
+        capacity: WorkerGroupCapacity,
         policy: Policy,
-        totals: Totals,
+        totals: ModelTotals,
         now_us: int,
     ) -> None:
         self.capacity = capacity
@@ -78,8 +72,8 @@ class Scheduler:
         self._totals = totals
         self._pipeline = Pipeline(capacity.vocab_size)
         self._running = RunningSet(self.blocks, self.clock)
-        self._lead = Lead(config, capacity, self._running, self.rates)
-        self.swapping = Swapping(
+        self._depth = PipelineDepth(config, capacity, self._running, self.rates)
+        self.swapping = SwapManager(
             config.max_num_seqs, self.blocks, self._prefixes, self._running, self._pipeline
         )
         self._preemption = Preemption(
@@ -92,7 +86,7 @@ class Scheduler:
             self.rates,
             totals,
         )
-        self._beams = BeamScheduling(
+        self._beams = BeamScheduler(
             config,
             self.blocks,
             self._prefixes,
@@ -100,44 +94,46 @@ class Scheduler:
             self._pipeline,
             self._preemption,
         )
-        self._decoding = Decoding(
+        self._decode = DecodeScheduler(
             self.blocks, self._prefixes, self._running, self._preemption, self._beams
         )
-        self._prefilling = Prefilling(
+        self._prefill = PrefillScheduler(
             config, self.blocks, self._running, self._pipeline, self._beams
         )
-        self._admitting = Admitting(
+        self._admitter = BatchAdmitter(
             config,
             self.blocks,
             self._prefixes,
             self._running,
             self._pipeline,
-            self._prefilling,
+            self._prefill,
             self._beams,
             self.rates,
         )
-        self._making_way = MakingWay(config, policy, self.blocks, self._prefixes, self._running)
-        self._leaving = Leaving(self._prefixes, self._running, self.swapping, self._pipeline)
-        self._ending = Ending(
+        self._victims = VictimSelector(config, policy, self.blocks, self._prefixes, self._running)
+        self._migrating = MigratingGroups(
+            self._prefixes, self._running, self.swapping, self._pipeline
+        )
+        self._finisher = SequenceFinisher(
             self._prefixes,
             self._running,
             self.swapping,
-            self._leaving,
+            self._migrating,
             waiting=self.waiting,
             ahead=self.ahead,
             groups=self.groups,
         )
-        self._receiving = Receiving(
+        self._results = ResultProcessor(
             policy,
             self._prefixes,
             self._pipeline,
             self._beams,
-            self._ending,
+            self._finisher,
             self.clock,
             self.rates,
             totals,
         )
-        self.room = Room(
+        self.probe = CapacityProbe(
             config,
             capacity,
             self.blocks,
@@ -145,7 +141,7 @@ class Scheduler:
             self._running,
             self.swapping,
             self.rates,
-            self._making_way,
+            self._victims,
             waiting=self.waiting,
             ahead=self.ahead,
             groups=self.groups,
@@ -157,7 +153,7 @@ class Scheduler:
     def is_full(self, *, is_awaited: bool) -> bool:
         """Whether no step can be planned before a result is in; is_awaited: requests that are not
         placed wait for room."""
-        return len(self._pipeline) >= self._lead.depth(self._num_together(is_awaited))
+        return len(self._pipeline) >= self._depth.depth(self._num_together(is_awaited))
 
     @property
     def newest_work(self) -> StepWork:
@@ -175,20 +171,20 @@ class Scheduler:
         if group.beams is not None:
             group.beams.search.limit(max_output_tokens)
             if group.beams.search.is_done:
-                self._receiving.finish_search(group, now_us)
+                self._results.finish_search(group, now_us)
         else:
-            self._ending.end_full(group)
+            self._finisher.end_full(group)
         if group.num_unfinished:
             (self.ahead if group.is_ahead else self.waiting).add(group)
 
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
         self.num_changes += 1
-        phases = (Phase.QUEUE, Phase.RECOVERY)
+        phases = (RequestPhase.QUEUE, RequestPhase.RECOVERY)
         waiting = (*self.ahead, *self.waiting)
         groups = [group for group in waiting if group.clock.phase in phases]
         for group in groups:
-            self._ending.discard(group)
+            self._finisher.discard(group)
             del self.groups[group]
         return groups
 
@@ -196,21 +192,21 @@ class Scheduler:
         """Plan no more for the groups that may go; `take_gone` tells when they are gone. How many
         they are."""
         self.num_changes += 1
-        leaving = [g for g in self.groups if g not in self._leaving and may_go(g)]
+        leaving = [g for g in self.groups if g not in self._migrating and may_go(g)]
         for group in leaving:
-            self._ending.discard(group)
-            self._leaving.begin(group, now_us)
+            self._finisher.discard(group)
+            self._migrating.begin(group, now_us)
         return len(leaving)
 
     @property
-    def leaving(self) -> Iterable[SequenceGroup]:
+    def migrating(self) -> Iterable[SequenceGroup]:
         """Groups that were sent away, and have steps in flight still."""
-        return self._leaving
+        return self._migrating
 
     def take_gone(self) -> list[SequenceGroup]:
         """Part with the groups that were sent away and of which nothing is in flight any more."""
         self.num_changes += 1
-        gone = self._leaving.take_gone()
+        gone = self._migrating.take_gone()
         for group in gone:
             del self.groups[group]
         return gone
@@ -226,8 +222,8 @@ class Scheduler:
             if group.num_running:
                 # What it has done since its last result is lost with it.
                 done_us = max(group.clock.since_us, self.clock.mark_us)
-                group.clock.leave_batch(min(done_us, now_us), Phase.RECOVERY)
-            elif group.clock.phase is Phase.PREEMPTED:
+                group.clock.leave_batch(min(done_us, now_us), RequestPhase.RECOVERY)
+            elif group.clock.phase is RequestPhase.PREEMPTED:
                 group.clock.recover(now_us)
             group.num_running = 0
             for seq in group.unfinished():
@@ -235,9 +231,9 @@ class Scheduler:
                 seq.length = seq.num_known
         return list(self.groups), computing
 
-    def snapshot(self) -> GroupSnapshot:
+    def snapshot(self) -> WorkerGroupSnapshot:
         """Counts of the present state."""
-        return GroupSnapshot(
+        return WorkerGroupSnapshot(
             group_id=self.capacity.group_id,
             model=self.capacity.model,
             draining=self.is_draining,
@@ -261,7 +257,7 @@ class Scheduler:
         """Whose the blocks are on the device and on the host; what several requests share is the
         one's that came here first."""
         owners = [
-            (seq.seq_id, number_of(group))
+            (seq.seq_id, request_number(group))
             for group in reversed(self.groups)
             for seq in group.sequences
         ]
@@ -274,7 +270,7 @@ class Scheduler:
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence; what it held is free at once."""
         self.num_changes += 1
-        self._ending.end_sequence(seq, status, now_us)
+        self._finisher.end_sequence(seq, status, now_us)
 
     def take_outgrown(self) -> list[SequenceGroup]:
         """Groups with a sequence that has become longer than the whole cache, and beams that are
@@ -296,11 +292,11 @@ class Scheduler:
             details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
         )
         self.num_changes += 1
-        self._ending.fail_group(group, error, now_us)
+        self._finisher.fail_group(group, error, now_us)
 
     def take_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
-        return self._ending.take_ended()
+        return self._finisher.take_ended()
 
     # One step.
 
@@ -310,17 +306,17 @@ class Scheduler:
         What has outgrown the cache has no row in it; `take_outgrown` is to be called after it.
         """
         num_together = self._num_together(is_awaited)
-        if len(self._pipeline) >= self._lead.depth(num_together):
+        if len(self._pipeline) >= self._depth.depth(num_together):
             return None
         self.num_changes += 1
         self._running.drop_ended()
         batch = Batch(now_us, self._config.max_num_batched_tokens)
         self.swapping.land()
         self._make_way(batch)
-        self._decoding.add_rows(batch)
+        self._decode.add_rows(batch)
         self.swapping.introduce_landed(batch)
         self._admit_ahead(batch)
-        self._prefilling.go_on(batch)
+        self._prefill.go_on(batch)
         self._swap_in(batch)
         self._admit(batch)
         plan = self._emit(batch)
@@ -331,19 +327,19 @@ class Scheduler:
 
     def update(self, result: StepResult, now_us: int) -> None:
         """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
-        self._receiving.receive(result, now_us)
+        self._results.receive(result, now_us)
         self.num_changes += 1
         self.num_steps += 1
 
     def check(self) -> None:
         """Assert the invariants that hold between calls."""
         self.blocks.check()
-        self._ending.check()
+        self._finisher.check()
         assert not self._outgrown
         self._running.check(self.groups)
         assert self._running.num_places <= self._config.max_num_seqs
         for group in self.groups:
-            is_queued = sum(group in at for at in (self.waiting, self.ahead, self._leaving))
+            is_queued = sum(group in at for at in (self.waiting, self.ahead, self._migrating))
             assert is_queued == bool(group.waiting()), "queued once if it waits"
             self.swapping.check(group)
 
@@ -354,13 +350,13 @@ class Scheduler:
         prompts are computed, as requests that come meanwhile are to follow them at once."""
         if is_awaited or self.is_draining or self.waiting or self.ahead or self.swapping:
             return 1
-        return 1 if self._pipeline.is_prefilling else self._lead.num_together()
+        return 1 if self._pipeline.is_prefilling else self._depth.num_together()
 
     def _make_way(self, batch: Batch) -> None:
         """Have others leave the batch for the group that goes ahead of them."""
         group = self.ahead.head()
         if group is not None:
-            for victim in self._making_way.find(group, self.groups) or ():
+            for victim in self._victims.find(group, self.groups) or ():
                 self._preemption.make_way(victim, batch)
 
     def _admit_ahead(self, batch: Batch) -> None:
@@ -368,7 +364,7 @@ class Scheduler:
         group = self.ahead.head()
         if group is None:
             return
-        self._admitting.admit(self.ahead, batch)
+        self._admitter.admit(self.ahead, batch)
         if group in self.ahead and group.num_running:
             self.ahead.discard(group)
             self.waiting.add(group)
@@ -381,7 +377,7 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         """Waiting groups, where none is swapped out."""
         if not self.swapping:
-            self._admitting.admit(self.waiting, batch)
+            self._admitter.admit(self.waiting, batch)
 
     def _emit(self, batch: Batch) -> StepPlan | None:
         batch.swap_out += self.blocks.end_plan()

@@ -1,13 +1,16 @@
-"""Where a request's time goes: exact sums at a constant price per transition.
+"""Where a request's time goes, and what happened to it when.
 
 A worker group's time is cut at each result into forward pass, sampling, planning and the rest
 (the wire); `StepClock` keeps the running totals of each. A request notes the totals when it
 enters the batch and takes the difference when it leaves, so that a step costs nothing per
 request. All times are whole microseconds, so that parts add up exactly.
+
+A request's `Timeline` holds its transitions, never its steps: a decode adds nothing.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
+from typing import TypeAlias
 
 from scheduler_service.core.engine_outputs import RequestTimings
 from scheduler_service.core.step_plan import StepResult
@@ -50,7 +53,7 @@ class StepClock:
         return elapsed_us
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """What a request is doing, as far as its timings tell."""
 
     QUEUE = "queue"
@@ -64,7 +67,7 @@ class RequestClock:
     """One request's time since it was submitted, phase by phase."""
 
     submitted_us: int
-    phase: Phase
+    phase: RequestPhase
     since_us: int
     """When the phase began."""
     timings: RequestTimings
@@ -73,14 +76,14 @@ class RequestClock:
     """The worker group's clock, and its totals when the request entered the batch."""
 
     @classmethod
-    def start(cls, now_us: int, phase: Phase) -> "RequestClock":
+    def start(cls, now_us: int, phase: RequestPhase) -> "RequestClock":
         """A clock for a request that is submitted now."""
         return cls(now_us, phase, now_us, RequestTimings())
 
     def enter_batch(self, steps: StepClock, now_us: int) -> None:
         """Its first sequence is in the batch."""
         self._close_waiting(now_us)
-        self.phase = Phase.RUNNING
+        self.phase = RequestPhase.RUNNING
         self.entered = (
             steps,
             steps.mark_us,
@@ -90,7 +93,7 @@ class RequestClock:
             steps.sample_us,
         )
 
-    def leave_batch(self, now_us: int, phase: Phase) -> None:
+    def leave_batch(self, now_us: int, phase: RequestPhase) -> None:
         """Its last sequence left the batch, and why."""
         assert self.entered is not None
         steps, mark, plan, wire, forward, sample = self.entered
@@ -118,24 +121,88 @@ class RequestClock:
 
     def recover(self, now_us: int) -> None:
         """It is in no batch, and from now on waits for another worker group."""
-        assert self.phase is not Phase.RUNNING
+        assert self.phase is not RequestPhase.RUNNING
         self._close_waiting(now_us)
-        self.phase = Phase.RECOVERY
+        self.phase = RequestPhase.RECOVERY
 
     def finish(self, now_us: int) -> RequestTimings:
         """The whole account; the request is over."""
-        if self.phase is Phase.RUNNING:
-            self.leave_batch(now_us, Phase.QUEUE)
+        if self.phase is RequestPhase.RUNNING:
+            self.leave_batch(now_us, RequestPhase.QUEUE)
         self._close_waiting(now_us)
         self.timings.total_us = self.since_us - self.submitted_us
         return self.timings
 
     def _close_waiting(self, now_us: int) -> None:
         elapsed = max(0, now_us - self.since_us)
-        if self.phase is Phase.QUEUE:
+        if self.phase is RequestPhase.QUEUE:
             self.timings.queue_us += elapsed
-        elif self.phase is Phase.PREEMPTED:
+        elif self.phase is RequestPhase.PREEMPTED:
             self.timings.preempted_us += elapsed
         else:
             self.timings.recovery_us += elapsed
         self.since_us += elapsed
+
+
+MAX_EVENTS = 64
+NUM_FIRST_EVENTS = 16
+"""How many of the first are kept where there are more: what is left out is in the middle."""
+
+
+class RequestEvent(IntEnum):
+    """What can happen; the numbers are those of the contract (`status.proto`)."""
+
+    QUEUED = 1
+    RESUMED = 2
+    PLACED = 3
+    STARTED = 4
+    PREFILLED = 5
+    FIRST_TOKEN = 6
+    PREEMPTED = 7
+    SWAPPED_OUT = 8
+    SWAPPED_IN = 9
+    WORKER_LOST = 10
+    MOVED = 11
+    ENDED = 12
+
+
+TimelineEntry: TypeAlias = tuple[RequestEvent, int, int]
+"""The event, when it was in microseconds, and its value: tokens, or a place in `placements`."""
+
+
+class Timeline:
+    """A request's events in order, at most `MAX_EVENTS`."""
+
+    __slots__ = ("entries", "placements")
+
+    def __init__(self) -> None:
+        self.entries: list[TimelineEntry] = []
+        self.placements: list[str] = []
+        """Ids of the worker groups that it was placed in."""
+
+    def add(self, event: RequestEvent, now_us: int, value: int) -> None:
+        """Note an event. Several sequences may have the same at once; it is noted once."""
+        entry = (event, now_us, value)
+        if entry in self.entries[-2:]:
+            return
+        self.entries.append(entry)
+        if len(self.entries) > MAX_EVENTS:
+            del self.entries[NUM_FIRST_EVENTS]
+
+    def add_placement(self, group_id: str, now_us: int) -> None:
+        """Note that a worker group has taken the request."""
+        if len(self.placements) == MAX_EVENTS:
+            del self.placements[1:]  # the first tells where it began
+        self.add(RequestEvent.PLACED, now_us, len(self.placements))
+        self.placements.append(group_id)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request that has ended, and whose trace is recorded."""
+
+    request_id: str
+    traceparent: str
+    """The span that its spans go under."""
+    entries: list[TimelineEntry]
+    placements: list[str]

@@ -1,14 +1,46 @@
-"""Counts of the core's state, for status pages and metrics."""
+"""Counters, latency histograms and snapshots of the core's state, for status pages and metrics."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil, log2
 
-from scheduler_service.core.latency_histogram import LatencyHistogram
 from scheduler_service.core.sequence import Sequence
-from scheduler_service.core.timeline import RequestEvent
+from scheduler_service.core.stats.request_timing import RequestEvent
+
+FIRST_BOUND_US = 100
+BUCKETS_PER_DOUBLING = 4
+GROWTH = 2 ** (1 / BUCKETS_PER_DOUBLING)
+NUM_BUCKETS = 96
+"""Up to 24 doublings of the first bound: 28 minutes."""
+
+
+class LatencyHistogram:
+    """Numbers by bucket: bucket i holds what took up to `FIRST_BOUND_US * GROWTH**i`.
+
+    They only grow, so that a reader takes the difference of any two readings for the time between.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = [0] * NUM_BUCKETS
+
+    def add(self, us: int, number: int = 1) -> None:
+        """Something took so many microseconds, so many times."""
+        bucket = 0
+        if us > FIRST_BOUND_US:
+            bucket = min(ceil(BUCKETS_PER_DOUBLING * log2(us / FIRST_BOUND_US)), NUM_BUCKETS - 1)
+        self.counts[bucket] += number
+
+
+def summed(histograms: Iterable[LatencyHistogram]) -> list[int]:
+    """The counts of several together."""
+    none = [0] * NUM_BUCKETS
+    return [sum(bucket) for bucket in zip(none, *(h.counts for h in histograms), strict=True)]
 
 
 @dataclass(slots=True)
-class Totals:
+class ModelTotals:
     """Running totals of one model's requests since the core's start."""
 
     num_generated_tokens: int = 0
@@ -45,14 +77,14 @@ class ModelSnapshot:
     """The requests for one model."""
 
     name: str
-    totals: Totals
+    totals: ModelTotals
     num_waiting: int = 0
     num_running: int = 0
     num_swapped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSnapshot:
+class WorkerGroupSnapshot:
     """One worker group."""
 
     group_id: str
@@ -104,4 +136,4 @@ class CoreSnapshot:
     """All that worker groups have ever served."""
     num_by_tenant: dict[str, int]
     """Live requests."""
-    groups: list[GroupSnapshot] = field(default_factory=list)
+    groups: list[WorkerGroupSnapshot] = field(default_factory=list)

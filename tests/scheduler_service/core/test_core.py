@@ -12,8 +12,8 @@ from scheduler_service.core import (
     SchedulerCore,
     StepResult,
 )
-from scheduler_service.core.admission.request_registry import Registry
-from scheduler_service.core.delivery import deliver_prompt_logprobs
+from scheduler_service.core.admission.request_registry import RequestRegistry
+from scheduler_service.core.scheduling.results import deliver_prompt_logprobs
 from scheduler_service.errors import UnknownRequest
 from tests.support.core_driver import SMALL_CONFIG, make_capacity, make_driver, make_request
 from tests.support.symbolic_worker import Sampling
@@ -192,7 +192,7 @@ def test_a_request_that_enters_amid_a_step_is_charged_from_there() -> None:
 
 def test_sequence_numbers_wrap_around_and_skip_live_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver()
-    registry: Registry = driver.core._registry
+    registry: RequestRegistry = driver.core._registry
     driver.submit(prompt=[1], max_tokens=9)  # sequence 1 lives
     monkeypatch.setattr(registry, "_last_seq_id", 2**31 - 2)
     driver.submit(prompt=[1], max_tokens=9, n=2)

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from scheduler_service.core import (
-    Outbox,
+    EngineOutputs,
     Request,
     SchedulerConfig,
     SchedulerCore,
@@ -128,7 +128,7 @@ class Traffic:
         for outbox in self.core.take_outboxes().values():
             self.take(outbox)
 
-    def take(self, outbox: Outbox) -> None:
+    def take(self, outbox: EngineOutputs) -> None:
         """What a frontend does with its news."""
         for finished in outbox.requests_finished:
             self.num_finished += 1
@@ -143,9 +143,9 @@ class Hoard(Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Outbox] = []
+        self.kept: list[EngineOutputs] = []
 
-    def take(self, outbox: Outbox) -> None:
+    def take(self, outbox: EngineOutputs) -> None:
         super().take(outbox)
         self.kept.append(outbox)
 

@@ -2,8 +2,8 @@
 
 from scheduler_service.core.config import TenantConfig
 from scheduler_service.core.policies.fair import Fair
-from scheduler_service.core.policies.fcfs import FirstComeFirstServed
-from scheduler_service.core.request_queue import Lanes
+from scheduler_service.core.policies.policy import FirstComeFirstServed
+from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
 from tests.support.tenants import make_group
@@ -17,7 +17,7 @@ def one_kind(group: SequenceGroup) -> None:
 LIMITED = {"limited": TenantConfig(max_kv_blocks=1)}
 
 
-def drain(lanes: Lanes) -> list[SequenceGroup]:
+def drain(lanes: ModelQueue) -> list[SequenceGroup]:
     """All groups in the order in which they are served."""
     groups = []
     while (head := lanes.head()) is not None:
@@ -31,7 +31,7 @@ def test_lanes_of_limited_tenants_do_not_change_the_order_of_ranks() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
     names = ["", "limited", "other", "limited", ""]
     groups = [make_group(tenants, name, arrival=i) for i, name in enumerate(names)]
-    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     for group in [groups[3], groups[0], groups[4], groups[2], groups[1]]:
         lanes.add(group)
         lanes.check()
@@ -40,7 +40,7 @@ def test_lanes_of_limited_tenants_do_not_change_the_order_of_ranks() -> None:
 
 def test_a_lane_that_is_set_aside_holds_up_nobody_and_comes_back() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
-    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     first = make_group(tenants, "limited", arrival=1)
     second = make_group(tenants, "", arrival=2)
     third = make_group(tenants, "limited", arrival=0)
@@ -56,7 +56,7 @@ def test_a_lane_that_is_set_aside_holds_up_nobody_and_comes_back() -> None:
 
 def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
-    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     group = make_group(tenants, "limited")
     group.tenant.num_kv_blocks = 3
     lanes.add(group)
@@ -73,7 +73,7 @@ def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> No
 
 def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
-    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     group = make_group(tenants, "limited")
     lanes.add(group)
     lanes.set_aside(group)
@@ -87,7 +87,7 @@ def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
 def test_the_order_of_lanes_follows_what_tenants_are_served_meanwhile() -> None:
     tenants = Tenants(TenantConfig(), {})
     fair = Fair(tenants)
-    lanes = Lanes(fair, one_kind)
+    lanes = ModelQueue(fair, one_kind)
     one, other = make_group(tenants, "one", arrival=1), make_group(tenants, "other", arrival=2)
     for group in (one, other):
         lanes.add(group)
@@ -100,7 +100,7 @@ def test_the_order_of_lanes_follows_what_tenants_are_served_meanwhile() -> None:
 
 def test_tokens_before_a_group_are_those_of_its_lane_with_lower_ranks() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
-    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     for arrival, name in enumerate(["", "limited", "other", ""]):
         lanes.add(make_group(tenants, name, num_prompt_tokens=10**arrival, arrival=arrival))
     assert lanes.num_tokens == 1111
@@ -109,7 +109,7 @@ def test_tokens_before_a_group_are_those_of_its_lane_with_lower_ranks() -> None:
 
 def test_what_is_passed_over_or_left_out_comes_back_to_its_place() -> None:
     tenants = Tenants(TenantConfig(), {})
-    lanes = Lanes(FirstComeFirstServed(tenants), lambda group: group.num_prompt_tokens)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), lambda group: group.num_prompt_tokens)
     groups = [make_group(tenants, "", num_prompt_tokens=1 + i % 2, arrival=i) for i in range(6)]
     for group in groups:
         lanes.add(group)
@@ -127,7 +127,7 @@ def test_what_is_passed_over_or_left_out_comes_back_to_its_place() -> None:
 
 def test_groups_that_are_passed_over_may_end_meanwhile() -> None:
     tenants = Tenants(TenantConfig(), {})
-    lanes = Lanes(FirstComeFirstServed(tenants), one_kind)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     groups = [make_group(tenants, "", arrival=i) for i in range(2)]
     for group in groups:
         lanes.add(group)
@@ -144,7 +144,7 @@ def test_groups_that_are_passed_over_may_end_meanwhile() -> None:
 def test_sorting_anew_changes_neither_order_nor_sums() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
     divisor = 1
-    lanes = Lanes(FirstComeFirstServed(tenants), lambda group: group.rank[0] % divisor)
+    lanes = ModelQueue(FirstComeFirstServed(tenants), lambda group: group.rank[0] % divisor)
     names = ["", "limited", "other", "limited", "", ""]
     groups = [make_group(tenants, name, arrival=i) for i, name in enumerate(names)]
     for group in groups:
@@ -159,7 +159,7 @@ def test_sorting_anew_changes_neither_order_nor_sums() -> None:
 def test_a_tenant_with_requests_of_two_kinds_is_lifted_once() -> None:
     tenants = Tenants(TenantConfig(), {})
     fair = Fair(tenants)
-    lanes = Lanes(fair, lambda group: group.num_prompt_tokens)
+    lanes = ModelQueue(fair, lambda group: group.num_prompt_tokens)
     poor = make_group(tenants, "poor", arrival=1)
     rich = make_group(tenants, "rich", arrival=2)
     for group in (poor, rich):

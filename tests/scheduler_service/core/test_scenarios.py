@@ -9,8 +9,8 @@ Commands (sizes in tokens; `name` is a request's):
 
     config KEY=VALUE ...        fields of SchedulerConfig; first line
     tenant NAME KEY=VALUE ...   fields of TenantConfig, by NAME or for the `default`; after config
-    group ID KEY=VALUE ...      a worker group joins; fields of GroupCapacity, for short `blocks`
-                                on the device and `host` blocks
+    group ID KEY=VALUE ...      a worker group joins; fields of WorkerGroupCapacity, for short
+                                `blocks` on the device and `host` blocks
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
            [like=NAME:N] [logprobs=true] [width=N] [stops=N] [tenant=NAME] [priority=N]
            [min_tokens=N]
@@ -40,11 +40,11 @@ import pytest
 from scheduler_service.core import (
     BeamParams,
     EarlyStopping,
-    GroupSnapshot,
-    Outbox,
+    EngineOutputs,
     PolicyName,
     SchedulerConfig,
     TenantConfig,
+    WorkerGroupSnapshot,
 )
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
@@ -219,7 +219,7 @@ class Scenario:
             )
         return lines
 
-    def _host_status(self, group: GroupSnapshot) -> str:
+    def _host_status(self, group: WorkerGroupSnapshot) -> str:
         if group.num_cpu_blocks == 0:
             return ""
         return f", {group.num_free_cpu_blocks} of {group.num_cpu_blocks} host blocks free"
@@ -233,7 +233,7 @@ class Scenario:
             lines += self._show(outbox)
         return lines
 
-    def _show(self, outbox: Outbox) -> list[str]:
+    def _show(self, outbox: EngineOutputs) -> list[str]:
         def name(handle: int) -> str:
             for name, record in self.records.items():
                 choice = handle - record.request.handle

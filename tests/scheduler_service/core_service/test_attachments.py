@@ -11,7 +11,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.engine_outputs import Outbox
+from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.request import Request
 from scheduler_service.core_service.attachments import Attachment
 from scheduler_service.core_service.driver import CoreDriver
@@ -39,10 +39,10 @@ async def test_news_for_a_slow_reader_are_merged_in_order() -> None:
     attachment = Attachment("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
     reader = SlowReader()
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
-    attachment.deliver(Outbox(token_handles=[1], token_ids=[10]))
+    attachment.deliver(EngineOutputs(token_handles=[1], token_ids=[10]))
     await until(lambda: reader.messages, "the first message was begun")
     for token in range(11, 16):
-        attachment.deliver(Outbox(token_handles=[1, 2], token_ids=[token, token + 100]))
+        attachment.deliver(EngineOutputs(token_handles=[1, 2], token_ids=[token, token + 100]))
     reader.may_take.release()
     await until(lambda: len(reader.messages) == 2, "the second message was begun")
     merged = reader.messages[1]
@@ -55,7 +55,7 @@ async def test_what_is_pending_is_sent_before_the_stream_is_closed() -> None:
     attachment = Attachment("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
     reader = SlowReader()
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
-    attachment.deliver(Outbox(accepted=[1]))
+    attachment.deliver(EngineOutputs(accepted=[1]))
     attachment.close(Unavailable("going"))
     reader.may_take.release()
     done, _ = await asyncio.wait([writing], timeout=5)

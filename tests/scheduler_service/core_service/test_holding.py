@@ -9,7 +9,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.engine_outputs import (
     ChoiceFinished,
-    Outbox,
+    EngineOutputs,
     RequestFinished,
     RequestTimings,
 )
@@ -24,12 +24,12 @@ from tests.support.fake_worker import FakeWorker, counted
 from tests.support.waiting import until
 
 LONG_MS = 60_000
-TOKENS = Outbox(token_handles=[1], token_ids=[10])
+TOKENS = EngineOutputs(token_handles=[1], token_ids=[10])
 
 
-def finished(handle: int) -> Outbox:
+def finished(handle: int) -> EngineOutputs:
     request = RequestFinished(handle=handle, cached_tokens=0, timings=RequestTimings())
-    return Outbox(requests_finished=[request])
+    return EngineOutputs(requests_finished=[request])
 
 
 def test_tokens_wait_as_long_as_the_least_patient_request_allows() -> None:
@@ -48,9 +48,12 @@ def test_tokens_wait_as_long_as_the_least_patient_request_allows() -> None:
 def test_all_other_news_are_told_at_once() -> None:
     holding = Holding()
     holding.begin(1, 0.5)
-    assert holding.delay_s(Outbox(accepted=[1])) == 0
+    assert holding.delay_s(EngineOutputs(accepted=[1])) == 0
     ended = ChoiceFinished(handle=1, reason="stop")
-    assert holding.delay_s(Outbox(token_handles=[1], token_ids=[2], choices_finished=[ended])) == 0
+    assert (
+        holding.delay_s(EngineOutputs(token_handles=[1], token_ids=[2], choices_finished=[ended]))
+        == 0
+    )
 
 
 def test_requests_whose_end_is_told_do_not_count_any_more() -> None:
@@ -58,7 +61,7 @@ def test_requests_whose_end_is_told_do_not_count_any_more() -> None:
     for handle, hold_s in enumerate((0.0, 0.2, 0.0, 0.5), start=1):
         holding.begin(handle, hold_s)
     holding.delay_s(finished(1))
-    holding.delay_s(Outbox(requests_failed=[(3, QueueFull("full"))]))
+    holding.delay_s(EngineOutputs(requests_failed=[(3, QueueFull("full"))]))
     assert holding.delay_s(TOKENS) == 0.2
     holding.delay_s(finished(2))
     assert holding.delay_s(TOKENS) == 0.5
@@ -95,7 +98,7 @@ async def test_tokens_that_wait_are_told_in_time() -> None:
     attachment.take_in(pb.FrontendMessage(submits=[submission("one", 1, [7], max_hold_ms=1)]))
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     for token in range(3):
-        attachment.deliver(Outbox(token_handles=[1], token_ids=[token]))
+        attachment.deliver(EngineOutputs(token_handles=[1], token_ids=[token]))
         assert reader.token_ids == list(range(token))
         await until(lambda: len(reader.token_ids) > token, "the token was told")  # noqa: B023
     writing.cancel()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.core import GroupCapacity, SchedulerConfig, SchedulerCore
+from scheduler_service.core import SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from scheduler_service.replay import output
 from scheduler_service.replay.exact import Replay
 from scheduler_service.replay.output import CannotRecord, Output
@@ -17,7 +17,7 @@ from scheduler_service.replay.recording import CODEC
 from tests.support.core_driver import make_capacity
 
 
-def record(path: Path, capacity: GroupCapacity | None = None) -> RecordingCore:
+def record(path: Path, capacity: WorkerGroupCapacity | None = None) -> RecordingCore:
     core = RecordingCore(SchedulerConfig(), Output(path))
     core.add_group(capacity or make_capacity(), 1.0)
     core.schedule("g0", 2.0)

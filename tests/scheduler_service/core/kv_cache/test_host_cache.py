@@ -4,7 +4,7 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig, StepPlan
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.core.moving_costs import is_fetch_cheaper
+from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
 from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import StepResult
 from tests.support.core_driver import CoreDriver, make_capacity

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_service.core import InspectionDetail
-from scheduler_service.core.request_snapshot import RequestState
+from scheduler_service.core.stats.inspection import RequestState
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 
 

@@ -5,16 +5,16 @@ from typing import Any, cast
 
 import pytest
 
-from scheduler_service.core.admission.request_registry import Registry
+from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.policies.fcfs import FirstComeFirstServed
+from scheduler_service.core.policies.policy import FirstComeFirstServed
 from scheduler_service.core.request import Request
-from scheduler_service.core.routing.fleet import Model
-from scheduler_service.core.routing.router import Offer, Placement
-from scheduler_service.core.scheduling.capacity_probe import Prospect, Room
+from scheduler_service.core.routing.fleet import ServedModel
+from scheduler_service.core.routing.router import RouteEstimate, Router
+from scheduler_service.core.scheduling.capacity_probe import CapacityEstimate, CapacityProbe
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.scheduler_stats import Totals
+from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -41,10 +41,10 @@ class Deployment:
 
     def __init__(self, *schedulers: Scheduler) -> None:
         tenants = Tenants(CONFIG.default_tenant, {})
-        self.model = Model("m", FirstComeFirstServed(tenants))
+        self.model = ServedModel("m", FirstComeFirstServed(tenants))
         self.schedulers = schedulers
         self.now_us = 0
-        self._registry = Registry(FirstComeFirstServed.rank, tenants)
+        self._registry = RequestRegistry(FirstComeFirstServed.rank, tenants)
         for scheduler in schedulers:
             self.model.add(scheduler)
 
@@ -102,7 +102,7 @@ def make_scheduler(group_id: str, **changes: object) -> Scheduler:
     """A worker group with room for much."""
     values = {"num_gpu_blocks": 512, "max_model_len": 1024} | changes
     policy = FirstComeFirstServed(Tenants(CONFIG.default_tenant, {}))
-    return Scheduler(CONFIG, make_capacity(group_id, **values), policy, Totals(), 0)
+    return Scheduler(CONFIG, make_capacity(group_id, **values), policy, ModelTotals(), 0)
 
 
 def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
@@ -174,7 +174,7 @@ def test_blocks_on_the_host_count_as_what_it_takes_to_bring_them_back() -> None:
         measure(scheduler)
     both = Deployment(cold, warm)
     turn = both.submit([*conversation, 7], max_tokens=1)
-    assert warm.room.prospect(turn).num_blocks_to_fetch > 2
+    assert warm.probe.estimate(turn).num_blocks_to_fetch > 2
     both.place()
     assert both.where(turn) == "warm"
 
@@ -199,7 +199,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
     deployment, turn = busy_where_it_began(800)
     deployment.place()
     assert deployment.where(turn) is None
-    assert turn.wait.awaits == "full"
+    assert turn.routing.awaits == "full"
     later = deployment.submit(prompt(9, 4))
     deployment.place()
     assert deployment.where(later) == "idle"
@@ -207,7 +207,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
         deployment.schedulers[0].end_sequence(group.sequences[0], ENDED, 0)
     deployment.place()
     assert deployment.where(turn) == "full"
-    assert turn.wait.awaits is None
+    assert turn.routing.awaits is None
 
 
 def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
@@ -219,8 +219,8 @@ def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
 def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
     deployment, turn = busy_where_it_began(800)
     deployment.place()
-    assert turn.wait.until_us is not None
-    deployment.now_us = turn.wait.until_us - 1
+    assert turn.routing.until_us is not None
+    deployment.now_us = turn.routing.until_us - 1
     deployment.place()
     assert deployment.where(turn) is None
     deployment.now_us += 1
@@ -299,12 +299,12 @@ def test_who_is_given_requests_is_told_once() -> None:
     assert deployment.model.stirred == {"g0", "g1"}
 
 
-class Counted(Placement):
+class Counted(Router):
     """Counts how often it is asked."""
 
     num_asked = 0
 
-    def choose(self, *request: Any) -> Offer:
+    def choose(self, *request: Any) -> RouteEstimate:
         self.num_asked += 1
         return super().choose(*request)
 
@@ -315,34 +315,34 @@ def test_room_that_nothing_may_go_to_is_no_reason_to_look_at_what_waits(useless:
     last = make_scheduler("last", num_gpu_blocks=1 if useless == "too small" else 100)
     last.is_draining = useless == "draining"
     deployment = Deployment(*groups, last)
-    deployment.model.placement = placement = Counted()
+    deployment.model.router = router = Counted()
     for number in range(32):
         deployment.submit([number] * 8)
     deployment.place()
-    assert placement.num_asked >= 12, "places in the batches"
-    placement.num_asked = 0
+    assert router.num_asked >= 12, "places in the batches"
+    router.num_asked = 0
     deployment.place()
-    assert placement.num_asked == 0
+    assert router.num_asked == 0
     last.is_draining = False
     if useless == "draining":
         deployment.place()
         assert last.groups
 
 
-class CountedRoom:
+class CountedProbe:
     """A worker group's room that counts how often it is looked at for a request."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: CapacityProbe) -> None:
         self.num_looks = 0
         self.inner = room
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def prospect(self, group: SequenceGroup) -> Prospect:
+    def estimate(self, group: SequenceGroup) -> CapacityEstimate:
         """What is counted."""
         self.num_looks += 1
-        return self.inner.prospect(group)
+        return self.inner.estimate(group)
 
     def has_room_for(self, group: SequenceGroup) -> bool:
         """Counts, too."""
@@ -369,13 +369,13 @@ def without_blocks() -> tuple[Deployment, list[SequenceGroup]]:
 
 def count_looks(deployment: Deployment) -> int:
     """In one round of placing."""
-    rooms = [CountedRoom(scheduler.room) for scheduler in deployment.schedulers]
-    for scheduler, room in zip(deployment.schedulers, rooms, strict=True):
-        scheduler.room = cast(Room, room)
+    probes = [CountedProbe(scheduler.probe) for scheduler in deployment.schedulers]
+    for scheduler, probe in zip(deployment.schedulers, probes, strict=True):
+        scheduler.probe = cast(CapacityProbe, probe)
     deployment.model.place(lambda group: False, 0)
-    for scheduler, room in zip(deployment.schedulers, rooms, strict=True):
-        scheduler.room = room.inner
-    return sum(room.num_looks for room in rooms)
+    for scheduler, probe in zip(deployment.schedulers, probes, strict=True):
+        scheduler.probe = probe.inner
+    return sum(probe.num_looks for probe in probes)
 
 
 def test_groups_that_have_not_changed_are_not_looked_at_again() -> None:

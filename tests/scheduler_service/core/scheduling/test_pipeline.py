@@ -7,8 +7,8 @@ import dataclasses
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.latency_histogram import LatencyHistogram
-from scheduler_service.core.lead import MAX_LEAD_US
+from scheduler_service.core.scheduling.pipeline import MAX_STEPS_TOGETHER_US
+from scheduler_service.core.stats.scheduler_stats import LatencyHistogram
 from tests.support.core_driver import CoreDriver, make_capacity
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, watermark=0.0)
@@ -90,7 +90,7 @@ def test_tokens_that_come_together_have_each_taken_the_time_of_a_step() -> None:
 def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:
     driver = make_driver(max_steps_together=1000)
     decoding(driver, PATIENT_US)
-    assert lead(driver)[0] == MAX_LEAD_US // 1000
+    assert lead(driver)[0] == MAX_STEPS_TOGETHER_US // 1000
 
 
 def test_steps_travel_alone_while_a_request_waits_or_its_prompt_is_computed() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.core.moving_costs import is_swap_cheaper
+from scheduler_service.core.scheduling.preemption import is_swap_cheaper
 from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import StepResult
 from tests.support.core_driver import CoreDriver, make_capacity

@@ -5,16 +5,21 @@ import dataclasses
 import pytest
 
 from scheduler_service.core import BeamParams, EarlyStopping, InspectionDetail, SchedulerConfig
-from scheduler_service.core.block_map import CACHED
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.core.latency_histogram import (
+from scheduler_service.core.kv_cache.block_pool import CACHED
+from scheduler_service.core.stats.inspection import RequestSnapshot, RequestState
+from scheduler_service.core.stats.request_timing import (
+    MAX_EVENTS,
+    NUM_FIRST_EVENTS,
+    RequestEvent,
+    Timeline,
+)
+from scheduler_service.core.stats.scheduler_stats import (
     FIRST_BOUND_US,
     GROWTH,
     NUM_BUCKETS,
     LatencyHistogram,
 )
-from scheduler_service.core.request_snapshot import RequestSnapshot, RequestState
-from scheduler_service.core.timeline import MAX_EVENTS, NUM_FIRST_EVENTS, RequestEvent, Timeline
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.inspections import check_inspection
 

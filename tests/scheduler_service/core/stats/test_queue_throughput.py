@@ -2,18 +2,20 @@
 
 import pytest
 
-from scheduler_service.core.drain import DrainRate, retry_delay_s
+from scheduler_service.core.stats.throughput import QueueThroughput, retry_delay_s
 
 
-def drained(*, us_per_request: int, tokens_per_request: int = 10, times: int = 8) -> DrainRate:
-    rate = DrainRate()
+def drained(
+    *, us_per_request: int, tokens_per_request: int = 10, times: int = 8
+) -> QueueThroughput:
+    rate = QueueThroughput()
     rate.note(0, num_requests=0, num_tokens=0, is_empty=False)
     for i in range(1, times + 1):
         rate.note(i * us_per_request, num_requests=1, num_tokens=tokens_per_request, is_empty=False)
     return rate
 
 
-def delay(rates: list[DrainRate], *, num_requests: int = 0, num_tokens: int = 0) -> float:
+def delay(rates: list[QueueThroughput], *, num_requests: int = 0, num_tokens: int = 0) -> float:
     return retry_delay_s(rates, num_requests=num_requests, num_tokens=num_tokens, unmeasured_s=1.25)
 
 
@@ -56,7 +58,7 @@ def test_a_delay_is_the_time_until_enough_has_left_queues_that_drain_side_by_sid
     slow, fast = drained(us_per_request=3_000_000), drained(us_per_request=1_000_000)
     assert delay([fast], num_requests=6) == pytest.approx(6.0)
     assert delay([slow, fast], num_requests=6) == pytest.approx(4.5)
-    assert delay([slow, fast, DrainRate()], num_tokens=60) == pytest.approx(4.5)
+    assert delay([slow, fast, QueueThroughput()], num_tokens=60) == pytest.approx(4.5)
     assert delay([fast], num_requests=2, num_tokens=60) == pytest.approx(6.0)
 
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from scheduler_service.core import RequestTimings, StepResult
-from scheduler_service.core.stats.request_timing import Phase, RequestClock, StepClock
+from scheduler_service.core.stats.request_timing import RequestClock, RequestPhase, StepClock
 
 
 def result(forward_us: int, sample_us: int, cache_ops_us: int = 0) -> StepResult:
@@ -53,7 +53,7 @@ def test_results_that_come_together_count_as_if_each_had_come_at_once() -> None:
 
 def test_a_request_that_enters_late_in_a_step_is_charged_for_the_rest_of_it() -> None:
     steps = StepClock(0)
-    clock = RequestClock.start(100, Phase.QUEUE)
+    clock = RequestClock.start(100, RequestPhase.QUEUE)
     clock.enter_batch(steps, 900)
     steps.advance(1000, result(forward_us=950, sample_us=50))
     timings = clock.finish(1000)
@@ -71,9 +71,11 @@ def test_a_request_that_enters_late_in_a_step_is_charged_for_the_rest_of_it() ->
             st.integers(0, 500),
         )
     ),
-    phase=st.sampled_from([Phase.QUEUE, Phase.RECOVERY]),
+    phase=st.sampled_from([RequestPhase.QUEUE, RequestPhase.RECOVERY]),
 )
-def test_parts_add_up_to_the_total(events: list[tuple[str, int, int, int]], phase: Phase) -> None:
+def test_parts_add_up_to_the_total(
+    events: list[tuple[str, int, int, int]], phase: RequestPhase
+) -> None:
     """Also where a clock stands still or goes back a little."""
     now = 1_000_000
     steps = StepClock(now)
@@ -85,10 +87,10 @@ def test_parts_add_up_to_the_total(events: list[tuple[str, int, int, int]], phas
         if event == "result":
             steps.unassigned_plan_us = sample_us
             steps.advance(now, result(forward_us, sample_us))
-        elif event == "enter" and clock.phase is not Phase.RUNNING:
+        elif event == "enter" and clock.phase is not RequestPhase.RUNNING:
             clock.enter_batch(steps, now)
-        elif event == "leave" and clock.phase is Phase.RUNNING:
-            clock.leave_batch(now, Phase.PREEMPTED)
+        elif event == "leave" and clock.phase is RequestPhase.RUNNING:
+            clock.leave_batch(now, RequestPhase.PREEMPTED)
     timings = clock.finish(now)
     assert sum_of_parts(timings) == timings.total_us
     assert 0 <= timings.total_us <= latest - 1_000_000
