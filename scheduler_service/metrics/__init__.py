@@ -1,6 +1,6 @@
 """What Prometheus is told of a service of the scheduling side, and the port it asks at.
 
-`metric.py`     what a metric is: name, kind, help, labels; docs/metrics.md is made of these
+`metric.py`     what a metric is: name, kind, help, labels; the source of the metrics reference
 `counts.py`     counters and histograms that cost a service next to nothing
 `labels.py`     labels with a bounded number of values, whatever clients send
 `collector.py`  reads a service's numbers on its event loop, whoever asks

@@ -63,6 +63,7 @@ def test_the_references_are_made_of_the_code(site: Path) -> None:
     assert 'id="generaterequest"' in text("reference/grpc")
     assert "cancelling the call frees" in text("reference/grpc")
     assert "PAGEWIRE_MAX_NUM_SEQS" in text("reference/command-line")
+    assert "vllm:num_requests_waiting" in text("reference/metrics")
     assert "POST /v1/chat/completions" in text("reference/http")
     assert 'id="chatrequest"' in text("reference/http")
     assert 'id="pagewire_client.client.Client.generate_many"' in text("reference/python")
@@ -130,9 +131,7 @@ def test_each_flag_that_is_said_to_be_vllms_is_there() -> None:
     assert older & theirs == set()
 
 
-@pytest.mark.parametrize(
-    "page", ["quick-start.md", "deployment.md", "tuning.md", "docker-compose.md", "faq.md"]
-)
+@pytest.mark.parametrize("page", ["quick-start.md", "deployment.md", "tuning.md", "faq.md"])
 def test_the_flags_that_a_page_names_are_there(page: str) -> None:
     text = re.sub(r"docker compose [^`\n]*|`--profile[^`]*`|`--scale[^`]*`", "", _ours(page))
     named = set(re.findall(r"(?<![\w-])(--[a-z][\w-]+)", text))

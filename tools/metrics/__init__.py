@@ -1,5 +1,4 @@
-"""What is generated from the services' lists of metrics: docs/metrics.md and the Grafana dashboard.
+"""The Grafana dashboard, generated from the services' lists of metrics.
 
-python -m tools.metrics.reference
 python -m tools.metrics.dashboard
 """

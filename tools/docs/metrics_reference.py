@@ -1,26 +1,20 @@
-"""`docs/metrics.md`: every metric of every service, from their lists.
-
-python -m tools.metrics.reference
-"""
+"""The page of all metrics, generated from the lists of the services."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol
 
 from scheduler_service.core_service import metric_list as core
 from scheduler_service.frontend import metric_list as frontend
 from worker_service.metrics import metric_list as worker
 
-PAGE = Path(__file__).parents[2] / "docs/metrics.md"
-
-INTRODUCTION = """\
+HEAD = """\
 # Metrics
 
-Every metric of every service, generated from the sources by `python -m tools.metrics.reference`.
-How to scrape them, and what to look at first, is told in [observability](observability.md).
+Every metric of every service, generated from the sources. [Observability](../observability.md)
+explains how to scrape them and where to start.
 
-A metric that means what one of vLLM's means has its name, `vllm:…`; all others begin with
-`pagewire_`. Each process also tells its CPU time, memory and open files as `process_…`.
+A metric with the same meaning as one of vLLM's has the same name, `vllm:…`; all others begin with
+`pagewire_`. Each process also exports its CPU time, memory and open files as `process_…`.
 """
 
 SERVICES = (
@@ -31,7 +25,7 @@ SERVICES = (
 
 
 class Listed(Protocol):
-    """What the services' lists have in common."""
+    """The fields that the lists of all services share."""
 
     @property
     def name(self) -> str: ...
@@ -43,10 +37,10 @@ class Listed(Protocol):
     def labels(self) -> tuple[str, ...]: ...
 
 
-def page() -> str:
-    """The whole page."""
+def render() -> str:
+    """The page as Markdown."""
     sections = (f"## {title}\n\n{_table(metrics)}" for title, metrics in SERVICES)
-    return "\n".join([INTRODUCTION, *sections])
+    return "\n".join([HEAD, *sections])
 
 
 def _table(metrics: Iterable[Listed]) -> str:
@@ -60,7 +54,3 @@ def _table(metrics: Iterable[Listed]) -> str:
 
 def _labels(metric: Listed) -> str:
     return ", ".join(f"`{label}`" for label in metric.labels)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
