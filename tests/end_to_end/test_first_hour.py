@@ -39,8 +39,9 @@ def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
     assert "72" in answer.stdout
 
 
-def test_the_readme_example_runs_as_it_is_written(cluster: Cluster, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_first_examples_run_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/clients.md"))
+    blocks = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
     assert len(blocks) == 3
     served_at = {
         "127.0.0.1:7600": cluster.frontend_address(),

@@ -18,14 +18,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from tests.support.cluster import Cluster
 from tools.launch import ROOT
 
-PAGES = ("README.md", "docs/clients.md")
+PAGE = "docs/clients.md"
 
 
 @dataclass(frozen=True)
 class Command:
     """What one grpcurl command asks for."""
 
-    page: str
     words: tuple[str, ...]
     """What follows the address: `list`, `describe NAME` or `SERVICE/METHOD`."""
     data: str = "{}"
@@ -34,17 +33,16 @@ class Command:
 def commands() -> list[Command]:
     """All of them, in their order."""
     found = []
-    for page in PAGES:
-        text = (ROOT / page).read_text().replace("\\\n", " ")
-        for line in re.findall(r"^\$ grpcurl (.*)$", text, re.MULTILINE):
-            words = shlex.split(line)
-            assert words.pop(0) == "-plaintext"
-            data = "{}"
-            if words[0] == "-d":
-                data = words[1]
-                del words[:2]
-            assert words.pop(0) == "127.0.0.1:7600"
-            found.append(Command(page, tuple(words), data))
+    text = (ROOT / PAGE).read_text().replace("\\\n", " ")
+    for line in re.findall(r"^\$ grpcurl (.*)$", text, re.MULTILINE):
+        words = shlex.split(line)
+        assert words.pop(0) == "-plaintext"
+        data = "{}"
+        if words[0] == "-d":
+            data = words[1]
+            del words[:2]
+        assert words.pop(0) == "127.0.0.1:7600"
+        found.append(Command(tuple(words), data))
     return found
 
 
@@ -83,10 +81,10 @@ class Reflected:
         zip(
             commands(),
             (
-                '"usage"',
                 "pagewire.v1.InferenceService",
                 "sampling_params",
                 " 72",
+                '"usage"',
                 '"status": "SERVING"',
             ),
             strict=True,
