@@ -24,8 +24,8 @@ from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.steady_core import Queue, SteadyCore
 from pagewire.v1 import plan_pb2, worker_service_pb2
 from scheduler_service.core_service.config import CoreServiceConfig
+from scheduler_service.core_service.counters import StepMeter
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.service import CoreService
 from scheduler_service.metrics.publish import make_registry

@@ -23,8 +23,8 @@ from scheduler_service.core import (
     SchedulerCore,
     WorkerGroupCapacity,
 )
+from scheduler_service.core_service.counters import StepMeter
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import StepTimeout, StepTimes
 from scheduler_service.tasks import run_until_first

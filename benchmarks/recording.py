@@ -15,8 +15,8 @@ from statistics import median
 
 from benchmarks.steady_core import Queue, SteadyCore, StepTimes
 from scheduler_service.core import SchedulerConfig
-from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
+from scheduler_service.replay.recording_file import Output
 
 TURN_STEPS = 20
 """Steps before it is the other core's turn."""

@@ -7,9 +7,9 @@ from importlib import import_module
 import typer
 
 MODULES = {
-    "scheduler": "scheduler_service.core_service.command",
-    "frontend": "scheduler_service.frontend.command",
-    "replay": "scheduler_service.replay.command",
+    "scheduler": "scheduler_service.core_service.cli",
+    "frontend": "scheduler_service.frontend.cli",
+    "replay": "scheduler_service.replay.cli",
 }
 """By command: where the function of its name is."""
 

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from scheduler_service import errors
-from service_common.statuses import COMMON_CODES, Statuses, unless_over
+from service_common.grpc_status import COMMON_CODES, Statuses, unless_over
 
 logger = logging.getLogger(__name__)
 

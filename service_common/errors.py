@@ -7,7 +7,7 @@
 
     CannotListen               an address is taken, or not ours: no call's error, but a process's
 
-Nothing here knows gRPC: `service_common/statuses.py` maps each class to a status code.
+Nothing here knows gRPC: `service_common/grpc_status.py` maps each class to a status code.
 """
 
 from collections.abc import Mapping

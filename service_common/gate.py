@@ -8,7 +8,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from service_common.errors import Unauthenticated
-from service_common.statuses import COMMON
+from service_common.grpc_status import COMMON
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"

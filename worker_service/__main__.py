@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from service_common.errors import CannotListen
-from service_common.log_format import configure_logging
+from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
 from worker_service.command_line.cache_flags import CacheFlags
 from worker_service.command_line.cluster_flags import ClusterFlags

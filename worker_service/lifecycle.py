@@ -11,8 +11,8 @@ from pagewire.v1 import scheduler_service_pb2, worker_service_pb2
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.cluster import Cluster
 from service_common.grpc_server import GrpcServer
+from service_common.interceptors import RequestTimeout
 from service_common.metrics_server import MetricsServer
-from service_common.request_timeout import RequestTimeout
 from service_common.version import VERSION
 from worker_service.address import Address, advertised, parse
 from worker_service.config import WorkerConfig

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
-from service_common.statuses import unless_over
+from service_common.grpc_status import unless_over
 from worker_service import wire
 from worker_service.clock import monotonic_us
 from worker_service.config import WorkerConfig

@@ -3,7 +3,7 @@
 import grpc
 
 from service_common.errors import PagewireError
-from service_common.statuses import Statuses
+from service_common.grpc_status import Statuses
 from worker_service import errors
 
 STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from scheduler_service.metrics.metric import Kind, Metric
+from scheduler_service.prometheus import Kind, Metric
 
 if TYPE_CHECKING:
     from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, WorkerGroupSnapshot
-    from scheduler_service.core_service.meters import ServiceCounts
+    from scheduler_service.core_service.counters import ServiceCounts
     from scheduler_service.core_service.worker_group import WorkerGroup
 
 MODEL = ("model_name",)

@@ -8,10 +8,10 @@ from prometheus_client.metrics_core import Metric as Family
 from pagewire.v1 import status_pb2
 from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core_service import metric_list as metric
-from scheduler_service.core_service.attachments import Attachments
+from scheduler_service.core_service.counters import Meters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.meters import Meters
-from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.frontend_streams import Attachments
+from scheduler_service.core_service.worker_registry import WorkerRegistry
 from scheduler_service.metrics.labels import BoundedLabel
 
 MAX_TENANTS = 100

@@ -9,23 +9,23 @@ from typing import Self
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core_service import request_spans
-from scheduler_service.core_service.assets import AssetCache
-from scheduler_service.core_service.attachments import Attachments
+from scheduler_service.core_service import tracing
 from scheduler_service.core_service.config import CoreServiceConfig
+from scheduler_service.core_service.counters import Meters
 from scheduler_service.core_service.driver import Core, CoreDriver
-from scheduler_service.core_service.meters import Meters
+from scheduler_service.core_service.frontend_streams import Attachments
 from scheduler_service.core_service.metrics import CoreMetrics
-from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.model_assets import AssetCache
 from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
+from scheduler_service.core_service.worker_registry import WorkerRegistry
 from scheduler_service.errors import Unavailable
 from scheduler_service.metrics.publish import make_registry, published
-from scheduler_service.replay.output import Output
 from scheduler_service.replay.recorder import RecordingCore
+from scheduler_service.replay.recording_file import Output
 from scheduler_service.service_runner import ServiceRunner
 from service_common.cluster import Cluster
-from service_common.request_timeout import RequestTimeout
+from service_common.interceptors import RequestTimeout
 from service_common.tracing import make_tracing
 from service_common.version import VERSION
 
@@ -61,7 +61,7 @@ class CoreService:
         self.driver = CoreDriver(self._core)
         self._tracing = make_tracing("scheduler", VERSION, config.otlp_endpoint)
         if self._tracing is not None:
-            self.driver.on_traced = partial(request_spans.export, self._tracing)
+            self.driver.on_traced = partial(tracing.export, self._tracing)
         self.meters = Meters()
         self.attachments = Attachments(self.driver, self.meters.counts)
         self.registry = WorkerRegistry(

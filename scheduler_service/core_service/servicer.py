@@ -7,9 +7,9 @@ import grpc
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
-from scheduler_service.core_service import attachments, registry
-from scheduler_service.core_service.assets import AssetCache, chunks_of
+from scheduler_service.core_service import frontend_streams, worker_registry
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.core_service.status_messages import to_detail
 from scheduler_service.errors import InvalidArgument
@@ -28,8 +28,8 @@ class SchedulerServicer(SchedulerServiceServicer):
     def __init__(
         self,
         driver: CoreDriver,
-        frontends: attachments.Attachments,
-        workers: registry.WorkerRegistry,
+        frontends: frontend_streams.Attachments,
+        workers: worker_registry.WorkerRegistry,
         assets: AssetCache,
         status: StatusBoard,
     ) -> None:
@@ -42,13 +42,13 @@ class SchedulerServicer(SchedulerServiceServicer):
     # The stubs know generators only; a coroutine reads and writes through its context instead.
 
     async def Attach(  # type: ignore[override]
-        self, _requests: object, context: attachments.Context
+        self, _requests: object, context: frontend_streams.Context
     ) -> None:
         async with errors_as_statuses(context):
             await self._frontends.serve(context)
 
     async def RegisterWorker(  # type: ignore[override]
-        self, _requests: object, context: registry.Context
+        self, _requests: object, context: worker_registry.Context
     ) -> None:
         async with errors_as_statuses(context):
             await self._workers.serve(context)

@@ -7,15 +7,15 @@ from pagewire.v1 import status_pb2
 from scheduler_service.core.stats.inspection import InspectionDetail
 from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
-from scheduler_service.core_service.attachments import Attachments
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.registry import WorkerRegistry
+from scheduler_service.core_service.frontend_streams import Attachments
 from scheduler_service.core_service.status_messages import (
     block_map,
     histogram,
     request_status,
 )
 from scheduler_service.core_service.worker_group import WorkerGroup
+from scheduler_service.core_service.worker_registry import WorkerRegistry
 from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import grpc
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service import wire
+from scheduler_service.core_service.counters import StepMeter
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.meters import StepMeter
 from scheduler_service.core_service.step_watchdog import StepTimes, StepWatch
 from scheduler_service.tasks import run_until_first
 

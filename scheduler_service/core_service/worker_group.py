@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from scheduler_service.core_service.hangs import GroupHung
-from scheduler_service.core_service.worker_link import CannotServe, TakenOver, WorkerLink
+from scheduler_service.core_service.worker_session import CannotServe, TakenOver, WorkerLink
 from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from scheduler_service.frontend.choice_stream import ChoiceStream
-from scheduler_service.frontend.settled import SettledRequest
+from scheduler_service.frontend.input.processor import SettledRequest
+from scheduler_service.frontend.output.choice_stream import ChoiceStream
 
 
 def best_choices(candidates: Sequence[ChoiceStream], request: SettledRequest) -> list[ChoiceStream]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scheduler_service.frontend.api_keys import read_keys
+from scheduler_service.frontend.auth import read_keys
 from service_common.addresses import check_addresses, split_host_port
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from service_common.tls import TlsFiles

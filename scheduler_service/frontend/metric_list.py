@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from scheduler_service.metrics.metric import Kind, Metric
+from scheduler_service.prometheus import Kind, Metric
 
 if TYPE_CHECKING:
     from scheduler_service.frontend.metrics import ModelCounts

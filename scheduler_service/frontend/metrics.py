@@ -15,11 +15,11 @@ from scheduler_service.frontend import metric_list as metric
 from scheduler_service.frontend.timings import PARTS, Stopwatch
 from scheduler_service.metrics.counts import Histogram
 from scheduler_service.metrics.labels import BoundedLabel
-from scheduler_service.metrics.metric import LabelValues, Metric
+from scheduler_service.prometheus import LabelValues, Metric
 from scheduler_service.status_codes import status_code
 
 if TYPE_CHECKING:
-    from scheduler_service.frontend.request_stream import RequestStream
+    from scheduler_service.frontend.output.request_stream import RequestStream
 
 MAX_TENANTS = 100
 """Of each frontend, by name; the others together are one."""

@@ -7,8 +7,8 @@ import asyncio
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
-from scheduler_service.frontend.choice_stream import ChoiceStream
-from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.output.choice_stream import ChoiceStream
+from scheduler_service.frontend.output.request_stream import RequestStream
 
 MAX_SUBMIT_BYTES = 4 << 20
 """Submissions in one message, roughly: after a reconnect there may be many long ones."""

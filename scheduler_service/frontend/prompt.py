@@ -3,8 +3,8 @@
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.chat_prompt import chat_tokens
-from scheduler_service.frontend.model_assets import ServedModel
+from scheduler_service.frontend.input.prompt import chat_tokens
+from scheduler_service.frontend.served_models import ServedModel
 
 
 def prompt_tokens(request: inference_pb.GenerateRequest, model: ServedModel) -> list[int]:

@@ -7,7 +7,7 @@ from service_common.metadata import TRACEPARENT
 from service_common.tracing import Tracing
 
 if TYPE_CHECKING:
-    from scheduler_service.frontend.request_stream import RequestStream
+    from scheduler_service.frontend.output.request_stream import RequestStream
 
 
 GOOD_ENDS = ("ok", "cancelled")

@@ -14,28 +14,28 @@ from prometheus_client.metrics_core import Metric as Family
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from scheduler_service.errors import Unavailable
-from scheduler_service.frontend.api_keys import ApiKeys, read_keys, single_key
+from scheduler_service.frontend.auth import ApiKeys, read_keys, single_key
 from scheduler_service.frontend.authentication import Authentication, NoAuthentication
 from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.core_client import CoreLink
 from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.core_link import CoreLink
 from scheduler_service.frontend.http.server import HttpServer
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.tls import http_context
 from scheduler_service.frontend.metrics import FrontendMetrics
-from scheduler_service.frontend.model_assets import ModelDirectory
-from scheduler_service.frontend.open_requests import OpenRequests
 from scheduler_service.frontend.public_options import public_server_options
+from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.frontend.served_models import ModelDirectory
 from scheduler_service.frontend.servicer import InferenceServicer
-from scheduler_service.frontend.structured.checker import ConstraintChecker
+from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
 from scheduler_service.metrics.publish import make_registry, published
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first
 from service_common.cluster import Cluster
 from service_common.gate import HEALTH, REFLECTION, Gate, Metadata
 from service_common.grpc_server import warn_if_exposed
+from service_common.interceptors import RequestTimeout
 from service_common.metadata import authorization
-from service_common.request_timeout import RequestTimeout
 from service_common.tls import server_credentials
 from service_common.tracing import make_tracing
 from service_common.version import VERSION

@@ -14,16 +14,17 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
-from scheduler_service.frontend import text_calls, validation
+from scheduler_service.frontend import text_calls
 from scheduler_service.frontend.authentication import Authentication, Tenant
 from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.many import ManyRequests
-from scheduler_service.frontend.model_assets import ModelDirectory, ServedModel
-from scheduler_service.frontend.open_requests import OpenRequests
-from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.multiplexer import ManyRequests
+from scheduler_service.frontend.output.request_stream import RequestStream
+from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.frontend.served_models import ModelDirectory, ServedModel
 from scheduler_service.status_codes import abort
+from service_common.grpc_status import unless_over
 from service_common.metadata import TRACEPARENT, authorization, traceparent
-from service_common.statuses import unless_over
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend import validation
-from scheduler_service.frontend.chat_prompt import chat_tokens, check_chat
-from scheduler_service.frontend.model_assets import ServedModel
-from scheduler_service.frontend.open_requests import INLINE_BYTES
+from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.input.prompt import chat_tokens, check_chat
+from scheduler_service.frontend.request_manager import INLINE_BYTES
+from scheduler_service.frontend.served_models import ServedModel
 
 R = TypeVar("R")
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler_service.replay.comparison import RECORDED, Row
+from tools.what_if.comparison import RECORDED, Row
 
 INSTALL = "plots need matplotlib: pip install 'pagewire[plot]'"
 

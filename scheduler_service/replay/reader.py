@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from scheduler_service.replay.codec import Codec, Unreadable
-from scheduler_service.replay.output import COMPRESSED
 from scheduler_service.replay.recording import CODEC, Entry, Header, decode_entry, decode_header
+from scheduler_service.replay.recording_file import COMPRESSED
 
 
 class BadRecording(Exception):

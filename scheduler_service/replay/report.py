@@ -5,7 +5,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from scheduler_service.core import StepPlan
-from scheduler_service.replay.exact import Difference, Summary
+from scheduler_service.replay.exact_replay import Difference, Summary
 from scheduler_service.replay.reader import RecordingReader
 from scheduler_service.replay.show import show_plan
 

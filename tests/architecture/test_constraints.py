@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scheduler_service.frontend.structured import lark, problems
+from scheduler_service.frontend.structured_output import lark, problems
 from worker_service.structured import grammars
 from worker_service.structured.constraint import ConstraintKind
 from worker_service.structured.lark import to_lark

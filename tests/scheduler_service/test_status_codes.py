@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from scheduler_service import errors, wire
 from scheduler_service.status_codes import STATUS_CODES, from_failed, status_code, to_status
-from service_common.statuses import DOMAIN
+from service_common.grpc_status import DOMAIN
 
 
 def all_classes(root: type[errors.PagewireError]) -> Iterator[type[errors.PagewireError]]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.cli.app import app
 from scheduler_service.errors import Unauthenticated
-from scheduler_service.frontend.api_keys import ApiKeys, hash_of, read_keys
+from scheduler_service.frontend.auth import ApiKeys, hash_of, read_keys
 from scheduler_service.frontend.authentication import Tenant
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (

@@ -14,7 +14,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
 from scheduler_service.frontend import public_options
 from scheduler_service.frontend.server import Frontend
-from service_common import grpc_options, request_timeout
+from service_common import grpc_options, interceptors
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import (
     client_of,
@@ -101,7 +101,7 @@ async def test_bytes_that_are_no_message_are_refused(rpc: str) -> None:
 async def test_a_call_that_never_says_what_it_wants_ends(
     rpc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_timeout, "REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(interceptors, "REQUEST_TIMEOUT_S", 0.1)
     async with served() as (core, frontend, client):
         async with grpc.aio.insecure_channel(frontend.runner.address) as channel:
             error = await error_of(channel.stream_stream(f"/pagewire.v1.InferenceService/{rpc}")())

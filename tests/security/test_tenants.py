@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2
 from scheduler_service.core.config import SchedulerConfig, TenantConfig
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.frontend.api_keys import hash_of
+from scheduler_service.frontend.auth import hash_of
 from tests.security.test_links import running_worker
 from tests.support.frontends import (
     client_of,

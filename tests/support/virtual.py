@@ -6,14 +6,14 @@ from typing import Any
 
 from scheduler_service.core import Request, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.cost_model import CostModel
-from scheduler_service.replay.exact import Replay
+from scheduler_service.replay.exact_replay import Replay
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry
-from scheduler_service.replay.trace import Script, Stop, Trace, TraceReader
-from scheduler_service.replay.virtual_time import simulate
 from tests.support.core_driver import make_capacity
 from tests.support.recorded import Recording
+from tools.what_if.cost_model import CostModel
+from tools.what_if.simulation import simulate
+from tools.what_if.trace import Script, Stop, Trace, TraceReader
 
 COSTS = CostModel(base=0.010, per_row=0.001, per_token=0.0001, per_block=0.0)
 

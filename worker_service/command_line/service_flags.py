@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option
 
 from service_common.cluster import ClusterConfig
-from service_common.log_format import LogFormat, LogLevel
+from service_common.logging_config import LogFormat, LogLevel
 from service_common.metrics_server import metrics_address
 from worker_service.command_line.options import env
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig

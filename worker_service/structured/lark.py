@@ -1,6 +1,6 @@
 """A constraint as one grammar in the dialect of Lark that llguidance reads.
 
-Frontends check the very same text (`scheduler_service/frontend/structured/lark.py`): what they
+Frontends check the very same text (`scheduler_service/frontend/structured_output/lark.py`): what they
 accept is what is compiled here. A test holds the two to each other.
 """
 

@@ -4,24 +4,25 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI
 
-from scheduler_service.frontend.http import chat, completions, health, metrics, models, tokens
-from scheduler_service.frontend.http.body_limit import BodyLimit
+from scheduler_service.frontend.http import chat, completions, metrics, monitoring, tokenize
 from scheduler_service.frontend.http.callers import OPEN_PATHS, Authenticate
 from scheduler_service.frontend.http.dashboard import router as dashboard
 from scheduler_service.frontend.http.document import correct_document
 from scheduler_service.frontend.http.errors import handle_errors
+from scheduler_service.frontend.http.middleware import BodyLimit
+from scheduler_service.frontend.http.openai import models
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.trace_context import TraceContext
 from scheduler_service.frontend.public_options import MAX_PUBLIC_MESSAGE_BYTES
 from service_common.version import VERSION
 
 ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
-    health.make_router,
+    monitoring.make_router,
     metrics.make_router,
     models.make_router,
     completions.make_router,
     chat.make_router,
-    tokens.make_router,
+    tokenize.make_router,
     dashboard.make_router,
 )
 

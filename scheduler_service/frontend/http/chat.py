@@ -7,21 +7,21 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.http.answering import Answer, request_id_of
 from scheduler_service.frontend.http.callers import Caller
-from scheduler_service.frontend.http.chat_form import ChatForm
 from scheduler_service.frontend.http.chat_prompt import chat_of
-from scheduler_service.frontend.http.chat_schema import (
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES
+from scheduler_service.frontend.http.generate import make_request, streamed_or_whole
+from scheduler_service.frontend.http.openai.protocol import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatRequest,
 )
-from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.generate import make_request, streamed_or_whole
+from scheduler_service.frontend.http.openai.serving import Answer, request_id_of
+from scheduler_service.frontend.http.openai.serving_chat import ChatForm
 from scheduler_service.frontend.http.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.services import HttpServices
-from scheduler_service.frontend.http.tool_calls.detect import ToolCallFormat, detect_format
 from scheduler_service.frontend.http.tool_choice import ToolPlan, plan_tools
+from scheduler_service.frontend.http.tool_parsers.formats import ToolCallFormat, detect_format
 
 
 def make_router(services: HttpServices) -> APIRouter:

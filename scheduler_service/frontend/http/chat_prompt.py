@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.frontend.http.chat_schema import ChatMessageBody, ChatPrompt, ToolBody
+from scheduler_service.frontend.http.openai.protocol import ChatMessageBody, ChatPrompt, ToolBody
 
 PART_SEPARATOR = "\n"
 """Between the parts of one turn's content, as templates take it as one text."""

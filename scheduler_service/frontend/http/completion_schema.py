@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from scheduler_service.frontend.http.sampling_fields import (
+from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     ListOf,
     SamplingFields,

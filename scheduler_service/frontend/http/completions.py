@@ -10,12 +10,12 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.http.answering import Answer, request_id_of
 from scheduler_service.frontend.http.callers import Caller
-from scheduler_service.frontend.http.completion_form import CompletionForm
 from scheduler_service.frontend.http.completion_schema import Completion, CompletionRequest
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.generate import make_request, streamed_or_whole
+from scheduler_service.frontend.http.openai.serving import Answer, request_id_of
+from scheduler_service.frontend.http.openai.serving_completion import CompletionForm
 from scheduler_service.frontend.http.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.public_options import MAX_PUBLIC_MESSAGE_BYTES

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from scheduler_service.frontend.http.callers import OPEN_PATHS
-from scheduler_service.frontend.http.chat_schema import ChatCompletionChunk
+from scheduler_service.frontend.http.openai.protocol import ChatCompletionChunk
 
 CHUNKS = (ChatCompletionChunk,)
 """What streams consist of besides what whole answers do: named in descriptions, but no endpoint's

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.frontend.http.sampling_fields import SamplingFields
+from scheduler_service.frontend.http.openai.sampling import SamplingFields
 
 
 class UsageSum:

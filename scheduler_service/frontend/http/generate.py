@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.http.sampling_fields import SamplingFields
+from scheduler_service.frontend.http.openai.sampling import SamplingFields
 
 HOLD_MS = 1000
 """Where the answer is sent as a whole, tokens may come to the frontend in fewer messages."""

@@ -4,13 +4,13 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from scheduler_service.frontend.http.tool_calls.events import (
+from scheduler_service.frontend.http.tool_choice import ToolPlan
+from scheduler_service.frontend.http.tool_parsers.base import (
     CallArguments,
     CallStart,
     Content,
     Event,
 )
-from scheduler_service.frontend.http.tool_choice import ToolPlan
 
 Piece = dict[str, Any]
 """A `delta` of OpenAI's chunks."""

@@ -10,8 +10,8 @@ from starlette.types import Receive
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import RequestAborted
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.open_requests import OpenRequests
-from scheduler_service.frontend.request_stream import RequestStream
+from scheduler_service.frontend.output.request_stream import RequestStream
+from scheduler_service.frontend.request_manager import OpenRequests
 
 
 class RunningRequests:

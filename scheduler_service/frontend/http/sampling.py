@@ -6,12 +6,12 @@ from typing import Any
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.http.sampling_fields import (
+from scheduler_service.frontend.http.openai.sampling import (
     JsonObjectFormat,
     JsonSchemaFormat,
     SamplingFields,
 )
-from scheduler_service.frontend.validation import MIN_TEMPERATURE
+from scheduler_service.frontend.input.validation import MIN_TEMPERATURE
 
 _SAME = (
     "n",

@@ -6,8 +6,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from scheduler_service.frontend.authentication import Authentication
-from scheduler_service.frontend.model_assets import ModelDirectory
-from scheduler_service.frontend.open_requests import OpenRequests
+from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.frontend.served_models import ModelDirectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

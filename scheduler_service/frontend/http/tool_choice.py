@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.http.chat_schema import ChatRequest, NamedToolChoice
-from scheduler_service.frontend.http.tool_calls.constrained import (
+from scheduler_service.frontend.http.openai.protocol import ChatRequest, NamedToolChoice
+from scheduler_service.frontend.http.tool_parsers.base import ToolCallParser
+from scheduler_service.frontend.http.tool_parsers.constrained import (
     NamedParser,
     RequiredParser,
     named_schema,
     required_schema,
 )
-from scheduler_service.frontend.http.tool_calls.detect import ToolCallFormat
-from scheduler_service.frontend.http.tool_calls.events import ToolCallParser
+from scheduler_service.frontend.http.tool_parsers.formats import ToolCallFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.many import MAX_ERRORS, ManyRequests
+from scheduler_service.frontend.multiplexer import MAX_ERRORS, ManyRequests
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (

@@ -103,7 +103,8 @@ def test_a_full_disk_ends_the_recording_and_the_core_serves_on(tmp_path: Path) -
         generate(cluster, 20)
         cluster.stop()
         assert (
-            f"ERROR scheduler_service.replay.output recording ended early path={path}" in core.log
+            f"ERROR scheduler_service.replay.recording_file recording ended early path={path}"
+            in core.log
         )
     assert path.stat().st_size == size
     shown = replay(str(path))

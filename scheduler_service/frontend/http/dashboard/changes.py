@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_service.frontend.http.dashboard.model import Column, Facts, View
+from scheduler_service.frontend.http.dashboard.view import Column, Facts, View
 
 
 def changes(old: View, new: View) -> dict[str, Any]:

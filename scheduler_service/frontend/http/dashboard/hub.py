@@ -16,8 +16,8 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.http.dashboard.changes import changes
-from scheduler_service.frontend.http.dashboard.model import View, view_of
 from scheduler_service.frontend.http.dashboard.series import FIELDS, Series
+from scheduler_service.frontend.http.dashboard.view import View, view_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,208 @@
+"""The frontends' streams: one `Attachment` each, which takes their messages in and sends them news.
+
+A step's news for a frontend is at most one message. If the frontend reads slowly, or all of its
+requests let their tokens wait, the news of several steps are merged into one; so what waits is
+bounded by what its requests may generate.
+"""
+
+import asyncio
+import logging
+from typing import TypeAlias
+
+import grpc
+
+from pagewire.v1 import model_pb2
+from pagewire.v1 import scheduler_service_pb2 as pb
+from scheduler_service import wire
+from scheduler_service.columns import from_column
+from scheduler_service.core.engine_outputs import EngineOutputs
+from scheduler_service.core_service.counters import ServiceCounts
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.holding import Holding
+from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.tasks import run_until_first, to_its_end
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 1.0
+"""For a message that is being written when the stream ends."""
+
+Context: TypeAlias = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
+
+
+class Attachment:
+    """One frontend's stream, from its first message to its end."""
+
+    def __init__(self, frontend_id: str, driver: CoreDriver) -> None:
+        self.frontend_id = frontend_id
+        self.accepts_requests = True
+        self._driver = driver
+        self._pending = EngineOutputs()
+        self._models: list[model_pb2.ModelInfo] | None = None
+        self._news = asyncio.Event()
+        self._holding = Holding()
+        self._hold: asyncio.TimerHandle | None = None
+        """Runs while tokens wait."""
+        self._closed: Exception | None = None
+
+    def deliver(self, outbox: EngineOutputs) -> None:
+        """Add to what the next message says, and send it as soon as its requests want."""
+        merge(self._pending, outbox)
+        delay_s = self._holding.delay_s(outbox)
+        if delay_s == 0:
+            self._news.set()
+        elif self._hold is None:
+            self._hold = asyncio.get_running_loop().call_later(delay_s, self._news.set)
+
+    def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
+        """Say in the next message which models can be served."""
+        self._models = models
+        self._news.set()
+
+    def close(self, error: Exception) -> None:
+        """End the stream with `error` once what is pending has been sent."""
+        self._closed = error
+        self._news.set()
+
+    def take_in(self, message: pb.FrontendMessage) -> None:
+        """Pass on what the frontend says; a request that is refused is news for it.
+
+        Raises InvalidArgument when the message itself is malformed.
+        """
+        for submit in message.submits:
+            self._submit(submit)
+        for handle in from_column(message.cancels, "cancels"):
+            self._holding.end(handle)
+            self._driver.cancel(self.frontend_id, handle)
+        for stop in message.stops:
+            self._driver.stop_choice(self.frontend_id, stop.handle, stop.num_tokens)
+
+    def _submit(self, submit: pb.Submit) -> None:
+        try:
+            if not self.accepts_requests:
+                raise Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
+            request = wire.decode_submit(submit, self.frontend_id, self._driver.clock())
+            self._driver.submit(request)
+            self._holding.begin(submit.handle, submit.max_hold_ms / 1000)
+        except PagewireError as error:
+            logger.info("request refused request_id=%s reason=%s", submit.request_id, error.reason)
+            self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
+        except Exception as error:  # a bug; it must not end the stream of all other requests
+            logger.exception("request failed request_id=%s", submit.request_id)
+            self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
+
+    async def read_all(self, context: Context) -> None:
+        """Take messages in until the frontend ends the stream.
+
+        Once it is closed, by a newer stream of the same frontend say, nothing more counts.
+        """
+        while (request := await context.read()) is not grpc.aio.EOF:
+            if self._closed is None:
+                self.take_in(request.message)
+
+    async def write_all(self, context: Context) -> None:
+        """Send news as they come; raises what `close` was told."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            message = self._next_message()
+            if message is not None:
+                await to_its_end(context.write(pb.AttachResponse(message=message)), FAREWELL_S)
+            if self._closed is not None and not self._news.is_set():
+                raise self._closed
+
+    def _next_message(self) -> pb.SchedulerMessage | None:
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
+        if not self._pending and self._models is None:
+            return None
+        message = wire.encode_outbox(self._pending)
+        self._pending = EngineOutputs()
+        if self._models is not None:
+            message.models.CopyFrom(pb.ServedModels(models=self._models))
+            self._models = None
+        return message
+
+
+class Attachments:
+    """All frontends' streams, at most one per frontend id."""
+
+    def __init__(self, driver: CoreDriver, counts: ServiceCounts) -> None:
+        self._driver = driver
+        self._counts = counts
+        self._models: list[model_pb2.ModelInfo] = []
+        self._attachments: dict[str, Attachment] = {}
+        self._accepts_requests = True
+
+    def __len__(self) -> int:
+        """Attached frontends."""
+        return len(self._attachments)
+
+    def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
+        """Tell every frontend, now and when it attaches, which models can be served."""
+        self._models = models
+        for attachment in self._attachments.values():
+            attachment.tell_models(models)
+
+    def refuse_requests(self) -> None:
+        """From now on every new request fails with Unavailable."""
+        self._accepts_requests = False
+        for attachment in self._attachments.values():
+            attachment.accepts_requests = False
+
+    def close(self, error: Exception) -> None:
+        """End every stream with `error`."""
+        for attachment in self._attachments.values():
+            attachment.close(error)
+
+    async def serve(self, context: Context) -> None:
+        """Run one stream to its end; a frontend's requests end with it.
+
+        Raises InvalidArgument for a malformed message, and Unavailable when the frontend has
+        attached anew or the service is shutting down.
+        """
+        first = await context.read()
+        if first is grpc.aio.EOF:
+            return
+        attachment = self._open(first.message)
+        try:
+            attachment.take_in(first.message)
+            await run_until_first(attachment.read_all(context), attachment.write_all(context))
+        finally:
+            self._leave(attachment)
+
+    def _open(self, first: pb.FrontendMessage) -> Attachment:
+        if not first.frontend_id:
+            raise InvalidArgument("frontend_id", "expected a name in the stream's first message")
+        former = self._attachments.get(first.frontend_id)
+        if former is not None:
+            self._leave(former)
+            former.close(Unavailable("the frontend attached anew", reason="STREAM_REPLACED"))
+        attachment = Attachment(first.frontend_id, self._driver)
+        attachment.accepts_requests = self._accepts_requests
+        attachment.tell_models(self._models)
+        self._attachments[first.frontend_id] = attachment
+        self._driver.add_frontend(first.frontend_id, attachment)
+        self._counts.num_attaches += 1
+        logger.info("frontend attached frontend_id=%s", first.frontend_id)
+        return attachment
+
+    def _leave(self, attachment: Attachment) -> None:
+        if self._attachments.get(attachment.frontend_id) is attachment:
+            del self._attachments[attachment.frontend_id]
+            self._driver.remove_frontend(attachment.frontend_id)
+            logger.info("frontend detached frontend_id=%s", attachment.frontend_id)
+
+
+def merge(pending: EngineOutputs, news: EngineOutputs) -> None:
+    """Append `news` to `pending`, column by column."""
+    pending.accepted.extend(news.accepted)
+    pending.token_handles.extend(news.token_handles)
+    pending.token_ids.extend(news.token_ids)
+    pending.logprobs.extend(news.logprobs)
+    pending.prompt_logprobs.extend(news.prompt_logprobs)
+    pending.choices_finished.extend(news.choices_finished)
+    pending.requests_finished.extend(news.requests_finished)
+    pending.requests_failed.extend(news.requests_failed)
+    pending.worker_losses.extend(news.worker_losses)

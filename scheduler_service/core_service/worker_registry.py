@@ -1,0 +1,283 @@
+"""Which workers there are: registration, lease, and the end of either.
+
+A worker's `RegisterWorker` stream is its registration; heartbeats on it renew its lease. As long as
+the leases of all ranks of a group hold, the group's link dials them and keeps them busy. The latest
+to register as some rank of a group replaces a former one, which is told to stop.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from pagewire.v1 import model_pb2, status_pb2
+from pagewire.v1 import scheduler_service_pb2 as pb
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core_service.counters import Meters
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.step_watchdog import StepTimeout
+from scheduler_service.core_service.worker_group import Worker, WorkerGroup
+from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, WorkerLink
+from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
+from scheduler_service.tasks import run_until_first, to_its_end
+
+logger = logging.getLogger(__name__)
+
+Context: TypeAlias = grpc.aio.ServicerContext[pb.RegisterWorkerRequest, pb.RegisterWorkerResponse]
+
+HELD_UP_SHARE = 0.1
+"""Share of the lease granted on top: a loop that was held up reads waiting heartbeats in it."""
+
+MAX_LOSSES = 32
+"""Losses that are remembered, for status pages."""
+
+FAREWELL_TIMEOUT_S = 1.0
+"""For a last message to a worker that may not listen any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoss:
+    """A worker that was lost, and when."""
+
+    group_id: str
+    rank: int
+    model: str
+    at: float
+
+
+class WorkerRegistry:
+    """All registered workers, by group."""
+
+    def __init__(
+        self,
+        driver: CoreDriver,
+        *,
+        lease_s: float,
+        scheduler_config: SchedulerConfig,
+        step_timeout: StepTimeout,
+        on_change: Callable[[], None],
+        dial: Dial,
+        meters: Meters,
+    ) -> None:
+        """`on_change` is called when a worker became ready or is no longer."""
+        self._driver = driver
+        self._lease_s = lease_s
+        self._scheduler_config = scheduler_config
+        self._step_timeout = step_timeout
+        self._on_change = on_change
+        self._dial = dial
+        self._meters = meters
+        self._groups: dict[str, WorkerGroup] = {}
+        self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
+        """The last workers that were lost, the last one last."""
+        self.num_losses = 0
+        """Workers lost so far."""
+
+    def __iter__(self) -> Iterator[WorkerGroup]:
+        """The groups by group id."""
+        return iter([self._groups[group_id] for group_id in sorted(self._groups)])
+
+    def served_models(self) -> list[model_pb2.ModelInfo]:
+        """What can be served now, by name; of several groups' lengths the greatest, as the core
+        places what is longer than the others allow where it fits."""
+        models: dict[str, model_pb2.ModelInfo] = {}
+        for group in self:
+            model = group.registration.model
+            known = models.get(model.name)
+            if group.is_ready and (known is None or model.max_model_len > known.max_model_len):
+                models[model.name] = model
+        return [models[name] for name in sorted(models)]
+
+    def groups_with(self, model: str) -> list[WorkerGroup]:
+        """Groups that have a model loaded, ready ones first."""
+        holders = [group for group in self if group.registration.model.name == model]
+        return sorted(holders, key=lambda group: not group.is_ready)
+
+    def drain(self, group_id: str) -> None:
+        """Move what a group runs to others of its model, and tell its workers to stop once nothing
+        is left: without another group, what runs is finished first.
+
+        Returns at once; raises UnknownWorkerGroup.
+        """
+        group = self._groups.get(group_id)
+        if group is None:
+            raise UnknownWorkerGroup(
+                f"no worker group {group_id!r} is registered", details={"group_id": group_id}
+            )
+        self._drain(group)
+
+    def _drain(self, group: WorkerGroup) -> None:
+        if not group.is_draining:
+            logger.info("draining group_id=%s", group.group_id)
+            self._meters.counts.num_drains += 1
+            group.drain()
+
+    def close(self) -> None:
+        """End every worker's stream; the processes go on and look for another core."""
+        for group in self:
+            for worker in group.workers:
+                worker.dismiss(None)
+
+    async def serve(self, context: Context) -> None:
+        """Run one worker's stream to its end.
+
+        Raises InvalidArgument for a malformed registration and Unavailable when the lease ends.
+        """
+        registration = await self._read_registration(context)
+        refusal = self._why_refused(registration)
+        if refusal is not None:
+            logger.warning("worker refused worker_id=%s reason=%s", registration.worker_id, refusal)
+            await _write(context, pb.WorkerDirective(stop=pb.Stop(reason=refusal)))
+            return
+        worker, group = self._join(registration)
+        try:
+            await run_until_first(
+                self._see_off(worker),
+                self._read_heartbeats(worker, group, context),
+                self._write_directives(worker, context),
+                self._watch_lease(worker),
+                group.step(),
+            )
+        finally:
+            self._leave(worker, group)
+
+    async def _read_registration(self, context: Context) -> pb.WorkerRegistration:
+        try:
+            async with asyncio.timeout(self._lease_s):
+                first = await context.read()
+        except TimeoutError:
+            raise InvalidArgument("registration", "expected within the lease's time") from None
+        if first is grpc.aio.EOF or not first.heartbeat.HasField("registration"):
+            raise InvalidArgument("registration", "expected in the stream's first message")
+        registration = first.heartbeat.registration
+        for field in ("worker_id", "group_id", "address"):
+            if not getattr(registration, field):
+                raise InvalidArgument(f"registration.{field}", "expected a value")
+        for field in ("name", "fingerprint", "max_model_len", "vocab_size", "block_size"):
+            if not getattr(registration.model, field):
+                raise InvalidArgument(f"registration.model.{field}", "expected a value")
+        if registration.last_epoch > MAX_EPOCH:
+            raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")
+        return registration
+
+    def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
+        """Why the worker cannot join, or None. A worker it would replace does not count."""
+        group = self._groups.get(registration.group_id) or self._make_group(registration)
+        return group.why_refused(registration) or self._why_others_object(registration)
+
+    def _why_others_object(self, registration: pb.WorkerRegistration) -> str | None:
+        """Groups that serve a model of the same name must serve the same model."""
+        model = registration.model
+        for other in self.groups_with(model.name):
+            if other.group_id == registration.group_id:
+                continue
+            for fact in ("fingerprint", "dtype", "structured_output"):
+                theirs, ours = getattr(model, fact), getattr(other.registration.model, fact)
+                if theirs != ours:
+                    return (
+                        f"model {model.name!r} is served with {fact} {ours} by group "
+                        f"{other.group_id!r}; this worker has {theirs}"
+                    )
+        return None
+
+    def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, WorkerGroup]:
+        """The worker, and the group that it is part of now."""
+        worker = Worker(registration, self._driver.clock())
+        worker.directives.put_nowait(
+            pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self._lease_s * 1000)))
+        )
+        group = self._groups.get(registration.group_id)
+        if group is None:
+            group = self._groups[registration.group_id] = self._make_group(registration)
+        group.join(worker)
+        self._meters.counts.num_registrations += 1
+        logger.info(
+            "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"
+            " version=%s",
+            registration.worker_id,
+            registration.group_id,
+            registration.rank,
+            group.world_size,
+            registration.address,
+            registration.model.name,
+            registration.version,
+        )
+        return worker, group
+
+    def _make_group(self, registration: pb.WorkerRegistration) -> WorkerGroup:
+        return WorkerGroup(
+            registration,
+            lambda ranks: WorkerLink(
+                ranks,
+                self._driver,
+                self._scheduler_config,
+                self._on_change,
+                self._step_timeout,
+                self._dial,
+                self._meters,
+            ),
+        )
+
+    def _leave(self, worker: Worker, group: WorkerGroup) -> None:
+        group.leave(worker)
+        if group.is_empty and self._groups.get(group.group_id) is group:
+            del self._groups[group.group_id]
+        self._on_change()
+        worker_id, rank = worker.registration.worker_id, worker.registration.rank
+        if worker.dismissed.is_set() or group.is_draining:
+            logger.info(
+                "worker left worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
+            )
+        else:
+            self._note_loss(worker)
+            logger.warning(
+                "worker lost worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
+            )
+
+    def _note_loss(self, worker: Worker) -> None:
+        of = worker.registration
+        self.num_losses += 1
+        self.losses.append(WorkerLoss(of.group_id, of.rank, of.model.name, self._driver.clock()))
+
+    async def _read_heartbeats(self, worker: Worker, group: WorkerGroup, context: Context) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            worker.last_heartbeat = self._driver.clock()
+            if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
+                self._drain(group)
+
+    async def _see_off(self, worker: Worker) -> None:
+        """Return when the worker is dismissed, and has been told so if its process shall end."""
+        await worker.dismissed.wait()
+        if worker.stop_reason is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                    await worker.told_to_stop.wait()
+
+    async def _write_directives(self, worker: Worker, context: Context) -> None:
+        while True:
+            directive = await worker.directives.get()
+            await _write(context, directive)
+            if directive.HasField("stop"):
+                worker.told_to_stop.set()
+
+    async def _watch_lease(self, worker: Worker) -> None:
+        while (left_s := self._lease_left(worker)) > 0:
+            await asyncio.sleep(left_s)
+            if self._lease_left(worker) <= 0:
+                await asyncio.sleep(self._lease_s * HELD_UP_SHARE)
+        self._meters.counts.num_lease_expiries += 1
+        logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
+        raise Unavailable(f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED")
+
+    def _lease_left(self, worker: Worker) -> float:
+        return worker.last_heartbeat + self._lease_s - self._driver.clock()
+
+
+async def _write(context: Context, directive: pb.WorkerDirective) -> None:
+    message = pb.RegisterWorkerResponse(directive=directive)
+    await to_its_end(context.write(message), FAREWELL_TIMEOUT_S)

@@ -1,0 +1,320 @@
+"""The core's line to one worker group: dial, size and make its caches, step, and dial again.
+
+    GetInfo ──▶ ProfileBlocks, once ──▶ InitializeCache(epoch) ──▶ ExecuteSteps ──▶ drained
+       ▲                                                                │
+       └────────── a greater epoch, after a pause ◀─── broken, or a step overdue
+
+Most groups are one worker. Of several ranks all are called alike: the least of what they profiled
+is made on each, under the same epoch, and each gets the same plans.
+
+While the workers' leases hold, the link tries again; when one ends, the link is cancelled. Either
+way the group's sequences go back to the core's queue at once. Two things end it for good: steps
+that hang again and again, and an epoch that another core has drawn, whose worker it is then.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import status_pb2
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.scheduling.pipeline import ResultMismatch
+from scheduler_service.core_service.counters import Meters
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.hangs import GroupHung, Hangs
+from scheduler_service.core_service.step_stream import LinkFailed, StepOverdue, StepStream
+from scheduler_service.core_service.step_watchdog import StepTimeout, StepTimes
+from scheduler_service.errors import PagewireError
+from scheduler_service.tasks import run_all
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+"""For what a worker answers without work."""
+
+PROFILE_TIMEOUT_S = 600.0
+"""For a forward pass of the largest batch, and for making the caches."""
+
+MAX_EPOCH = 2**63
+"""Above what any worker can have seen, and with room above it: an epoch is a uint64 on the wire."""
+
+MIN_PAUSE_S = 0.1
+MAX_PAUSE_S = 5.0
+STABLE_AFTER_S = 30.0
+"""A stream that lasted this long was sound: after it the pauses start short again."""
+
+
+Response = TypeVar("Response")
+Stubs: TypeAlias = Sequence[WorkerServiceStub]
+"""Of a group's ranks, in order."""
+Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]]
+"""A stub of the worker at an address, on a connection of its own."""
+
+
+class CannotServe(Exception):
+    """The worker is sound, but this core can never use it; trying again would not help."""
+
+
+class TakenOver(Exception):
+    """Another core plans for the worker."""
+
+
+class WorkerLink:
+    """From the first calls to a group's registered workers to its last step."""
+
+    def __init__(
+        self,
+        ranks: Sequence[pb.WorkerRegistration],
+        driver: CoreDriver,
+        config: SchedulerConfig,
+        on_change: Callable[[], None],
+        step_timeout: StepTimeout,
+        dial: Dial,
+        meters: Meters,
+    ) -> None:
+        """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
+        self.state = status_pb2.WORKER_STATE_STARTING
+        self.epoch = max(rank.last_epoch for rank in ranks)
+        self._ranks = ranks
+        self._group_id = ranks[0].group_id
+        self._driver = driver
+        self._config = config
+        self._on_change = on_change
+        self._dial = dial
+        self._num_former_steps = 0
+        self._blocks: worker_pb.ProfileBlocksResponse | None = None
+        self._stream: StepStream | None = None
+        self._draining = asyncio.Event()
+        self._step_times = StepTimes(step_timeout)
+        self._meters = meters
+        self._hangs = Hangs()
+        self._has_drawn = False
+        """Whether an epoch was drawn here: all before were other links' or other cores'."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the group takes nothing new."""
+        return self._draining.is_set()
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether anything may run at the workers: without, they are being sized or dialled."""
+        return self._stream is not None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps executed since the group was whole."""
+        return self._num_former_steps + (self._stream.num_steps if self._stream else 0)
+
+    def drain(self) -> None:
+        """Take nothing new; `run` returns when nothing is left here."""
+        self._draining.set()
+        if self._stream is not None:
+            self._stream.drain()
+            self._driver.drain_group(self._group_id)
+            self._set_state(status_pb2.WORKER_STATE_DRAINING)
+
+    async def run(self) -> None:
+        """Keep the group busy until it is drained.
+
+        Raises CannotServe, TakenOver or GroupHung.
+        """
+        pause_s = MIN_PAUSE_S
+        while not self._draining.is_set():
+            started_at = self._driver.clock()
+            failure = await self._try_session()
+            if failure is None:
+                break
+            if self._driver.clock() - started_at > STABLE_AFTER_S:
+                pause_s = MIN_PAUSE_S
+            await self._pause(failure, pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try_session(self) -> str | None:
+        """One try, from dialling to drained; why it failed, or None."""
+        self._set_state(status_pb2.WORKER_STATE_STARTING)
+        try:
+            # On connections of its own: one that was cut off may seem to be there for long.
+            async with AsyncExitStack() as stack:
+                stubs = [
+                    await stack.enter_async_context(self._dial(rank.address))
+                    for rank in self._ranks
+                ]
+                await self._execute_steps(stubs, await self._prepare(stubs))
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name} {error.details()}"
+        except StepOverdue as error:
+            self._hangs.note(error)
+            self._meters.counts.num_steps_overdue += 1
+            return str(error)
+        except (LinkFailed, ResultMismatch, PagewireError) as error:
+            return str(error)
+        except GroupHung:
+            self._meters.counts.num_groups_hung += 1
+            raise
+        except (CannotServe, TakenOver):
+            raise
+        except Exception as error:
+            logger.exception("unexpected error in a worker's link group_id=%s", self._group_id)
+            return f"unexpected {type(error).__name__}"
+        return None
+
+    async def _prepare(self, stubs: Stubs) -> WorkerGroupCapacity:
+        """Draw a new epoch and have the caches made for it."""
+        infos = await run_all(*map(self._get_info, stubs, self._ranks))
+        self._hangs.check(infos)
+        self._draw_epoch(max(info.last_epoch for info in infos))
+        blocks = self._blocks = self._blocks or await self._profile_blocks(stubs)
+        request = worker_pb.InitializeCacheRequest(
+            num_gpu_blocks=blocks.num_gpu_blocks,
+            num_cpu_blocks=blocks.num_cpu_blocks,
+            epoch=self.epoch,
+        )
+        await run_all(
+            *(_answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
+        )
+        together = all(info.takes_several_plans for info in infos)
+        return self._capacity(blocks, takes_several_plans=together)
+
+    def _draw_epoch(self, last_epoch: int) -> None:
+        """An epoch above all that the workers have seen.
+
+        Raises TakenOver if one was not ours, and CannotServe if no core can have drawn it.
+        """
+        if last_epoch > MAX_EPOCH:
+            raise CannotServe(f"a worker has seen epoch {last_epoch}, which no core draws")
+        if self._has_drawn and last_epoch > self.epoch:
+            raise TakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
+        self.epoch = max(self.epoch, last_epoch) + 1
+        self._has_drawn = True
+
+    async def _get_info(
+        self, stub: WorkerServiceStub, rank: pb.WorkerRegistration
+    ) -> worker_pb.GetInfoResponse:
+        info = await stub.GetInfo(worker_pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        if info.worker_id != rank.worker_id:
+            raise LinkFailed(
+                f"{rank.address} is worker {info.worker_id}, "
+                f"not {rank.worker_id}: does --advertise name this worker?"
+            )
+        return info
+
+    async def _profile_blocks(self, stubs: Stubs) -> worker_pb.ProfileBlocksResponse:
+        """What fits on every rank, measured once: it costs a forward pass, and memory does not
+        change."""
+        request = worker_pb.ProfileBlocksRequest(
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+        )
+        try:
+            found = await run_all(
+                *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # its memory will not grow
+                raise CannotServe(error.details()) from error
+            raise
+        blocks = worker_pb.ProfileBlocksResponse(
+            num_gpu_blocks=min(each.num_gpu_blocks for each in found),
+            num_cpu_blocks=min(each.num_cpu_blocks for each in found),
+        )
+        if blocks.num_gpu_blocks < 1:
+            raise CannotServe("not a single block fits into the worker's memory")
+        return blocks
+
+    def _capacity(
+        self, blocks: worker_pb.ProfileBlocksResponse, *, takes_several_plans: bool
+    ) -> WorkerGroupCapacity:
+        model = self._ranks[0].model
+        try:
+            return WorkerGroupCapacity(
+                group_id=self._group_id,
+                model=model.name,
+                num_gpu_blocks=blocks.num_gpu_blocks,
+                num_cpu_blocks=blocks.num_cpu_blocks,
+                block_size=model.block_size,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                takes_several_plans=takes_several_plans,
+            )
+        except ValueError as error:
+            raise CannotServe(str(error)) from error
+
+    async def _execute_steps(self, stubs: Stubs, capacity: WorkerGroupCapacity) -> None:
+        """Step until drained. However this ends, the core knows that the group is gone."""
+        if self._draining.is_set():
+            return
+        calls = [stub.ExecuteSteps() for stub in stubs]
+        self._stream = StepStream(
+            calls,
+            self._driver,
+            sampler=self._sampler(),
+            group_id=self._group_id,
+            epoch=self.epoch,
+            times=self._step_times,
+            meter=self._meters.steps_of(capacity.model),
+        )
+        try:
+            work = self._add_group(capacity)
+            self._set_state(status_pb2.WORKER_STATE_READY)
+            logger.info(
+                "group ready group_id=%s num_ranks=%d epoch=%d num_gpu_blocks=%d",
+                self._group_id,
+                len(self._ranks),
+                self.epoch,
+                capacity.num_gpu_blocks,
+            )
+            await self._stream.run(work)
+        finally:
+            for call in calls:
+                call.cancel()
+            self._hangs.note_stream(self._stream.num_steps)
+            self._num_former_steps, self._stream = self.num_steps, None
+            self._driver.remove_group(self._group_id)
+            self._set_state(status_pb2.WORKER_STATE_LOST)
+
+    def _sampler(self) -> int:
+        """Index of the rank whose results count. Raises CannotServe unless there is just one."""
+        samplers = [index for index, rank in enumerate(self._ranks) if rank.samples]
+        if len(self._ranks) == 1:
+            return 0
+        if len(samplers) != 1:
+            raise CannotServe(f"expected one rank that samples, got ranks {samplers}")
+        return samplers[0]
+
+    def _add_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
+        try:
+            return self._driver.add_group(capacity)
+        except ValueError as error:
+            raise CannotServe(str(error)) from error
+
+    async def _pause(self, failure: str, pause_s: float) -> None:
+        self._meters.counts.num_link_failures += 1
+        logger.warning(
+            "worker link failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
+            self._group_id,
+            ",".join(rank.worker_id for rank in self._ranks),
+            self.epoch,
+            pause_s,
+            failure,
+        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._draining.wait()
+
+    def _set_state(self, state: status_pb2.WorkerState.ValueType) -> None:
+        if state != self.state:
+            self.state = state
+            self._on_change()
+
+
+async def _answer(call: Awaitable[Response]) -> Response:
+    """A call as a coroutine."""
+    return await call

@@ -1,0 +1,253 @@
+"""The frontend's one stream to the scheduler core.
+
+All requests of this frontend travel on it. The link keeps trying for as long as the process lives;
+when the core comes back, every open request is submitted again with the tokens it has, so that its
+client notices a pause and nothing else.
+
+A refusal that is only a matter of time, such as a new core that has not heard of the model yet,
+makes a request wait instead of failing it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import grpc
+
+from pagewire.v1 import model_pb2
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from scheduler_service.columns import from_column
+from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
+from scheduler_service.frontend.core_connection import CoreConnection
+from scheduler_service.frontend.outgoing import Outgoing
+from scheduler_service.frontend.output.choice_stream import ChoiceStream
+from scheduler_service.frontend.output.request_stream import RequestStream
+from scheduler_service.status_codes import from_failed
+from scheduler_service.tasks import run_until_first
+from service_common.repetition import Repetition
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5
+MAX_HANDLE = 2**31 - 1
+
+
+class CoreLink:
+    """Carries requests to the core and its news back to their streams."""
+
+    def __init__(
+        self,
+        core: CoreConnection,
+        frontend_id: str,
+        on_models: Callable[[Iterable[model_pb2.ModelInfo]], None],
+    ) -> None:
+        """`on_models` hears which models can be served: none while the core is away."""
+        self._core = core
+        self._frontend_id = frontend_id
+        self._on_models = on_models
+        self._requests: dict[int, RequestStream] = {}
+        self._choices: dict[int, tuple[RequestStream, ChoiceStream]] = {}
+        self._without_model: dict[RequestStream, None] = {}
+        """Requests whose model the core does not know yet."""
+        self._next_handle = 1
+        self.is_attached = False
+        """Whether the core is there and has spoken."""
+        self.num_core_losses = 0
+        """Streams that broke after it had."""
+        self._outgoing = Outgoing()
+        self._failures = Repetition()
+        self._is_waited_for = True
+        """Whether it has not been missed yet: services may start in any order."""
+
+    # What requests ask of the link.
+
+    def submit(self, request: RequestStream) -> None:
+        """Send a request that has begun; it is kept until `close`."""
+        request.handle = self._take_handles(len(request.choices))
+        self._requests[request.handle] = request
+        for choice in request.choices:
+            self._choices[request.handle + choice.index] = (request, choice)
+        self._outgoing.submit(request)
+
+    def close(self, request: RequestStream) -> None:
+        """Forget a request; the core is told to end it unless it has ended."""
+        if self._requests.pop(request.handle, None) is None:
+            return
+        self._without_model.pop(request, None)
+        for choice in request.choices:
+            del self._choices[request.handle + choice.index]
+        if not request.has_ended_at_core:
+            self._outgoing.cancel(request)
+
+    def _take_handles(self, count: int) -> int:
+        """The first of `count` free handles in a row."""
+        while True:
+            first = self._next_handle
+            if first + count > MAX_HANDLE:
+                self._next_handle = 1
+                continue
+            self._next_handle = first + count
+            if self._choices.keys().isdisjoint(range(first, first + count)):
+                return first
+
+    def _unfinished(self) -> list[RequestStream]:
+        """Those of which a core has more to say: others wait for a slow reader alone."""
+        return [each for each in self._requests.values() if not each.has_ended_at_core]
+
+    # The stream's life.
+
+    async def run(self) -> None:
+        """Attach, again and again, until cancelled."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            try:
+                await self._core.renew()
+                await self._attach()
+            except grpc.aio.AioRpcError as error:
+                self._log_lost(error)
+            # A frontend without its link is of no use; whatever went wrong, a new stream may do.
+            except Exception:
+                logger.exception("core stream failed")
+            if self.is_attached:
+                backoff_s = MIN_BACKOFF_S
+                self._detach()
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _attach(self) -> None:
+        """One stream from its first to its last message."""
+        self._without_model.clear()
+        self._outgoing = Outgoing(self._frontend_id)
+        for request in self._unfinished():
+            self._outgoing.submit(request)
+        call = self._core.Attach()
+        try:
+            # A TaskGroup will not do: one that is failing swallows a cancellation (until Python
+            # 3.13), and the loop around this would then never end.
+            await run_until_first(self._read(call), self._write(call))
+        finally:
+            call.cancel()
+
+    async def _read(self, call: Any) -> None:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            self._receive(response.message)
+
+    async def _write(self, call: Any) -> None:
+        with suppress(asyncio.InvalidStateError):
+            while True:
+                message = await self._outgoing.next()
+                await call.write(scheduler_pb.AttachRequest(message=message))
+        # A write on a stream that has ended fails without a reason; it is the read's to tell.
+        await asyncio.get_running_loop().create_future()
+
+    def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
+        failure = f"{error.code().name}: {error.details()}"
+        if not self._failures.is_news(failure):
+            return
+        if self._is_waited_for:
+            self._is_waited_for = False
+            logger.info("waiting for the core reason=%s", failure)
+        else:
+            logger.warning("no core num_requests=%d reason=%s", len(self._requests), failure)
+
+    def _detach(self) -> None:
+        self.is_attached = False
+        self.num_core_losses += 1
+        for request in self._unfinished():
+            request.stopwatch.lost()
+        self._on_models(())
+
+    # The core's news.
+
+    def _receive(self, message: scheduler_pb.SchedulerMessage) -> None:
+        """Deliver in the message's order; then each request that got something goes on."""
+        if not self.is_attached:
+            self.is_attached = True
+            self._is_waited_for = False
+            self._failures.end()
+            logger.info("attached to core num_requests=%d", len(self._requests))
+        if message.HasField("models"):
+            self._take_models(message.models.models)
+        for handle in from_column(message.accepted, "accepted"):
+            if request := self._requests.get(handle):
+                request.receive_accepted()
+        for handle in from_column(message.worker_losses, "worker_losses"):
+            if request := self._requests.get(handle):
+                request.num_worker_losses += 1
+        for request in self._deliver(message):
+            with self._failing_alone(request):
+                for choice in request.advance():
+                    self._outgoing.stop(request, choice)
+        for finished in message.requests_finished:
+            if request := self._requests.get(finished.handle):
+                with self._failing_alone(request):
+                    request.receive_finished(finished)
+        for failed in message.requests_failed:
+            if request := self._requests.get(failed.handle):
+                self._fail(request, _error_of(failed, request))
+
+    def _deliver(self, message: scheduler_pb.SchedulerMessage) -> Iterable[RequestStream]:
+        """Hand everything to its choice or request; those that got something, in order."""
+        touched: dict[RequestStream, None] = {}
+        token_ids = from_column(message.token_ids, "token_ids")
+        handles = from_column(message.token_handles, "token_handles")
+        for handle, token_id in zip(handles, token_ids, strict=True):
+            if known := self._choices.get(handle):
+                request, choice = known
+                choice.receive_token(token_id)
+                touched[request] = None
+        for entry in message.logprobs:
+            if known := self._choices.get(entry.handle):
+                known[1].receive_logprobs(entry)
+        for update in message.prompt_logprobs:
+            if request_ := self._requests.get(update.handle):
+                with self._failing_alone(request_):
+                    request_.receive_prompt_logprobs(update)
+                touched[request_] = None
+        for finished in message.choices_finished:
+            if known := self._choices.get(finished.handle):
+                known[1].receive_finish(finished)
+                touched[known[0]] = None
+        return touched
+
+    def _fail(self, request: RequestStream, error: PagewireError) -> None:
+        """Pass a refusal on, unless it is a matter of time for a request that is good.
+
+        A core that is going leaves it to the next one, which finds out anew which models it has.
+        """
+        if isinstance(error, UnknownModel):
+            self._without_model[request] = None
+        elif error.reason != "SHUTTING_DOWN":
+            request.receive_failed(error)
+            return
+        logger.info("request waits request_id=%s reason=%s", request.request_id, error.reason)
+        request.stopwatch.lost()
+
+    def _take_models(self, models: Sequence[model_pb2.ModelInfo]) -> None:
+        self._on_models(models)
+        served = {info.name for info in models}
+        for request in [r for r in self._without_model if r.model_name in served]:
+            del self._without_model[request]
+            self._outgoing.submit(request)
+
+    @contextmanager
+    def _failing_alone(self, request: RequestStream) -> Iterator[None]:
+        """Whatever goes wrong inside ends this request with an error, and no other."""
+        try:
+            yield
+        except Exception:
+            logger.exception("request failed request_id=%s", request.request_id)
+            request.fail(PagewireError("internal error"))
+            self.close(request)
+
+
+def _error_of(failed: scheduler_pb.RequestFailed, request: RequestStream) -> PagewireError:
+    retry_delay_s = failed.retry_delay_us / 1e6 if failed.HasField("retry_delay_us") else None
+    details = {detail.key: detail.value for detail in failed.details}
+    error = from_failed(failed.code, failed.reason, failed.message, details, retry_delay_s)
+    if isinstance(error, InvalidArgument):
+        return InvalidArgument(request.client_field(error.field), error.expected)
+    return error

@@ -1,0 +1,243 @@
+"""Requests and answers of `/v1/chat/completions`, as the OpenAPI document tells them."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from scheduler_service.frontend.http.completion_schema import PromptLogprobsBody, UsageBody
+from scheduler_service.frontend.http.openai.sampling import (
+    MAX_UINT32,
+    JsonList,
+    JsonObject,
+    ListOf,
+    SamplingFields,
+    Strict,
+    Text,
+)
+
+
+class TextPart(Strict):
+    """A part of a turn's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    """A function and its arguments, as JSON text."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCallBody(Strict):
+    """A call that the model asked for."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = Field(None, description="Ignored: calls are in their order.")
+
+
+class ChatMessageBody(Strict):
+    """One turn. The fields that an answer has and nobody reads may be sent back."""
+
+    role: Text = Field(description="`developer` is `system` to the model.")
+    content: str | ListOf[TextPart] | None = None
+    name: str | None = None
+    tool_calls: ListOf[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same by another name.")
+    refusal: str | None = Field(None, description="Ignored.")
+    annotations: JsonList | None = Field(None, description="Ignored.")
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionBody(Strict):
+    """A function that the model may ask to be called."""
+
+    name: Text
+    description: str | None = None
+    parameters: JsonObject | None = Field(None, description="JSON schema.")
+    strict: bool | None = Field(None, description="Required calls are always in the schema.")
+
+
+class ToolBody(Strict):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Strict):
+    """A function, by its name."""
+
+    name: Text
+
+
+class NamedToolChoice(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatPrompt(Strict):
+    """A conversation, and how the model's chat template renders it."""
+
+    messages: Annotated[ListOf[ChatMessageBody], Field(min_length=1)]
+    tools: ListOf[ToolBody] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="Further variables for the template."
+    )
+    documents: ListOf[JsonObject] | None = Field(
+        None, description="The template's variable of this name."
+    )
+    reasoning_effort: str | None = Field(None, description="The template's variable of this name.")
+    add_special_tokens: Literal[False] | None = Field(
+        None, description="Special tokens are those that the template writes."
+    )
+
+
+class ChatRequest(ChatPrompt, SamplingFields):
+    """A conversation to answer."""
+
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_UINT32, description="Most output tokens; as many as fit if absent."
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_UINT32, description="The same by its former name."
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
+    echo: Literal[False] | None = Field(None, description="An answer is what is new.")
+    modalities: ListOf[Literal["text"]] | None = None
+    verbosity: str | None = Field(None, description="Ignored.")
+    include_reasoning: bool | None = Field(
+        None, description="Ignored: what a model writes of its thoughts is text."
+    )
+    functions: None = Field(None, description="Say `tools`.")
+    function_call: None = Field(None, description="Say `tool_choice`.")
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    moderation: None = None
+
+
+class TopLogprob(BaseModel):
+    """One token that might stand at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobBody(TopLogprob):
+    """The token that stands there."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobsBody(BaseModel):
+    """Log probabilities of a choice's tokens."""
+
+    content: list[TokenLogprobBody]
+    refusal: None
+
+
+class AnswerToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AnswerMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobsBody | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class FunctionDelta(BaseModel):
+    """More of a call; its name comes once, its arguments in pieces."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """More of the call with this index."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class Delta(BaseModel):
+    """What is new of a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(BaseModel):
+    """What is new of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobsBody | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """What is new."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: UsageBody | None = None
+    prompt_logprobs: PromptLogprobsBody | None = None
+    prompt_token_ids: list[int] | None = None

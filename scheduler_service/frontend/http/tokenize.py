@@ -1,0 +1,116 @@
+"""`/tokenize`, `/detokenize` and `/version`, as vLLM words them."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend import text_calls
+from scheduler_service.frontend.http.callers import Caller
+from scheduler_service.frontend.http.chat_prompt import chat_of
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES
+from scheduler_service.frontend.http.openai.protocol import ChatPrompt
+from scheduler_service.frontend.http.openai.sampling import ListOf, Strict, TokenId
+from scheduler_service.frontend.http.services import HttpServices
+from service_common.version import VERSION
+
+
+class TokenizeText(Strict):
+    """A text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatPrompt):
+    """A conversation, by the model's chat template."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(BaseModel):
+    """Token ids, and how the vocabulary writes them where that was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeBody(Strict):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: ListOf[TokenId]
+    skip_special_tokens: bool = Field(False, description="Leave special tokens out, as answers do.")
+
+
+class Detokenized(BaseModel):
+    """Their text."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    """What runs here."""
+
+    version: str
+
+
+def make_router(services: HttpServices) -> APIRouter:
+    """The three endpoints."""
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post(
+        "/tokenize",
+        summary="Text to token ids",
+        responses=ERROR_RESPONSES,
+        response_model=Tokens,
+    )
+    async def tokenize(body: TokenizeText | TokenizeChat, caller: Caller) -> dict[str, Any]:
+        """Of a text, or of a conversation by the model's chat template."""
+        request = inference_pb.TokenizeRequest()
+        if isinstance(body, TokenizeText):
+            request.text = body.prompt
+            request.add_special_tokens = body.add_special_tokens
+        else:
+            request.chat.CopyFrom(chat_of(body))
+        model = services.models.current(body.model, caller)
+        answer = await text_calls.tokenize(request, model)
+        return {
+            "count": len(answer.token_ids),
+            "max_model_len": answer.max_model_len,
+            "tokens": list(answer.token_ids),
+            "token_strs": list(answer.tokens) if body.return_token_strs else None,
+        }
+
+    @router.post(
+        "/detokenize",
+        summary="Token ids to text",
+        responses=ERROR_RESPONSES,
+        response_model=Detokenized,
+    )
+    async def detokenize(body: DetokenizeBody, caller: Caller) -> dict[str, str]:
+        """Bytes that are no whole character show as U+FFFD."""
+        request = inference_pb.DetokenizeRequest(
+            token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
+        model = services.models.current(body.model, caller)
+        try:
+            answer = await text_calls.detokenize(request, model)
+        except InvalidArgument as error:
+            field = error.field.replace("token_ids", "tokens")
+            raise InvalidArgument(field, error.expected) from None
+        return {"prompt": answer.text}
+
+    @router.get("/version", summary="Version", responses=ERROR_RESPONSES, response_model=Version)
+    async def version(caller: Caller) -> dict[str, str]:
+        """Of this software."""
+        return {"version": VERSION}
+
+    return router

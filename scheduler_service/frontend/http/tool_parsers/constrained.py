@@ -1,0 +1,73 @@
+"""Calls where the request left the model no choice but to call: its schema, and its reading."""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from scheduler_service.frontend.http.tool_parsers.base import CallArguments, CallStart, Event
+from scheduler_service.frontend.http.tool_parsers.partial_json import JsonCall
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def required_schema(tools: Sequence[tuple[str, dict[str, Any] | None]], *, one: bool) -> str:
+    """JSON schema of a list of calls of these functions (name, parameters), at least one."""
+    call_schemas = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": parameters or NO_PARAMETERS},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": call_schemas}}
+    if one:
+        schema["maxItems"] = 1
+    return json.dumps(schema)
+
+
+def named_schema(parameters: dict[str, Any] | None) -> str:
+    """JSON schema of the arguments of one function."""
+    return json.dumps(parameters or NO_PARAMETERS)
+
+
+class RequiredParser:
+    """A list of calls; see `ToolCallParser`."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._call: JsonCall | None = None
+
+    def push(self, text: str) -> list[Event]:
+        """Calls; what stands between them is the list's."""
+        events: list[Event] = []
+        for char in text:
+            if self._call is None and char == "{":
+                self._call = JsonCall(self._names)
+            if self._call is not None:
+                events += self._call.push(char)
+                if self._call.is_done or self._call.is_invalid:
+                    self._call = None
+        return events
+
+    def finish(self) -> list[Event]:
+        """A call that was cut off stays so."""
+        return []
+
+
+class NamedParser:
+    """The arguments of a call of one function; see `ToolCallParser`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_started = False
+
+    def push(self, text: str) -> list[Event]:
+        """All text is arguments."""
+        started, self._has_started = self._has_started, True
+        return [*([] if started else [CallStart(self._name)]), CallArguments(text)]
+
+    def finish(self) -> list[Event]:
+        """Nothing is held back."""
+        return []

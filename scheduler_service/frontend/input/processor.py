@@ -1,0 +1,253 @@
+"""A request with nothing left open: tokens instead of text, values instead of defaults."""
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from google.protobuf.message import Message
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import sampling_pb2
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from scheduler_service.columns import to_column
+from scheduler_service.errors import InvalidArgument, PromptTooLong
+from scheduler_service.frontend.fingerprint import fingerprint
+from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
+from scheduler_service.frontend.output.stop_strings import StopStrings
+from scheduler_service.frontend.served_models import ServedModel
+from scheduler_service.frontend.structured.constraint import constraint_of
+
+T = TypeVar("T")
+
+SEED_BITS = 53
+"""Drawn seeds fit a double, so that a client in any language can send one back unharmed."""
+
+
+def draw_request_id() -> str:
+    """An id for a request that brings none."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledRequest:
+    """What a stream needs to know of its request, and what the core is told of it."""
+
+    submit: scheduler_pb.Submit
+    """Complete but for handle, timeout, generated tokens, and what became of it so far."""
+    model: ServedModel
+    prompt_token_ids: Sequence[int]
+    num_choices: int
+    """Choices that the core generates."""
+    num_returned: int
+    """Choices that the client gets: fewer where the best of all candidates are returned."""
+    seed: int
+    min_tokens: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    """All tokens that end a choice."""
+    reported_stop_token_ids: frozenset[int]
+    """Of those, the ones told as the stop reason: not plain ends of sequence."""
+    stop: StopStrings
+    include_stop: bool
+    skip_special_tokens: bool
+    num_logprobs: int | None
+    wants_prompt_logprobs: bool
+    resume: Sequence[inference_pb.ResumedChoice]
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the choices are candidates, of which the most probable are returned."""
+        return self.num_choices > self.num_returned
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether tokens go to the client as they come. Otherwise the choices are known only when
+        all have ended; the client gets nothing before, and a resumed request begins anew."""
+        return not (self.is_ranked or self.submit.HasField("beam_search"))
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether each token comes with its log probability."""
+        return self.is_ranked or self.num_logprobs is not None
+
+    def make_detokenizer(self) -> Detokenizer:
+        """For one choice."""
+        if self.model.tokenizer is None:
+            return NoText()
+        return self.model.tokenizer.detokenizer(skip_special_tokens=self.skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text; empty without a tokenizer."""
+        tokenizer = self.model.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def settle(
+    request: inference_pb.GenerateRequest, request_id: str, model: ServedModel, prompt: list[int]
+) -> SettledRequest:
+    """Fill in what a checked request leaves open.
+
+    Raises PromptTooLong, and UnsupportedByModel for what needs a tokenizer where there is none.
+    """
+    params = request.sampling_params
+    max_tokens = _max_tokens(params, model, len(prompt))
+    stop_token_ids, reported = _stop_tokens(params, model)
+    seed = params.seed if params.HasField("seed") else secrets.randbits(SEED_BITS)
+    if params.stop:
+        model.require_tokenizer("sampling_params.stop")
+    n = _or(params, "n", 1)
+    num_choices = _or(params, "best_of", n)
+    return SettledRequest(
+        submit=scheduler_pb.Submit(
+            request_id=request_id,
+            model=model.info.name,
+            priority=request.priority,
+            prompt_token_ids=to_column(prompt),
+            num_choices=num_choices,
+            max_tokens=max_tokens,
+            stop_token_ids=to_column(sorted(stop_token_ids)),
+            beam_search=_beam_search(params),
+            sampling=_sampler_params(params, model, seed, stop_token_ids),
+            # A stop string is found here: held back, its tokens would be followed by useless ones.
+            max_hold_ms=0 if params.stop else request.max_hold_ms,
+            attempt=request.attempt,
+            fingerprint=fingerprint(request),
+        ),
+        model=model,
+        prompt_token_ids=prompt,
+        num_choices=num_choices,
+        num_returned=n,
+        seed=seed,
+        min_tokens=params.min_tokens,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        reported_stop_token_ids=reported,
+        stop=StopStrings(params.stop),
+        include_stop=params.include_stop_in_output,
+        skip_special_tokens=_or(params, "skip_special_tokens", True),
+        num_logprobs=params.logprobs if params.HasField("logprobs") else None,
+        wants_prompt_logprobs=params.HasField("prompt_logprobs"),
+        resume=request.resume,
+    )
+
+
+def _max_tokens(params: sampling_pb2.SamplingParams, model: ServedModel, num_prompt: int) -> int:
+    """As asked or as the model's author says, within the room that the prompt leaves."""
+    max_model_len = model.info.max_model_len
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt} tokens; prompt and output together are limited to "
+            f"{max_model_len}",
+            details={"prompt_tokens": num_prompt, "max_model_len": max_model_len},
+        )
+    if params.HasField("max_tokens"):
+        return min(params.max_tokens, room)
+    return min(model.defaults.max_tokens or room, room)
+
+
+def _stop_tokens(
+    params: sampling_pb2.SamplingParams, model: ServedModel
+) -> tuple[frozenset[int], frozenset[int]]:
+    """All stop tokens, and those of them that are more than an end of sequence."""
+    asked = frozenset(params.stop_token_ids)
+    ignores_end = params.ignore_eos and not params.HasField("structured_output")
+    end = frozenset() if ignores_end else model.eos_token_ids
+    return asked | end, asked - end
+
+
+def _constraint(
+    params: sampling_pb2.SamplingParams, model: ServedModel, stop_token_ids: frozenset[int]
+) -> sampling_pb2.Constraint:
+    """What the output must match. Ends of sequence that are to be ignored end what cannot go on."""
+    if not stop_token_ids:
+        raise InvalidArgument(
+            "sampling_params.stop_token_ids",
+            "expected at least one with structured output: the model has no end of sequence",
+        )
+    ignored = model.eos_token_ids if params.ignore_eos else frozenset()
+    ends = stop_token_ids - (ignored - frozenset(params.stop_token_ids))
+    return constraint_of(params, end_token_ids=ends, last_token_ids=ignored)
+
+
+def _sampler_params(
+    params: sampling_pb2.SamplingParams,
+    model: ServedModel,
+    seed: int,
+    stop_token_ids: frozenset[int],
+) -> sampling_pb2.SamplerParams:
+    defaults = model.defaults
+    sampler = sampling_pb2.SamplerParams(
+        temperature=_or(params, "temperature", defaults.temperature),
+        top_p=_or(params, "top_p", defaults.top_p),
+        top_k=min(_or(params, "top_k", defaults.top_k), model.info.vocab_size),
+        min_p=_or(params, "min_p", defaults.min_p),
+        repetition_penalty=_or(params, "repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=seed,
+        min_tokens=params.min_tokens,
+        bad_words=_bad_words(params, model),
+    )
+    if params.HasField("structured_output"):
+        sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids))
+    elif params.min_tokens:
+        sampler.suppressed_token_ids = to_column(sorted(stop_token_ids))
+    if params.HasField("logprobs"):
+        sampler.logprobs = params.logprobs
+    elif params.best_of > _or(params, "n", 1):
+        sampler.logprobs = 0  # candidates are ranked by their tokens' own
+    if params.HasField("beam_search"):
+        sampler.temperature, sampler.top_p, sampler.top_k, sampler.min_p = 0, 1, 0, 0
+        if _searches(params):
+            num_candidates = _num_candidates(params, len(stop_token_ids))
+            sampler.num_candidates = min(num_candidates, model.info.vocab_size)
+    if params.HasField("prompt_logprobs"):
+        sampler.prompt_logprobs = params.prompt_logprobs
+    return sampler
+
+
+def _searches(params: sampling_pb2.SamplingParams) -> bool:
+    """Whether there is a choice among beams; a single one is greedy, as in transformers."""
+    return params.beam_search.width > 1
+
+
+def _num_candidates(params: sampling_pb2.SamplingParams, num_stop_tokens: int) -> int:
+    """How many of each beam the worker reports.
+
+    Of the candidates that go on, the best `width` may all be one beam's. So many are left when all
+    of its stop tokens are better.
+    """
+    return max(params.beam_search.width + num_stop_tokens, params.logprobs)
+
+
+def _beam_search(params: sampling_pb2.SamplingParams) -> sampling_pb2.BeamSearch | None:
+    if not _searches(params):
+        return None
+    asked = params.beam_search
+    return sampling_pb2.BeamSearch(
+        width=asked.width,
+        length_penalty=_or(asked, "length_penalty", 1.0),
+        early_stopping=asked.early_stopping or sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
+    )
+
+
+def _bad_words(
+    params: sampling_pb2.SamplingParams, model: ServedModel
+) -> list[sampling_pb2.TokenSequence]:
+    if not params.bad_words:
+        return []
+    tokenizer = model.require_tokenizer("sampling_params.bad_words")
+    return [
+        sampling_pb2.TokenSequence(token_ids=to_column(token_ids))
+        for word in params.bad_words
+        for token_ids in tokenizer.bad_word_sequences(word)
+    ]
+
+
+def _or(message: Message, field: str, default: T) -> T:
+    """A field's value where it is present, else the default."""
+    return cast(T, getattr(message, field)) if message.HasField(field) else default

@@ -1,0 +1,140 @@
+"""One GenerateMany stream: many requests, their answers interleaved on one stream.
+
+A reader opens requests as they come. A single writer takes from each request that has news in turn,
+so that a slow client merges the news of all of them and no request waits for another's backlog.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.output.request_stream import RequestStream
+from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.status_codes import to_status
+
+Write = Callable[[inference_pb.GenerateManyResponse], Awaitable[None]]
+Read = Callable[[], Awaitable[inference_pb.GenerateManyRequest | None]]
+
+MAX_ERRORS = 1024
+"""Refusals that wait for their client to read them. With as many no further request is read: who
+writes and never reads would fill our memory with them."""
+
+
+class ManyRequests:
+    """The requests of one GenerateMany stream."""
+
+    def __init__(
+        self, requests: OpenRequests, deadline: float | None, tenant_now: Callable[[], Tenant]
+    ) -> None:
+        """`tenant_now` tells for each request whose it is; it may raise PagewireError."""
+        self._requests = requests
+        self._tenant_now = tenant_now
+        self._deadline = deadline
+        self._streams: set[RequestStream] = set()
+        self._news: dict[RequestStream, None] = {}
+        """Streams to take from, in the order they had news."""
+        self._errors: deque[inference_pb.RequestError] = deque()
+        self._may_read = asyncio.Event()
+        self._half_closed = False
+        self._read_error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    async def run(self, read: Read, write: Write) -> None:
+        """Serve the stream to its end: half-closed by the client and every request answered.
+
+        `read` gives None at the client's end. Raises Unavailable if the service ends first.
+        """
+        tasks = [
+            asyncio.create_task(self._read_all(read)),
+            asyncio.create_task(self._watch_draining()),
+        ]
+        try:
+            await self._write_all(write)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for stream in self._streams:
+                self._requests.close(stream)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read_all(self, read: Read) -> None:
+        try:
+            while (message := await read()) is not None:
+                self._open(message.request)
+                if len(self._errors) >= MAX_ERRORS:
+                    self._may_read.clear()
+                    await self._may_read.wait()
+            self._half_closed = True
+        # Raised where the stream can be ended with it, in `_write_all`.
+        except Exception as error:
+            self._read_error = error
+        self._wake.set()
+
+    async def _watch_draining(self) -> None:
+        await self._requests.is_draining.wait()
+        self._wake.set()
+
+    def _open(self, request: inference_pb.GenerateRequest) -> None:
+        try:
+            if not request.HasField("request_id"):
+                raise InvalidArgument("request_id", "required on a GenerateMany stream")
+            tenant = self._tenant_now()
+            self._streams.add(self._requests.open(request, self._deadline, self._on_news, tenant))
+        except PagewireError as error:
+            self._errors.append(_request_error(request.request_id, error))
+            self._wake.set()
+
+    def _on_news(self, stream: RequestStream) -> None:
+        self._news[stream] = None
+        self._wake.set()
+
+    async def _write_all(self, write: Write) -> None:
+        while True:
+            self._wake.clear()
+            while self._news or self._errors:
+                if (response := self._next()) is not None:
+                    await write(response)
+            if self._read_error is not None:
+                raise self._read_error
+            if not self._streams and self._half_closed:
+                return
+            if not self._streams and self._requests.is_draining.is_set():
+                raise Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")
+            await self._wake.wait()
+
+    def _next(self) -> inference_pb.GenerateManyResponse | None:
+        """One response, of the request that has waited longest; errors at the door go first."""
+        if self._errors:
+            self._may_read.set()
+            return inference_pb.GenerateManyResponse(error=self._errors.popleft())
+        stream = next(iter(self._news))
+        del self._news[stream]
+        response = stream.take()
+        if response is not None:
+            if stream.is_done:
+                self._close(stream)
+            elif stream.error is not None:
+                self._news[stream] = None  # the error comes behind it
+            return inference_pb.GenerateManyResponse(response=response)
+        if stream.error is None or stream not in self._streams:
+            return None
+        self._close(stream)
+        error = _request_error(stream.request_id, stream.error)
+        return inference_pb.GenerateManyResponse(error=error)
+
+    def _close(self, stream: RequestStream) -> None:
+        self._streams.discard(stream)
+        self._requests.close(stream)
+
+
+def _request_error(request_id: str, error: PagewireError) -> inference_pb.RequestError:
+    status = to_status(error)
+    return inference_pb.RequestError(
+        request_id=request_id,
+        code=status.code,
+        message=status.message,
+        status=status.SerializeToString(),
+    )

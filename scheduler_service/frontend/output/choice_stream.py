@@ -1,0 +1,228 @@
+"""One choice of a request: from its tokens as the core sends them to deltas for the client."""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from scheduler_service.columns import to_column
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.input.processor import SettledRequest
+from scheduler_service.frontend.output.logprobs import TokenText, token_logprobs
+from scheduler_service.frontend.output.stop_strings import StopMatcher
+
+_FIRST_FLOAT = struct.Struct("<f")
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a choice ended."""
+
+    reason: inference_pb.FinishReason.ValueType
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """What the core has sent and `advance` has not looked at."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[scheduler_pb.ChoiceLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class ChoiceStream:
+    """Tokens, text and end of one choice.
+
+    Tokens that count are all those up to the one that completes a stop string, or up to the end
+    the core tells; later ones are dropped. A stop string may end in mid-token: that token counts,
+    and the text of `token_ids` is then longer than the text that was sent.
+
+    A stop or end-of-sequence token is among the tokens; its text is shown only on request.
+    """
+
+    def __init__(self, index: int, request: SettledRequest, token_text: TokenText) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        """All tokens that count, those of a resumed stream included."""
+        self.cumulative_logprob = 0.0
+        self.finish: Finish | None = None
+        self._request = request
+        self._token_text = token_text
+        self._detokenizer = request.make_detokenizer()
+        self._matcher = StopMatcher(request.stop, include_stop=request.include_stop)
+        self._incoming = _Incoming()
+        self._text: list[str] = []
+        self._logprobs: list[scheduler_pb.ChoiceLogprobs] = []
+        """Of the tokens not sent yet."""
+        self._num_sent = 0
+        self._finish_sent = False
+
+    # From the core.
+
+    def receive_token(self, token_id: int) -> None:
+        """One more token."""
+        self._incoming.token_ids.append(token_id)
+
+    def receive_logprobs(self, entry: scheduler_pb.ChoiceLogprobs) -> None:
+        """Log probabilities of the next token that has none yet."""
+        self._incoming.logprobs.append(entry)
+
+    def receive_finish(self, finished: scheduler_pb.ChoiceFinished) -> None:
+        """The core has ended the choice."""
+        token = finished.stop_token_id if finished.HasField("stop_token_id") else None
+        told = token if token in self._request.reported_stop_token_ids else None
+        self._incoming.finish = Finish(finished.reason, stop_token_id=told)
+
+    def advance(self) -> bool:
+        """Take in what was received; whether a stop string ended the choice ahead of the core."""
+        incoming, self._incoming = self._incoming, _Incoming()
+        if self.finish is not None:
+            return False
+        num_before = len(self.token_ids)
+        self._take_tokens(incoming.token_ids)
+        if self._request.has_logprobs:
+            self._take_logprobs(incoming.logprobs[: len(self.token_ids) - num_before])
+        if self.finish is None and incoming.finish is not None:
+            self._end(incoming.finish)
+            return False
+        return self.finish is not None and incoming.finish is None
+
+    def restore(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
+        """Start from what a client already has; `field` names it in errors.
+
+        Raises InvalidArgument if no such choice can have come of the request.
+        """
+        self._take_tokens(resumed.token_ids)
+        self._end_if_complete()
+        if len(self.token_ids) < len(resumed.token_ids):
+            raise InvalidArgument(
+                f"{field}.token_ids", f"the choice ends after {len(self.token_ids)} of them"
+            )
+        self.cumulative_logprob = resumed.cumulative_logprob
+        self._mark_sent(resumed, field)
+
+    def skip(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
+        """Leave out what a client already has of this choice, which has ended and of which nothing
+        was taken; `field` names it in errors.
+
+        Raises InvalidArgument if that is not how the choice begins.
+        """
+        num_received = len(resumed.token_ids)
+        if self.token_ids[:num_received] != list(resumed.token_ids):
+            raise InvalidArgument(f"{field}.token_ids", "expected tokens of this very request")
+        self._logprobs = self._logprobs[num_received:]
+        self._mark_sent(resumed, field)
+
+    def _mark_sent(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
+        """What a client has counts as taken."""
+        text = "".join(self._text)
+        if resumed.num_chars > len(text):
+            raise InvalidArgument(
+                f"{field}.num_chars", f"expected at most {len(text)}, the tokens' text"
+            )
+        self._text = [text[resumed.num_chars :]] if resumed.num_chars < len(text) else []
+        self._num_sent = len(resumed.token_ids)
+
+    def _take_tokens(self, token_ids: Iterable[int]) -> None:
+        request = self._request
+        for token_id in token_ids:
+            if self.finish is not None or self._is_complete():
+                return
+            self.token_ids.append(token_id)
+            if token_id in request.stop_token_ids and not request.include_stop:
+                continue
+            self._show(self._detokenizer.push(token_id))
+
+    def _show(self, text: str) -> None:
+        """Pass text on as far as stop strings allow; a match ends the choice."""
+        if not text:
+            return
+        may_stop = len(self.token_ids) > self._request.min_tokens
+        shown = self._matcher.push(text, may_stop=may_stop)
+        if shown:
+            self._text.append(shown)
+        if self._matcher.matched is not None:
+            self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=self._matcher.matched)
+
+    def _is_complete(self) -> bool:
+        """Whether the tokens leave the core nothing but to end the choice."""
+        if len(self.token_ids) >= self._request.max_tokens:
+            return True
+        return bool(self.token_ids) and self.token_ids[-1] in self._request.stop_token_ids
+
+    def _end_if_complete(self) -> None:
+        """End a restored choice that had ended when its stream was cut."""
+        if self.finish is not None or not self._is_complete():
+            return
+        last = self.token_ids[-1]
+        if last in self._request.stop_token_ids:
+            told = last if last in self._request.reported_stop_token_ids else None
+            self._end(Finish(inference_pb.FINISH_REASON_STOP, stop_token_id=told))
+        else:
+            self._end(Finish(inference_pb.FINISH_REASON_LENGTH))
+
+    def _end(self, finish: Finish) -> None:
+        """End as the core says, unless the last of the text completes a stop string."""
+        self._show(self._detokenizer.flush())
+        if self.finish is None:
+            rest = self._matcher.flush()
+            if rest:
+                self._text.append(rest)
+            self.finish = finish
+
+    def _take_logprobs(self, entries: list[scheduler_pb.ChoiceLogprobs]) -> None:
+        if self._request.num_logprobs is not None:
+            self._logprobs += entries
+        for entry in entries:
+            self.cumulative_logprob += _FIRST_FLOAT.unpack_from(entry.logprobs)[0]
+
+    # To the core, after a reconnect.
+
+    def generated(self) -> scheduler_pb.GeneratedTokens:
+        """What the core needs to go on."""
+        return scheduler_pb.GeneratedTokens(
+            choice_index=self.index,
+            token_ids=to_column(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            finished=self.finish is not None,
+        )
+
+    # To the client.
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would give a delta."""
+        return bool(
+            len(self.token_ids) > self._num_sent
+            or self._text
+            or (self.finish is not None and not self._finish_sent)
+        )
+
+    def take(self, max_tokens: int) -> inference_pb.ChoiceDelta:
+        """What is new, `max_tokens` tokens at most; text and end come with the last of them."""
+        until = min(len(self.token_ids), self._num_sent + max_tokens)
+        new = self.token_ids[self._num_sent : until]
+        delta = inference_pb.ChoiceDelta(index=self.index, token_ids=new)
+        if self._request.num_logprobs is not None:
+            entries, self._logprobs = self._logprobs[: len(new)], self._logprobs[len(new) :]
+            delta.logprobs.extend(token_logprobs(entry, self._token_text) for entry in entries)
+        self._num_sent = until
+        if until == len(self.token_ids):
+            delta.text = "".join(self._text)
+            self._text.clear()
+            if self.finish is not None:
+                self._write_finish(delta, self.finish)
+        return delta
+
+    def _write_finish(self, delta: inference_pb.ChoiceDelta, finish: Finish) -> None:
+        self._finish_sent = True
+        delta.finish_reason = finish.reason
+        if finish.stop_string is not None:
+            delta.stop_string = finish.stop_string
+        elif finish.stop_token_id is not None:
+            delta.stop_token_id = finish.stop_token_id
+        if self._request.num_logprobs is not None:
+            delta.cumulative_logprob = self.cumulative_logprob

@@ -1,0 +1,268 @@
+"""One open request: what has come of it, merged until its reader takes it.
+
+A stream holds no queue of messages. What has not been read is the tail of each choice's tokens and
+text, so that a slow reader costs no more memory than the tokens themselves and then gets them in
+one message.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from pagewire.v1.sampling_pb2 import SamplingParams
+from scheduler_service.errors import GenerationFailed, InvalidArgument, PagewireError
+from scheduler_service.frontend.best_choices import best_choices
+from scheduler_service.frontend.input.processor import SettledRequest
+from scheduler_service.frontend.metrics import ModelCounts
+from scheduler_service.frontend.output.choice_stream import ChoiceStream
+from scheduler_service.frontend.output.logprobs import PromptLogprobs
+from scheduler_service.frontend.request_trace import RequestTrace
+from scheduler_service.frontend.timings import Stopwatch
+
+MAX_LOGPROBS_PER_RESPONSE = 32_768
+"""Bounds the size of one response (about 1 MB) when a slow reader asked for log probabilities."""
+
+
+class RequestStream:
+    """From arrival to the last response, whoever reads it.
+
+    Life: made on arrival; `begin` once it is settled; the core's news through the `receive_…`
+    methods, each round closed with `advance`; `take` until `is_done`. `fail` ends it at any point.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        deadline: float | None,
+        on_news: Callable[["RequestStream"], None],
+        tenant: str,
+    ) -> None:
+        """`deadline` is on the monotonic clock; `on_news` hears when there may be something new
+        to `take`, or an error."""
+        self.request_id = request_id
+        self.tenant = tenant
+        """Whose request it is."""
+        self.priority = 0
+        self.deadline = deadline
+        self.stopwatch = Stopwatch()
+        self.counts: ModelCounts | None = None
+        """Those of its model, once it is known."""
+        self.trace: RequestTrace | None = None
+        """Where spans are exported."""
+        self.usage: inference_pb.Usage | None = None
+        """Once the last response was taken, as `timings`."""
+        self.timings: inference_pb.Timings | None = None
+        self.error: PagewireError | None = None
+        """Why the stream ended early; what came before may still be taken."""
+        self.is_done = False
+        """Whether the last response was taken."""
+        self.is_closed = False
+        """Whether its reader has let go of it."""
+        self.handle = 0
+        """The link's number for the first choice; 0 before it is submitted."""
+        self.num_worker_losses = 0
+        """Workers that died while they were computing it, as its cores have told."""
+        self.choices: list[ChoiceStream] = []
+        """As the core knows them."""
+        self.has_ended_at_core = False
+        """Whether the core has no more to say about it."""
+        self._on_news = on_news
+        self._request: SettledRequest | None = None
+        self._returned: list[ChoiceStream] = []
+        """The choices that the client gets, in its order; none as long as it is not known which."""
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self.is_accepted = False
+        """Whether a core has ever taken it in."""
+        self._was_accepted_before = False
+        """Whether one took in the try that it follows."""
+        self._arrived = time.monotonic()
+        self._started_sent = False
+        self._finished: scheduler_pb.RequestFinished | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The model it was settled for."""
+        assert self._request is not None
+        return self._request.model.info.name
+
+    def take_over(self, former: "RequestStream") -> None:
+        """Be a later try at a request, with its place and its history at the core."""
+        self._was_accepted_before = former.is_accepted or former._was_accepted_before
+        self._arrived = former._arrived
+        self.num_worker_losses = former.num_worker_losses
+
+    def begin(self, request: SettledRequest) -> None:
+        """Set up the choices, with what a resumed request brings.
+
+        Raises InvalidArgument if that cannot have come of the request. Detokenizes what was
+        resumed, which takes a while for long outputs; call it off the loop then.
+        """
+        choices = [
+            ChoiceStream(index, request, request.token_text) for index in range(request.num_choices)
+        ]
+        if request.is_streamed:
+            self._returned = choices
+            for position, resumed in enumerate(request.resume):
+                choices[resumed.index].restore(resumed, f"resume[{position}]")
+        if request.wants_prompt_logprobs:
+            self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, request.token_text)
+        self._request, self.choices = request, choices
+
+    # To the core.
+
+    def submission(self) -> scheduler_pb.Submit:
+        """What the core is told, the first time or again after it was lost."""
+        assert self._request is not None
+        submit = scheduler_pb.Submit()
+        submit.CopyFrom(self._request.submit)
+        submit.handle = self.handle
+        submit.tenant = self.tenant
+        if not submit.HasField("beam_search"):  # a search tells nothing before its end
+            submit.generated.extend(
+                choice.generated() for choice in self.choices if choice.token_ids or choice.finish
+            )
+        now = time.monotonic()
+        if self.deadline is not None:
+            submit.timeout_us = max(1, round((self.deadline - now) * 1e6))
+        submit.was_accepted = self.is_accepted or self._was_accepted_before
+        submit.waited_us = round((now - self._arrived) * 1e6)
+        submit.num_worker_losses = self.num_worker_losses
+        if self.trace is not None:
+            submit.traceparent = self.trace.traceparent
+        self.stopwatch.submitted()
+        return submit
+
+    def client_field(self, field: str) -> str:
+        """What the client calls a field that the core complains about."""
+        if field == "num_choices" and self._request is not None:
+            field = "best_of" if self._request.is_ranked else "n"
+        is_sampling = field.partition(".")[0] in SamplingParams.DESCRIPTOR.fields_by_name
+        return f"sampling_params.{field}" if is_sampling else field
+
+    # From the core.
+
+    def receive_accepted(self) -> None:
+        """The core has taken the request in."""
+        self.stopwatch.accepted()
+        if not self.is_accepted:
+            self.is_accepted = True
+            self._on_news(self)
+
+    def receive_prompt_logprobs(self, update: scheduler_pb.PromptLogprobsUpdate) -> None:
+        """Log probabilities of the next part of the prompt."""
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.receive(update)
+
+    def advance(self) -> Iterable[ChoiceStream]:
+        """Make text of the tokens received; the choices that a stop string has just ended."""
+        began = time.perf_counter()
+        stopped = []
+        num_tokens = num_choices = 0
+        for choice in self.choices:
+            num_before = len(choice.token_ids)
+            if choice.advance():
+                stopped.append(choice)
+            num_new = len(choice.token_ids) - num_before
+            num_tokens += num_new
+            num_choices += num_new > 0
+        if num_tokens:
+            self._count_tokens(num_tokens, num_choices)
+        self.stopwatch.last_text_s = time.perf_counter() - began
+        self._on_news(self)
+        return stopped
+
+    def _count_tokens(self, num_tokens: int, num_choices: int) -> None:
+        assert self._request is not None
+        if self.counts is not None:
+            num_prompt_tokens = len(self._request.prompt_token_ids)
+            self.counts.count_tokens(self.stopwatch, num_tokens, num_choices, num_prompt_tokens)
+
+    def receive_finished(self, finished: scheduler_pb.RequestFinished) -> None:
+        """All choices have ended."""
+        self.has_ended_at_core = True
+        if any(choice.finish is None for choice in self.choices):
+            self.fail(GenerationFailed("the request ended before all of its choices had"))
+            return
+        assert self._request is not None
+        if not self._request.is_streamed:
+            try:
+                self._returned = best_choices(self.choices, self._request)
+            except InvalidArgument as error:
+                self.fail(error)
+                return
+        self._finished = finished
+        self._on_news(self)
+
+    def receive_failed(self, error: PagewireError) -> None:
+        """The core has refused or ended it."""
+        self.has_ended_at_core = True
+        self.fail(error)
+
+    def fail(self, error: PagewireError) -> None:
+        """End early; the first error counts, and none does after the end."""
+        if self.error is None and self._finished is None:
+            self.error = error
+            self._on_news(self)
+
+    # To the client.
+
+    def take(self) -> inference_pb.GenerateResponse | None:
+        """All that is new, in one response; None if nothing is."""
+        if not self.is_accepted or self.is_done:
+            return None
+        response = inference_pb.GenerateResponse(request_id=self.request_id)
+        has_news = self._write_started(response)
+        has_news = self._write_prompt_logprobs(response) or has_news
+        has_news = self._write_choices(response) or has_news
+        has_news = self._write_end(response) or has_news
+        return response if has_news else None
+
+    def _write_started(self, response: inference_pb.GenerateResponse) -> bool:
+        if self._started_sent or self._request is None:
+            return False
+        self._started_sent = True
+        response.started.seed = self._request.seed
+        response.started.model = self._request.model.info.name
+        response.started.prompt_token_ids.extend(self._request.prompt_token_ids)
+        return True
+
+    def _write_prompt_logprobs(self, response: inference_pb.GenerateResponse) -> bool:
+        if self._prompt_logprobs is None or not self._prompt_logprobs.is_complete:
+            return False
+        response.prompt_logprobs.extend(self._prompt_logprobs.positions)
+        self._prompt_logprobs = None
+        return True
+
+    def _write_choices(self, response: inference_pb.GenerateResponse) -> bool:
+        room = self._max_tokens_per_response()
+        for index, choice in enumerate(self._returned):
+            if choice.has_news and room > 0:
+                delta = choice.take(room)
+                delta.index = index
+                room -= len(delta.token_ids)
+                response.choices.append(delta)
+        if room <= 0:
+            self._on_news(self)  # there may be more
+        return bool(response.choices)
+
+    def _max_tokens_per_response(self) -> int:
+        assert self._request is not None
+        if self._request.num_logprobs is None:
+            return MAX_LOGPROBS_PER_RESPONSE
+        return MAX_LOGPROBS_PER_RESPONSE // (1 + self._request.num_logprobs)
+
+    def _write_end(self, response: inference_pb.GenerateResponse) -> bool:
+        if self._finished is None or any(choice.has_news for choice in self._returned):
+            return False
+        assert self._request is not None
+        response.usage.prompt_tokens = len(self._request.prompt_token_ids)
+        response.usage.cached_tokens = self._finished.cached_tokens
+        response.usage.completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        response.timings.CopyFrom(self.stopwatch.total(self._finished.timings))
+        self.is_done = True
+        self.usage, self.timings = response.usage, response.timings
+        if self.counts is not None:
+            finishes = [choice.finish.reason for choice in self._returned if choice.finish]
+            self.counts.count_finished(self.stopwatch, response.timings, response.usage, finishes)
+        return True

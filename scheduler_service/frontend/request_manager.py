@@ -1,0 +1,272 @@
+"""The requests that are open on this frontend: taken in, limited, found by id, ended.
+
+What can end a request early all comes together here: its client, an abort, its deadline, the
+service's end. Each frees its place and tells the core at once, whether or not its client reads.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from scheduler_service import attempts
+from scheduler_service.errors import (
+    DeadlineExceeded,
+    PagewireError,
+    QueueFull,
+    RequestAborted,
+    Unavailable,
+)
+from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.core_client import CoreLink
+from scheduler_service.frontend.fingerprint import fingerprint
+from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.input.processor import draw_request_id, settle
+from scheduler_service.frontend.metrics import FrontendMetrics
+from scheduler_service.frontend.output.request_stream import RequestStream
+from scheduler_service.frontend.prompt import prompt_tokens
+from scheduler_service.frontend.request_trace import RequestTrace
+from scheduler_service.frontend.served_models import ModelDirectory, ServedModel
+from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
+from service_common.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 4096
+"""Requests up to this size are settled on the event loop, in about a millisecond at most; a
+thread's hand-over would cost more than it saves."""
+
+RETRY_DELAY_S = 1.0
+"""What a client is told to wait when this frontend is full."""
+
+
+_Key: TypeAlias = tuple[str, str]
+"""Tenant and request id: no tenant finds another's request, nor that there is one."""
+
+
+@dataclass(slots=True)
+class _Open:
+    stream: RequestStream
+    request: inference_pb.GenerateRequest
+    preparing: asyncio.Task[None]
+    timer: asyncio.TimerHandle | None
+
+
+class OpenRequests:
+    """All open requests of one frontend."""
+
+    def __init__(
+        self,
+        link: CoreLink,
+        models: ModelDirectory,
+        checker: ConstraintChecker,
+        *,
+        max_concurrent_requests: int,
+        default_timeout_s: float | None,
+        metrics: FrontendMetrics,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._link = link
+        self._models = models
+        self._checker = checker
+        self._max_concurrent_requests = max_concurrent_requests
+        self._default_timeout_s = default_timeout_s
+        self._metrics = metrics
+        self._tracing = tracing
+        self._open: dict[_Key, _Open] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self.is_draining = asyncio.Event()
+        """Set once nothing new is taken in."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self,
+        request: inference_pb.GenerateRequest,
+        deadline: float | None,
+        on_news: Callable[[RequestStream], None],
+        tenant: Tenant,
+    ) -> RequestStream:
+        """Take a tenant's request in; `close` must follow. If it is a later try at an open one,
+        that one ends.
+
+        `deadline` is on the monotonic clock. Raises what makes the request unacceptable here and
+        now; all that is found out later comes as the stream's error.
+        """
+        try:
+            return self._take_in(request, deadline, on_news, tenant)
+        except PagewireError as error:
+            self._metrics.count_refused(tenant.name, request.priority, error)
+            raise
+
+    def _take_in(
+        self,
+        request: inference_pb.GenerateRequest,
+        deadline: float | None,
+        on_news: Callable[[RequestStream], None],
+        tenant: Tenant,
+    ) -> RequestStream:
+        if self.is_draining.is_set():
+            raise _shutting_down()
+        validation.check_request(request)
+        request_id = request.request_id or draw_request_id()
+        former = self._open.get((tenant.name, request_id))
+        if former is None:
+            self._check_room()
+        else:
+            _check_takes_over(request, former.request)
+        if deadline is None and self._default_timeout_s is not None:
+            deadline = time.monotonic() + self._default_timeout_s
+        stream = RequestStream(request_id, deadline, on_news, tenant.name)
+        stream.priority = request.priority
+        if self._tracing is not None:
+            stream.trace = RequestTrace(self._tracing, stream)
+        if former is not None:
+            stream.take_over(former.stream)
+            self._fail(former, attempts.taken_over(request_id, request.attempt))
+        self._open[_key(stream)] = _Open(
+            stream,
+            request,
+            preparing=asyncio.create_task(self._prepare(stream, request, tenant)),
+            timer=self._start_timer(stream),
+        )
+        self._none_open.clear()
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Let go of a request, wherever it stands; the core ends it if it still runs."""
+        if not stream.is_closed:
+            stream.is_closed = True
+            outcome = self._metrics.count_end(stream)
+            _log_end(stream, outcome)
+            if stream.trace is not None:
+                stream.trace.end(stream, outcome)
+        opened = self._open.get(_key(stream))
+        if opened is None or opened.stream is not stream:
+            return
+        del self._open[_key(stream)]
+        self._stop(opened)
+        if not self._open:
+            self._none_open.set()
+
+    def abort(self, request_id: str, tenant: Tenant) -> bool:
+        """End a tenant's request from outside its call; whether there is one here."""
+        opened = self._open.get((tenant.name, request_id))
+        if opened is not None:
+            self._fail(opened, RequestAborted("the request was aborted"))
+        return opened is not None
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new, give open requests `grace_s` seconds, then end them."""
+        self.is_draining.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none_open.wait(), grace_s)
+        if self._open:
+            logger.warning("ending open requests num_requests=%d", len(self._open))
+        for opened in list(self._open.values()):
+            self._fail(opened, _shutting_down())
+
+    def _check_room(self) -> None:
+        if len(self._open) >= self._max_concurrent_requests:
+            raise QueueFull(
+                "the frontend has as many open requests as it may",
+                details={"max_concurrent_requests": self._max_concurrent_requests},
+                retry_delay_s=RETRY_DELAY_S,
+            )
+
+    def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
+        """The core ends requests in time; the timer is for when it is away or has no worker."""
+        if stream.deadline is None:
+            return None
+        delay_s = stream.deadline - time.monotonic()
+        return asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
+
+    def _expire(self, stream: RequestStream) -> None:
+        opened = self._open.get(_key(stream))
+        if opened is not None and opened.stream is stream:
+            self._fail(opened, DeadlineExceeded("the request's deadline has passed"))
+
+    def _fail(self, opened: _Open, error: PagewireError) -> None:
+        """End a request that its reader has not closed yet; the reader finds the error."""
+        opened.stream.fail(error)
+        self._stop(opened)
+
+    def _stop(self, opened: _Open) -> None:
+        opened.preparing.cancel()
+        if opened.timer is not None:
+            opened.timer.cancel()
+        self._link.close(opened.stream)
+
+    async def _prepare(
+        self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Tenant
+    ) -> None:
+        """Everything between arrival and submission."""
+        try:
+            model = await self._models.resolve(_model_name(request), tenant)
+            stream.counts = self._metrics.model(model.info.name)
+            validation.check_against_model(request, model.info)
+            began = time.monotonic()
+            stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
+            await self._checker.check(request.sampling_params, tenant.name)
+            if request.ByteSize() <= INLINE_BYTES:
+                _begin(stream, request, model)
+            else:
+                await asyncio.to_thread(_begin, stream, request, model)
+            stream.stopwatch.tokenize_s = time.monotonic() - began
+            self._link.submit(stream)
+        except PagewireError as error:
+            stream.fail(error)
+        except Exception:  # a bug; it must end with an error, and alone
+            logger.exception("request failed request_id=%s", stream.request_id)
+            stream.fail(PagewireError("internal error"))
+
+
+def _begin(
+    stream: RequestStream, request: inference_pb.GenerateRequest, model: ServedModel
+) -> None:
+    """Tokenize, fill in what is open, set up the choices."""
+    stream.begin(settle(request, stream.request_id, model, prompt_tokens(request, model)))
+
+
+def _log_end(stream: RequestStream, outcome: str) -> None:
+    error = stream.error
+    level = logging.DEBUG if error is None else logging.INFO
+    logger.log(
+        level,
+        "request ended request_id=%s tenant=%s outcome=%s reason=%s num_tokens=%d",
+        stream.request_id,
+        stream.tenant,
+        outcome,
+        "" if error is None else error.reason,
+        sum(len(choice.token_ids) for choice in stream.choices),
+    )
+
+
+def _key(stream: RequestStream) -> _Key:
+    return stream.tenant, stream.request_id
+
+
+def _check_takes_over(
+    request: inference_pb.GenerateRequest, live: inference_pb.GenerateRequest
+) -> None:
+    """Raise an error unless a request is a later try at the live one that has its id."""
+    attempts.check_later(
+        request.request_id,
+        request.attempt,
+        live_attempt=live.attempt,
+        is_same=fingerprint(request) == fingerprint(live),
+    )
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")
+
+
+def _model_name(request: inference_pb.GenerateRequest) -> str | None:
+    return request.model if request.HasField("model") else None

@@ -1,0 +1,196 @@
+"""The served models as a frontend knows them: facts from the core, files from their workers.
+
+The core tells which models can be served. Each model's files are fetched through the core once per
+fingerprint and kept in memory. Requests wait here for a model that is still to come.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pagewire.v1 import model_pb2
+from scheduler_service.columns import from_column
+from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
+from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.generation_defaults import (
+    GenerationDefaults,
+    parse_generation_config,
+)
+from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.5
+"""Pause after files could not be fetched, usually because their worker is just going."""
+
+Files = Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A model with all that turns text into its tokens and back."""
+
+    info: model_pb2.ModelInfo
+    tokenizer: ModelTokenizer | None
+    defaults: GenerationDefaults
+    why_no_tokenizer: str = "the model has no tokenizer"
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a choice unless the request ignores them."""
+        own = from_column(self.info.eos_token_ids, "eos_token_ids")
+        return self.defaults.eos_token_ids.union(own)
+
+    def require_tokenizer(self, purpose: str) -> ModelTokenizer:
+        """The tokenizer; raises UnsupportedByModel telling what it was needed for."""
+        if self.tokenizer is None:
+            raise UnsupportedByModel(
+                f"{purpose}: {self.why_no_tokenizer}; token ids work", reason="NO_TOKENIZER"
+            )
+        return self.tokenizer
+
+
+def build_model(info: model_pb2.ModelInfo, files: Files) -> ServedModel:
+    """A served model from its files; unusable tokenizer files leave it without a tokenizer."""
+    defaults = parse_generation_config(files.get("generation_config.json"))
+    try:
+        return ServedModel(info=info, tokenizer=_build_tokenizer(files), defaults=defaults)
+    # Files are of strangers' making, and libraries raise whatever they like for bad ones.
+    except Exception as error:
+        logger.error("tokenizer unusable model=%s error=%s", info.name, error)
+        return ServedModel(
+            info=info,
+            tokenizer=None,
+            defaults=defaults,
+            why_no_tokenizer=f"the model's tokenizer files cannot be used ({error})",
+        )
+
+
+def _build_tokenizer(files: Files) -> ModelTokenizer | None:
+    if "tokenizer.json" not in files:
+        return None
+    config: Any = json.loads(files.get("tokenizer_config.json", b"{}"))
+    if not isinstance(config, dict):
+        raise ValueError("tokenizer_config.json: expected an object")
+    template = files.get("chat_template.jinja")
+    return ModelTokenizer(
+        files["tokenizer.json"], config, template.decode() if template is not None else None
+    )
+
+
+class ModelDirectory:
+    """Models by name. `update` tells what is served; `resolve` waits for a model and its files."""
+
+    def __init__(self, fetch: Callable[[str], Awaitable[Files]]) -> None:
+        """`fetch` gets the files of a model by name; it raises Unavailable if it cannot now."""
+        self._fetch = fetch
+        self._served: dict[str, model_pb2.ModelInfo] = {}
+        self._ready: dict[str, ServedModel] = {}
+        """Every model ever seen, by name, with its files as last fetched."""
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self.changed = asyncio.Event()
+        """Set when anything changes, and then replaced by a fresh one."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether any model is served and ready."""
+        return any(self._find_ready(info) for info in self._served.values())
+
+    @property
+    def served(self) -> list[model_pb2.ModelInfo]:
+        """The models that are served and ready, by name."""
+        served = sorted(self._served.values(), key=lambda info: info.name)
+        return [info for info in served if self._find_ready(info)]
+
+    def update(self, models: Iterable[model_pb2.ModelInfo]) -> None:
+        """Take in which models are served now, and fetch the files of new ones."""
+        self._served = {info.name: info for info in models}
+        for name in self._loading.keys() - self._served.keys():
+            self._loading.pop(name).cancel()
+        for info in self._served.values():
+            self._take_in(info)
+        self._notify()
+
+    async def resolve(self, name: str | None, tenant: Tenant) -> ServedModel:
+        """The model of this name, or the only one that a tenant may use; waits while there is none
+        or none ready.
+
+        Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
+        was never heard of while others are served, and InvalidArgument if no name is given where
+        it is needed.
+        """
+        while True:
+            changed = self.changed
+            model = self._find(name, tenant)
+            if model is not None:
+                return model
+            await changed.wait()
+
+    def current(self, name: str | None, tenant: Tenant) -> ServedModel:
+        """As `resolve`, but raises Unavailable instead of waiting."""
+        model = self._find(name, tenant)
+        if model is None:
+            raise Unavailable("the model is not being served now", reason="NO_MODEL_SERVED")
+        return model
+
+    async def close(self) -> None:
+        """Stop fetching."""
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _find(self, name: str | None, tenant: Tenant) -> ServedModel | None:
+        served = [model for model in self._served if tenant.may_use(model)]
+        if name is None:
+            if len(served) > 1:
+                names = ", ".join(sorted(served))
+                raise InvalidArgument("model", f"required, since several are served: {names}")
+            name = next(iter(served), None)
+        else:
+            tenant.check_model(name)
+        if name in self._served:
+            return self._find_ready(self._served[name])
+        if served and name not in self._ready:
+            names = ", ".join(sorted(served))
+            raise UnknownModel(
+                f"no model named {name!r} is served; there is: {names}",
+                details={"model": name or "", "served": names},
+            )
+        return None
+
+    def _find_ready(self, info: model_pb2.ModelInfo) -> ServedModel | None:
+        model = self._ready.get(info.name)
+        return model if model is not None and model.info == info else None
+
+    def _take_in(self, info: model_pb2.ModelInfo) -> None:
+        if info.name in self._loading:
+            self._loading.pop(info.name).cancel()
+        ready = self._ready.get(info.name)
+        if ready is not None and ready.info.fingerprint == info.fingerprint:
+            self._ready[info.name] = replace(ready, info=info)
+            return
+        self._loading[info.name] = asyncio.create_task(self._load(info))
+
+    async def _load(self, info: model_pb2.ModelInfo) -> None:
+        files: Files | None = None
+        while files is None:
+            try:
+                files = await self._fetch(info.name)
+            except Unavailable as error:
+                logger.warning("no model files yet model=%s error=%s", info.name, error)
+                await asyncio.sleep(RETRY_DELAY_S)
+        self._ready[info.name] = await asyncio.to_thread(build_model, info, files)
+        with suppress(KeyError):
+            del self._loading[info.name]
+        logger.info("model ready model=%s fingerprint=%s", info.name, info.fingerprint)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake all that wait; those who come later wait for the next change."""
+        self.changed.set()
+        self.changed = asyncio.Event()

@@ -1,0 +1,193 @@
+"""What is wrong with a constraint, and where; found by compiling it, so only in the sandbox.
+
+A problem ends a sentence that begins with the field's name: `sampling_params.regex: unclosed group
+at offset 3`.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from scheduler_service.frontend.structured.keywords import places, unsupported_keyword
+from scheduler_service.frontend.structured_output import lark
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+"""As workers set them."""
+
+MAX_CHARS = 500
+"""Of a problem; compilers quote what they were given."""
+
+MAX_TRIED_PLACES = 200
+"""Schemas within a schema that are tried by themselves, to tell where its problem is."""
+
+_NO_BYTE = "NoExtension"
+"""How the compiler calls a grammar that nothing matches."""
+
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/', re.DOTALL)
+"""Of a grammar: strings, comments, regular expressions."""
+
+
+class _Bytes:
+    """A vocabulary of bytes, and nothing else that a grammar could name."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text."""
+        return list(text)
+
+
+def find_problem(kind: str, texts: Sequence[str]) -> str | None:
+    """What is wrong, or None. kind: the field's name in SamplingParams; texts: all of a choice."""
+    find = {
+        "json_schema": _find_in_schema,
+        "regex": _find_in_regex,
+        "grammar": _find_in_grammar,
+    }.get(kind)
+    problem = _find_in_choice(texts) if find is None else find(texts[0])
+    return None if problem is None else problem[:MAX_CHARS]
+
+
+def _find_in_schema(text: str) -> str | None:
+    try:
+        schema: Any = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        return f"expected JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        return f"expected JSON: {error}"
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        return "expected a JSON object or true"
+    if found := unsupported_keyword(schema):
+        keyword, pointer = found
+        return f'keyword "{keyword}" at "{pointer}" is not supported'
+    complaint = _compile(lark.schema_to_lark(schema))
+    if complaint is None:
+        return None
+    if "regex parse error" in complaint and (problem := _find_in_patterns(schema)):
+        return problem
+    reason = _schema_reason(complaint)
+    where = _innermost_with(reason, schema)
+    return reason if where is None else f'{reason} at "{where}"'
+
+
+def _schema_reason(message: str) -> str:
+    return _without_context(message.split("failed to compile JSON schema: ", 1)[-1])
+
+
+def _innermost_with(reason: str, schema: Any) -> str | None:
+    """The pointer to a schema that has this problem by itself, and none in it has."""
+    inner_first = list(places(schema))[MAX_TRIED_PLACES::-1]
+    for pointer, inner in inner_first:
+        message = _compile(lark.schema_to_lark(inner)) if isinstance(inner, dict) else None
+        if message is not None and _schema_reason(message) == reason:
+            return pointer
+    return None
+
+
+def _find_in_patterns(schema: Any) -> str | None:
+    """The first pattern of a schema that is none."""
+    for pointer, inner in places(schema):
+        if not isinstance(inner, dict):
+            continue
+        named = inner.get("patternProperties")
+        patterns = list(named) if isinstance(named, dict) else []
+        patterns += [inner["pattern"]] if isinstance(inner.get("pattern"), str) else []
+        for pattern in patterns:
+            if problem := _find_in_regex(pattern):
+                return f'pattern {json.dumps(pattern)} at "{pointer}": {problem}'
+    return None
+
+
+def _find_in_regex(pattern: str) -> str | None:
+    if len(pattern) - len(pattern.rstrip("\\")) & 1:
+        return f"incomplete escape sequence at offset {len(pattern) - 1}"
+    message = _compile(lark.regex_to_lark(pattern))
+    if message is None:
+        return None
+    place, reason = _parse_regex_error(message)
+    if reason is None:
+        return _without_context(message.split("(in regex): ", 1)[-1])
+    return reason if place is None else f"{reason} at offset {_original_offset(pattern, place)}"
+
+
+def _find_in_grammar(text: str) -> str | None:
+    without = _LITERALS.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    if (place := without.find("<")) >= 0:
+        line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+        at = f"line {line}, column {column}"
+        return f"special tokens have no text to match at {at}"
+    message = _compile(lark.grammar_to_lark(text))
+    if message is None:
+        return None
+    found = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", message, re.DOTALL)
+    if not found:
+        return _without_context(message)
+    at, rest = f"line {found[1]}, column {found[2]}", found[3]
+    offset, reason = _parse_regex_error(rest)
+    if reason is not None:
+        pattern = re.match(r'invalid regex ("(?:[^"\\]|\\.)*")', rest, re.DOTALL)
+        inside = "" if offset is None else f" at offset {offset}"
+        what = f"regex {pattern[1]}: " if pattern else ""
+        return f"{what}{reason}{inside}, at {at}"
+    return f"{_without_context(rest)} at {at}"
+
+
+def _find_in_choice(choices: Sequence[str]) -> str | None:
+    message = _compile(lark.choice_to_lark(choices))
+    return None if message is None else _without_context(message)
+
+
+def _compile(grammar: str) -> str | None:
+    """The compiler's complaint, or that of whoever looks for a first byte; None if all is well."""
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error():
+        return None
+    message = str(matcher.get_error())
+    return "nothing matches" if not message or message.startswith(_NO_BYTE) else message
+
+
+def _parse_regex_error(message: str) -> tuple[int | None, str | None]:
+    """Where, in characters of the pattern as it was compiled, and what; None where not told.
+
+    The message holds the pattern, indented by four, a line with carets below it, and the error.
+    """
+    reason = re.search(r"^error: (.*)", message, re.MULTILINE)
+    carets = re.search(r"^    ( *)\^+$", message, re.MULTILINE)
+    return (len(carets[1]) if carets else None), (reason[1] if reason else None)
+
+
+def _original_offset(pattern: str, place: int) -> int:
+    """The offset in a pattern of a place in it as it was compiled."""
+    for offset in range(len(pattern)):
+        if len(lark.between_slashes(pattern[: offset + 1])) > place:
+            return offset
+    return len(pattern)
+
+
+def _without_context(message: str) -> str:
+    """A message without the lines of the grammar that it quotes, as one line."""
+    lines = message.split("\n")
+    quoted = next((i for i, line in enumerate(lines) if re.match(r" *\d+ \| ", line)), len(lines))
+    return " ".join(" ".join(lines[:quoted]).split()).removesuffix(" <non-verbose/>")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,45 @@
+"""A model's files are asked of workers that may go meanwhile."""
+
+import asyncio
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from pagewire.v1 import model_pb2
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from scheduler_service.core_service.model_assets import AssetCache
+from scheduler_service.core_service.worker_group import Worker, WorkerGroup
+from scheduler_service.errors import Unavailable
+from service_common.cluster import NO_CLUSTER, Cluster
+
+REGISTRATION = pb.WorkerRegistration(
+    worker_id="w0",
+    group_id="g0",
+    address="unix:/nowhere",
+    model=model_pb2.ModelInfo(name="m", fingerprint="f"),
+)
+
+
+class OneGroup(list[WorkerGroup]):
+    """What the cache asks of a registry."""
+
+    def groups_with(self, model: str) -> list[WorkerGroup]:
+        """All that there are."""
+        del model
+        return list(self)
+
+
+async def test_a_worker_that_goes_before_it_is_asked_is_one_that_does_not_answer() -> None:
+    group = WorkerGroup(REGISTRATION, cast(Any, None))
+    worker = Worker(REGISTRATION, 0.0)
+    group.join(worker)
+    dial = partial(Cluster(NO_CLUSTER).dial, WorkerServiceStub)
+    cache = AssetCache(cast(Any, OneGroup([group])), dial)
+    asking = asyncio.create_task(cache.get("m"))
+    await asyncio.sleep(0)  # it has seen the group
+    group.leave(worker)
+    with pytest.raises(Unavailable):
+        await asking
+    await cache.close()

@@ -1,0 +1,252 @@
+"""`/v1/chat/completions`: its translation, and tools between a client and a fake core."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.http.chat import generate_request
+from scheduler_service.frontend.http.openai.protocol import ChatRequest
+from scheduler_service.frontend.http.tool_choice import plan_tools
+from scheduler_service.frontend.http.tool_parsers.formats import LLAMA
+from tests.support.fake_core import FakeCore
+from tests.support.http_frontends import http_served
+from tests.support.tokenizers import byte_level, model_files, tokens
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "hello"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
+    "{{ message.tool_call_id }}{{ message.name }}{% endfor %}{{ mood }}"
+)
+
+
+def translated(**wish: Any) -> pb.GenerateRequest:
+    body = ChatRequest.model_validate({"messages": [USER]} | wish)
+    return generate_request(body, plan_tools(body, lambda: LLAMA))
+
+
+def test_every_part_of_a_conversation_is_translated() -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
+    chat = translated(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": t} for t in ("a", "b")]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "get_weather"},
+        ],
+        tools=[TOOL],
+        chat_template_kwargs={"mood": "glad"},
+        reasoning_effort="low",
+        add_generation_prompt=False,
+    ).chat
+    assert [(m.role, m.content) for m in chat.messages] == [
+        ("system", "a\nb"),
+        ("assistant", ""),
+        ("tool", "sunny"),
+    ]
+    assert chat.messages[1].tool_calls[0].arguments_json == '{"city": "Paris"}'
+    assert (chat.messages[2].tool_call_id, chat.messages[2].name) == ("c1", "get_weather")
+    assert json.loads(chat.tools[0].parameters_json) == SCHEMA
+    assert json.loads(chat.template_arguments_json) == {"mood": "glad", "reasoning_effort": "low"}
+    assert chat.add_generation_prompt is False
+
+
+def test_a_required_call_is_a_schema_of_calls() -> None:
+    request = translated(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    schema = json.loads(request.sampling_params.json_schema)
+    (call,) = schema["items"]["anyOf"]
+    assert call["properties"] == {"name": {"const": "get_weather"}, "parameters": SCHEMA}
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+
+
+def test_a_named_call_is_the_schema_of_its_parameters() -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    request = translated(tools=[TOOL], tool_choice=choice)
+    assert json.loads(request.sampling_params.json_schema) == SCHEMA
+    assert [tool.name for tool in request.chat.tools] == ["get_weather"]
+
+
+def test_where_special_tokens_announce_calls_they_are_kept() -> None:
+    assert translated(tools=[TOOL]).sampling_params.skip_special_tokens is False
+    assert translated(tools=[TOOL]).sampling_params.HasField("skip_special_tokens")
+    assert not translated().sampling_params.HasField("skip_special_tokens")
+
+
+def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:
+    assert not translated(tools=[TOOL], tool_choice="none").chat.tools
+
+
+STRUCTURED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        "json_schema",
+        SCHEMA,
+    ),
+    ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+    ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+    ({"guided_regex": "a+"}, "regex", "a+"),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"guided_grammar": "g"}, "grammar", "g"),
+    ({"structured_outputs": {"grammar": "g"}}, "grammar", "g"),
+    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ({"response_format": {"type": "text"}}, "", None),
+]
+
+
+@pytest.mark.parametrize(("wish", "kind", "value"), STRUCTURED)
+def test_constraints_by_any_name(wish: dict[str, Any], kind: str, value: Any) -> None:
+    params = translated(**wish).sampling_params
+    assert (params.WhichOneof("structured_output") or "") == kind
+    if kind == "json_schema":
+        assert json.loads(params.json_schema) == value
+    elif kind == "choice":
+        assert list(params.choice.choices) == value
+    elif kind:
+        assert getattr(params, kind) == value
+
+
+def test_two_constraints_are_one_too_many() -> None:
+    with pytest.raises(InvalidArgument, match="guided_regex"):
+        translated(guided_regex="a", response_format={"type": "json_object"})
+    with pytest.raises(InvalidArgument, match="tool_choice"):
+        translated(guided_regex="a", tools=[TOOL], tool_choice="required")
+
+
+def test_a_function_that_is_not_there_cannot_be_chosen() -> None:
+    with pytest.raises(InvalidArgument, match="tool_choice"):
+        translated(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "other"}})
+
+
+def core_with_tools() -> FakeCore:
+    files = model_files(byte_level()) | {"chat_template.jinja": TEMPLATE.encode()}
+    return FakeCore(files={"tiny": files})
+
+
+async def test_the_template_sees_tools_calls_and_results() -> None:
+    async with http_served(core_with_tools()) as served:
+        call = {"id": "c1", "type": "function"}
+        call |= {"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}  # type: ignore
+        wish = {
+            "messages": [
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "w"},
+            ],
+            "tools": [TOOL],
+            "chat_template_kwargs": {"mood": "glad"},
+        }
+        answer = asyncio.create_task(served.client.post(PATH, json=wish))
+        request = await served.core.next_request()
+        text = byte_level().decode(request.prompt, skip_special_tokens=False)
+        assert text == f"<tool_call>{json.dumps(TOOL)}Parissunnyc1wglad"
+        await request.complete(tokens("ok"))
+        assert (await answer).json()["choices"][0]["message"]["content"] == "ok"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_are_told_as_calls(stream: bool) -> None:
+    text = 'Wait. <tool_call>{"name": "get_weather", "arguments": {"city": "Pa"}}</tool_call>'
+    async with http_served(core_with_tools()) as served:
+        wish = {"messages": [USER], "tools": [TOOL], "stream": stream}
+        answer = asyncio.create_task(served.client.post(PATH, json=wish))
+        request = await served.core.next_request()
+        await request.accept()
+        for token_id in tokens(text):
+            await request.send_tokens([token_id])
+        await request.finish_choice(reason=pb.FINISH_REASON_STOP)
+        await request.finish()
+        message, finish = folded((await answer).text) if stream else whole(await answer)
+    assert message["content"].strip() == "Wait."
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Pa"}'}
+    assert len(call["id"]) == 9
+    assert finish == "tool_calls"
+
+
+def whole(answer: Any) -> tuple[dict[str, Any], str]:
+    (choice,) = answer.json()["choices"]
+    return choice["message"], choice["finish_reason"]
+
+
+def folded(body: str) -> tuple[dict[str, Any], str]:
+    """The message that a client puts together of the chunks."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    finish = ""
+    for line in body.split("\n\n")[:-2]:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        finish = choice["finish_reason"] or finish
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(
+                    {"id": call["id"], "function": {"name": "", "arguments": ""}}
+                )
+            into = message["tool_calls"][call["index"]]["function"]
+            into["name"] += call["function"].get("name", "")
+            into["arguments"] += call["function"]["arguments"]
+    return message, finish
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{bad"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "other"}}, "response_format"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+            "messages[0].content[1].type",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f", "args": 1}}},
+            "tool_choice.function.args",
+        ),
+    ],
+)
+async def test_what_is_wrong_within_a_field_is_named_by_its_path(
+    wish: dict[str, Any], param: str
+) -> None:
+    async with http_served() as served:
+        refused = await served.client.post(PATH, json={"messages": [USER]} | wish)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+
+
+async def test_deeply_nested_json_is_refused_and_breaks_nothing() -> None:
+    nested = "[" * 100_000 + "]" * 100_000
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "documents": {nested}}}'
+    async with http_served() as served:
+        headers = {"content-type": "application/json"}
+        answer = await served.client.post(PATH, content=body, headers=headers)
+        assert answer.status_code == 400
+        assert (await served.client.get("/health")).status_code == 200

@@ -1,0 +1,76 @@
+"""`/tokenize`, `/detokenize`, `/version`."""
+
+from typing import Any
+
+import pytest
+
+from scheduler_service.frontend.http.errors import BODY_FORMS
+from scheduler_service.frontend.http.tokenize import TokenizeChat, TokenizeText
+from service_common.version import VERSION
+from tests.support.http_frontends import http_served
+from tests.support.tokenizers import BOS, byte_level, tokens
+
+TEXT = "hello naïve 世界"
+
+
+async def test_a_text_comes_back() -> None:
+    async with http_served() as served:
+        wish = {"prompt": TEXT, "add_special_tokens": False, "return_token_strs": True}
+        told = (await served.client.post("/tokenize", json=wish)).json()
+        assert told["tokens"] == tokens(TEXT)
+        assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+        assert told["max_model_len"] == 256
+        back = await served.client.post("/detokenize", json={"tokens": told["tokens"]})
+        assert back.json() == {"prompt": TEXT}
+
+
+async def test_special_tokens_come_back_unless_told_otherwise() -> None:
+    async with http_served() as served:
+        told = (await served.client.post("/tokenize", json={"prompt": TEXT})).json()
+        back = await served.client.post("/detokenize", json={"tokens": told["tokens"]})
+        assert back.json() == {"prompt": f"{BOS}{TEXT}"}
+        wish = {"tokens": told["tokens"], "skip_special_tokens": True}
+        assert (await served.client.post("/detokenize", json=wish)).json() == {"prompt": TEXT}
+
+
+async def test_a_chat_is_tokenized_as_it_would_be_answered() -> None:
+    async with http_served() as served:
+        wish = {"messages": [{"role": "user", "content": "hello"}]}
+        told = (await served.client.post("/tokenize", json=wish)).json()
+        text = byte_level().decode(told["tokens"], skip_special_tokens=True)
+        assert text == "[user]hello[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("path", "wish", "param"),
+    [
+        ("/detokenize", {"tokens": [1, 9999]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 3}, "add_special_tokens"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "a", "prompts": "b"}, "prompts"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": [{"content": "a"}]}, "messages[0].role"),
+        ("/tokenize", {"messages": "a"}, "messages"),
+    ],
+)
+async def test_what_is_wrong_is_named(path: str, wish: dict[str, Any], param: str) -> None:
+    async with http_served() as served:
+        refused = await served.client.post(path, json=wish)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+
+
+async def test_a_body_of_several_forms_that_is_none_of_them_is_told_what_is_expected() -> None:
+    async with http_served() as served:
+        refused = await served.client.post("/tokenize", json=["hello"])
+        assert refused.json()["error"]["code"] == "invalid_body"
+
+
+def test_the_forms_of_a_body_are_those_that_errors_know() -> None:
+    assert (TokenizeText.__name__, TokenizeChat.__name__) == BODY_FORMS
+
+
+async def test_the_version_is_told() -> None:
+    async with http_served() as served:
+        assert (await served.client.get("/version")).json() == {"version": VERSION}

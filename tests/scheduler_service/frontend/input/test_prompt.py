@@ -1,0 +1,133 @@
+import pytest
+
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.input.prompt import check_chat
+from scheduler_service.frontend.prompt import prompt_tokens
+from scheduler_service.frontend.served_models import build_model
+from tests.support.fake_core import model_info
+from tests.support.frontends import generate_request
+from tests.support.tokenizers import BOS, byte_level, model_files
+
+MODEL = build_model(model_info(), model_files(byte_level()))
+LONG = [3 + k % 90 for k in range(300)]
+
+
+def test_prompts_of_every_kind_become_tokens() -> None:
+    bos, hello = byte_level().token_to_id(BOS), byte_level().encode("hello").ids
+    assert prompt_tokens(generate_request("hello"), MODEL) == hello
+    assert hello[0] == bos
+    assert prompt_tokens(generate_request([5, 6]), MODEL) == [5, 6]
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    expected = f"{BOS}[user]hi[assistant]"
+    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+    chat.chat.add_generation_prompt = False
+    expected = f"{BOS}[user]hi"
+    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+
+
+def test_a_text_may_have_its_special_tokens_already() -> None:
+    request = generate_request(f"{BOS}hello")
+    assert prompt_tokens(request, MODEL)[:2] == [byte_level().token_to_id(BOS)] * 2
+    request.add_special_tokens = False
+    assert prompt_tokens(request, MODEL) == byte_level().encode("hello").ids
+
+
+def test_a_text_that_makes_no_token_is_refused() -> None:
+    template = model_files(byte_level()) | {"chat_template.jinja": b"{% if false %}{% endif %}"}
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    with pytest.raises(InvalidArgument, match=r"chat\.messages"):
+        prompt_tokens(chat, build_model(model_info(), template))
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "taken"),
+    [
+        (10, None, 10),
+        (299, None, 299),
+        (300, None, 300),
+        (301, None, 300),
+        (0, None, 255),
+        (0, 1, 255),
+        (0, 56, 200),
+        (0, 255, 1),
+    ],
+)
+def test_of_a_longer_prompt_the_end_is_taken(
+    asked: int, max_tokens: int | None, taken: int
+) -> None:
+    """0 takes what leaves room for the output within the model's 256 tokens."""
+    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+    request = generate_request(LONG, truncate_prompt_tokens=asked, **fields)
+    assert prompt_tokens(request, MODEL) == LONG[300 - taken :]
+
+
+def test_a_shorter_prompt_is_taken_whole() -> None:
+    assert prompt_tokens(generate_request([5, 6], truncate_prompt_tokens=0), MODEL) == [5, 6]
+    assert prompt_tokens(generate_request([5, 6], truncate_prompt_tokens=3), MODEL) == [5, 6]
+
+
+def test_texts_are_cut_as_tokens_too() -> None:
+    whole = byte_level().encode("hello world").ids
+    request = generate_request("hello world", truncate_prompt_tokens=2)
+    assert prompt_tokens(request, MODEL) == whole[-2:]
+
+
+def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
+    request = generate_request(LONG, truncate_prompt_tokens=0, max_tokens=256)
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        prompt_tokens(request, MODEL)
+
+
+CHATML = (
+    b"{% for m in messages %}"
+    b"<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    b"{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("begun", ["hello", "e", "<", "|", " <|im_end|> \n", "a\uffffb"])
+def test_a_turn_is_continued_where_its_text_ends(begun: str) -> None:
+    """Though the template's own words behind it have the same text."""
+    model = build_model(model_info(), model_files(byte_level()) | {"chat_template.jinja": CHATML})
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="user", content="hi")
+    request.chat.messages.add(role="assistant", content=begun)
+    request.chat.continue_final_message = True
+    text = byte_level().decode(prompt_tokens(request, model), skip_special_tokens=False)
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{begun.strip()}"
+
+
+@pytest.mark.parametrize("change", [b"upper", b"truncate(6)", b"length"])
+def test_a_turn_that_the_template_changes_cannot_be_continued(change: bytes) -> None:
+    template = CHATML.replace(b"trim", change)
+    model = build_model(model_info(), model_files(byte_level()) | {"chat_template.jinja": template})
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="assistant", content="hello world")
+    request.chat.continue_final_message = True
+    with pytest.raises(InvalidArgument, match=r"chat\.continue_final_message"):
+        prompt_tokens(request, model)
+
+
+HALF = '{"a": "\\ud83d"}'
+
+
+@pytest.mark.parametrize("field", ["template_arguments_json", "tools", "messages"])
+def test_json_with_half_a_character_is_refused_by_its_field(field: str) -> None:
+    """It would be no text that could be tokenized."""
+    chat = pb.Chat(messages=[pb.ChatMessage(role="assistant", content="hi")])
+    if field == "tools":
+        chat.tools.add(name="f", parameters_json=HALF)
+    elif field == "messages":
+        chat.messages[0].tool_calls.add(name="f", arguments_json=HALF)
+    else:
+        chat.template_arguments_json = HALF
+    with pytest.raises(InvalidArgument, match="surrogate") as refused:
+        check_chat(chat)
+    assert refused.value.field.startswith(f"chat.{field}")
+
+
+def test_json_with_both_halves_of_a_character_is_taken() -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    chat.template_arguments_json = '{"a": "\\ud83d\\ude00"}'
+    check_chat(chat)

@@ -1,0 +1,134 @@
+import json
+
+import pytest
+
+from scheduler_service.errors import UnsupportedByModel
+from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from tests.support.tokenizers import BOS, EOS, byte_level, sentencepiece
+
+FILE = byte_level().to_str().encode()
+BOS_ID, EOS_ID = byte_level().token_to_id(BOS), byte_level().token_to_id(EOS)
+NAMES = {"bos_token": BOS, "eos_token": {"content": EOS, "lstrip": False}}
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def encode_chat(tokenizer: ModelTokenizer, *, add_generation_prompt: bool) -> list[int]:
+    text = tokenizer.render_chat(CHAT, add_generation_prompt=add_generation_prompt)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def around(**config: object) -> tuple[bool, bool]:
+    """Whether a text gets a first and a last special token."""
+    ids = ModelTokenizer(FILE, NAMES | config).encode("hello")
+    return ids[0] == BOS_ID, ids[-1] == EOS_ID
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (True, False)),
+        ({"add_bos_token": False}, (False, False)),
+        ({"add_bos_token": True}, (True, False)),
+        ({"add_eos_token": True}, (False, True)),
+        ({"add_bos_token": True, "add_eos_token": True}, (True, True)),
+        ({"add_bos_token": True, "bos_token": None}, (False, False)),
+    ],
+)
+def test_the_configuration_overrules_the_special_tokens_of_the_file(
+    config: dict[str, object], expected: tuple[bool, bool]
+) -> None:
+    assert around(**config) == expected
+
+
+def test_special_tokens_can_be_left_out() -> None:
+    ids = ModelTokenizer(FILE).encode("hello", add_special_tokens=False)
+    assert BOS_ID not in ids
+    assert ModelTokenizer(FILE).decode(ids, skip_special_tokens=False) == "hello"
+
+
+def test_truncation_and_padding_stored_in_the_file_do_not_apply() -> None:
+    tokenizer = byte_level().from_str(byte_level().to_str())
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    ours = ModelTokenizer(tokenizer.to_str().encode())
+    assert ours.encode("hello hello hello") == byte_level().encode("hello hello hello").ids
+
+
+def test_a_chat_is_rendered_and_gets_no_special_tokens_but_the_templates_own() -> None:
+    tokenizer = ModelTokenizer(FILE, NAMES, "{{ bos_token }}{{ messages[0].content }}{{eos_token}}")
+    ids = encode_chat(tokenizer, add_generation_prompt=True)
+    assert ids[0] == BOS_ID
+    assert ids.count(BOS_ID) == 1
+    assert ids[-1] == EOS_ID
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "X{{ messages[0].content }}",
+        [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "X{{ 'hello' }}"}],
+    ],
+)
+def test_the_template_may_stand_in_the_configuration(template: object) -> None:
+    tokenizer = ModelTokenizer(FILE, {"chat_template": template})
+    ids = encode_chat(tokenizer, add_generation_prompt=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "Xhello"
+
+
+def test_the_template_in_its_own_file_goes_first() -> None:
+    tokenizer = ModelTokenizer(FILE, {"chat_template": "A"}, "B")
+    ids = encode_chat(tokenizer, add_generation_prompt=False)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "B"
+
+
+@pytest.mark.parametrize(("tools", "text"), [(None, "D"), ([], "D"), ([{"type": "function"}], "T")])
+def test_a_template_of_its_own_shows_tools(
+    tools: list[dict[str, object]] | None, text: str
+) -> None:
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    tokenizer = ModelTokenizer(FILE, {"chat_template": templates})
+    assert tokenizer.tool_template_source == "T"
+    assert tokenizer.render_chat(CHAT, add_generation_prompt=True, tools=tools) == text
+
+
+def test_without_a_template_there_is_no_chat() -> None:
+    with pytest.raises(UnsupportedByModel, match="no chat template"):
+        ModelTokenizer(FILE).render_chat(CHAT, add_generation_prompt=True)
+
+
+def test_bad_words_are_banned_at_the_start_and_inside_a_text() -> None:
+    tokenizer = ModelTokenizer(FILE)
+    texts = [
+        tokenizer.decode(ids, skip_special_tokens=False)
+        for ids in tokenizer.bad_word_sequences("hello")
+    ]
+    assert texts == ["hello", " hello"]
+
+
+def test_one_spelling_is_banned_once() -> None:
+    assert len(ModelTokenizer(FILE).bad_word_sequences(" hello")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((b"{}",), "tokenizer.json"),
+        ((b"\xff\xff",), "utf-8"),
+        ((FILE, {}, "{% if %}"), "chat template, line 1"),
+        ((FILE, {"chat_template": 5}), "chat_template: expected a text"),
+        ((FILE, {"chat_template": ["x"]}), "chat_template: expected entries"),
+        ((FILE, {"chat_template": [{"name": "default"}]}), "chat_template: expected entries"),
+    ],
+)
+def test_files_that_cannot_be_used_are_a_value_error(
+    arguments: tuple[bytes], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        ModelTokenizer(*arguments)
+
+
+def test_tokens_are_named_as_the_vocabulary_writes_them() -> None:
+    tokenizer = ModelTokenizer(sentencepiece().to_str().encode())
+    ids = [sentencepiece().token_to_id(name) for name in ("▁hello", "<0xE4>")]
+    assert [tokenizer.token_name(token_id) for token_id in [*ids, 9999]] == ["▁hello", "<0xE4>", ""]
+    assert json.loads(sentencepiece().to_str())["model"]["byte_fallback"]

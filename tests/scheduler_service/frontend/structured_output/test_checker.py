@@ -1,0 +1,114 @@
+"""Whatever a client sends, the frontend goes on."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pagewire.v1 import sampling_pb2
+from scheduler_service.errors import InvalidArgument, Unavailable
+from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
+
+HOSTILE = {
+    "slow": {"regex": "a?" * 20_000},
+    "large": {
+        "json_schema": json.dumps(
+            {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(60)]}
+        )
+    },
+    "deep": {
+        "grammar": "start: r0\n"
+        + "\n".join(f"r{i}: r{i + 1}" for i in range(20_000))
+        + '\nr20000: "a"'
+    },
+}
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[ConstraintChecker]:
+    checker = ConstraintChecker(patience_s=600.0)  # a second of a processor, shared by many
+    yield checker
+    await checker.close()
+
+
+async def problem_of(checker: ConstraintChecker, **fields: Any) -> str | None:
+    try:
+        await checker.check(sampling_pb2.SamplingParams(**fields), "anybody")
+    except InvalidArgument as error:
+        return str(error).removeprefix(f"sampling_params.{next(iter(fields))}: ")
+    return None
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_what_takes_too_much_is_refused_and_others_are_served(
+    checker: ConstraintChecker, name: str
+) -> None:
+    problem = await problem_of(checker, **HOSTILE[name])
+    assert problem is not None
+    assert problem.startswith("too complex")
+    assert await problem_of(checker, regex="a+") is None
+    assert await problem_of(checker, regex="a(") == "unclosed group at offset 1"
+
+
+async def test_requests_without_structured_output_start_nothing(checker: ConstraintChecker) -> None:
+    await checker.check(sampling_pb2.SamplingParams(n=2), "anybody")
+    assert checker._process is None
+
+
+async def test_an_answer_is_remembered(checker: ConstraintChecker) -> None:
+    assert await problem_of(checker, regex="a(") is not None
+    assert checker._process is not None
+    checker._process.kill()
+    await checker._process.wait()
+    assert await problem_of(checker, regex="a(") == "unclosed group at offset 1"
+
+
+async def test_a_lost_process_is_replaced(checker: ConstraintChecker) -> None:
+    assert await problem_of(checker, regex="a") is None
+    assert checker._process is not None
+    first = checker._process.pid
+    os.kill(first, signal.SIGSTOP)
+    asking = asyncio.create_task(problem_of(checker, regex="b"))
+    await asyncio.sleep(0)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="could not be checked"):
+        await asking
+    assert await problem_of(checker, regex="b") is None
+    assert checker._process.pid != first
+
+
+async def test_a_client_that_goes_away_spoils_nobodys_answer(checker: ConstraintChecker) -> None:
+    await problem_of(checker, regex="a")
+    asking = asyncio.create_task(problem_of(checker, regex="c("))
+    while not checker._one_at_a_time.locked():  # noqa: ASYNC110 - nobody announces it
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await problem_of(checker, regex="d[") == "unclosed character class at offset 1"
+
+
+async def test_questions_at_once_get_each_their_own_answer(checker: ConstraintChecker) -> None:
+    patterns = [f"{'x' * n}{end}" for n in range(8) for end in ("", "(")]
+    problems = await asyncio.gather(*(problem_of(checker, regex=p) for p in patterns if p))
+    expected = [
+        None if p[-1] == "x" else f"unclosed group at offset {len(p) - 1}" for p in patterns if p
+    ]
+    assert problems == expected
+
+
+async def test_one_tenants_constraints_hold_up_anothers_by_one(checker: ConstraintChecker) -> None:
+    done: list[str] = []
+
+    async def ask(tenant: str, pattern: str) -> None:
+        await checker.check(sampling_pb2.SamplingParams(regex=pattern), tenant)
+        done.append(tenant)
+
+    flood = [ask("flood", "a" * count) for count in range(1, 9)]
+    await asyncio.gather(*flood, ask("calm", "b"))
+    assert len(done) == 9
+    assert done.index("calm") == 1

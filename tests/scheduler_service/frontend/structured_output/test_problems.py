@@ -1,0 +1,95 @@
+"""What is wrong with a constraint is told with its place."""
+
+import json
+
+import pytest
+
+from scheduler_service.frontend.structured_output.problems import MAX_CHARS, find_problem
+
+DEEP = {"properties": {"a/b~": {"items": [{"anyOf": [{"type": "string"}, {}]}]}}}
+
+
+def _with(place: dict[str, object]) -> str:
+    """A schema with something deep inside."""
+    schema = json.loads(json.dumps(DEEP))
+    schema["properties"]["a/b~"]["items"][0]["anyOf"][1] = place
+    schema["$schema"] = "http://json-schema.org/draft-07/schema#"
+    return json.dumps(schema)
+
+
+OPEN = "unclosed group"
+BAD_PATTERN = {"pattern": "a(", "type": "string"}
+RECURSIVE = {"$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}
+PLACE = "/properties/a~1b~0/items/0/anyOf/1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("regex", "a(b", "unclosed group at offset 1"),
+        ("regex", "é/\n/(c", "unclosed group at offset 4"),
+        ("regex", "ab[", "unclosed character class at offset 2"),
+        ("regex", "a\\", "incomplete escape sequence at offset 1"),
+        ("regex", "x{3,1}", "at offset 1"),
+        ("regex", "(?=a)b", "look-ahead"),
+        ("regex", "(a)\\1", "backreferences are not supported at offset 3"),
+        ("regex", r"[^\x00-\x{10FFFF}]", "nothing matches"),
+        ("grammar", 'start: "a"\n  b', "line 2"),
+        ("grammar", 'start: "a" b', 'unknown name: "b" at line 1, column 8'),
+        ("grammar", 'start: "x"\nb: "a" %', "at line 2, column 9"),
+        ("grammar", 'begin: "a"', "no start rule found"),
+        (
+            "grammar",
+            "start: A\nA: /a(/",
+            'regex "a(": unclosed group at offset 1, at line 2, column 4',
+        ),
+        (
+            "grammar",
+            'start: "<"\n /</ // <\n <|end|>',
+            "special tokens have no text to match at line 3, column 2",
+        ),
+        ("grammar", 'start: %json {"not": {}}', 'Unimplemented keys: ["not"] at line 1, column 8'),
+        ("json_schema", '{"type":\n "a" "b"}', "at line 2, column 6"),
+        ("json_schema", '{"minimum": NaN}', "NaN is no JSON"),
+        ("json_schema", "[" * 100_000, "expected JSON"),
+        ("json_schema", "[]", "expected a JSON object or true"),
+        ("json_schema", "false", "expected a JSON object or true"),
+        ("json_schema", _with({"not": {}}), f'keyword "not" at "{PLACE}" is not supported'),
+        ("json_schema", _with({"maxLenght": 3}), f'keyword "maxLenght" at "{PLACE}"'),
+        ("json_schema", _with({"x-guidance": {"lenient": True}}), 'keyword "x-guidance"'),
+        ("json_schema", _with({"type": "objct"}), f'Invalid type: objct at "{PLACE}"'),
+        ("json_schema", _with({"type": "string", "format": "nope"}), f'nope at "{PLACE}"'),
+        (
+            "json_schema",
+            _with({"pattern": "a(", "type": "string"}),
+            f'pattern "a(" at "{PLACE}": unclosed group at offset 1',
+        ),
+        ("json_schema", '{"$ref": "#/$defs/a"}', "'/$defs/a' does not exist at \"\""),
+        ("json_schema", '{"$ref": "http://127.0.0.1/a"}', "http://127.0.0.1/a"),
+        ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
+    ],
+)
+def test_a_problem_is_told_with_its_place(kind: str, text: str, problem: str) -> None:
+    found = find_problem(kind, [text])
+    assert found is not None
+    assert problem in found
+    assert "\n" not in found
+    assert len(found) <= MAX_CHARS
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        ("regex", ["a/b\n(c|\\/)"]),
+        ("regex", [r"\p{L}{1,20}\d*"]),
+        ("grammar", ['start: "(" start ")" | /[0-9]+/ // <a>\n%ignore " "']),
+        ("grammar", ['start: "<" x ">"\nx: %json {"type": "integer"}']),
+        ("json_schema", ["true"]),
+        ("json_schema", ['{"type": "object"}']),
+        ("json_schema", [_with({"type": "integer", "title": "A", "x-order": 1})]),
+        ("json_schema", [json.dumps(RECURSIVE)]),
+        ("choice", ["a.b", "*", "\\", "/", "é\n"]),
+    ],
+)
+def test_what_is_right_has_no_problem(kind: str, texts: list[str]) -> None:
+    assert find_problem(kind, texts) is None

@@ -1,0 +1,149 @@
+"""Which models a frontend knows, and how it comes by their files."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from scheduler_service.errors import (
+    InvalidArgument,
+    Unavailable,
+    UnknownModel,
+    UnsupportedByModel,
+)
+from scheduler_service.frontend import served_models
+from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.served_models import ModelDirectory, build_model
+from tests.support.fake_core import model_info
+from tests.support.tokenizers import byte_level, model_files
+
+FILES = model_files(byte_level())
+ANYBODY = Tenant()
+
+
+class Fetch:
+    """Gives files, counts, and fails as often as it is told."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.names: list[str] = []
+        self.num_failures = num_failures
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, name: str) -> Mapping[str, bytes]:
+        self.names.append(name)
+        await self.gate.wait()
+        if self.num_failures:
+            self.num_failures -= 1
+            raise Unavailable("not now")
+        return FILES
+
+
+async def test_files_are_fetched_once_per_fingerprint() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    for _ in range(3):
+        directory.update([model_info()])
+        await directory.resolve("tiny", ANYBODY)
+        directory.update([])
+    assert fetch.names == ["tiny"]
+    directory.update([model_info(fingerprint="other")])
+    assert (await directory.resolve(None, ANYBODY)).info.fingerprint == "other"
+    assert fetch.names == ["tiny", "tiny"]
+
+
+async def test_a_fact_that_changes_alone_needs_no_new_files() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    await directory.resolve(None, ANYBODY)
+    directory.update([model_info(max_model_len=99)])
+    assert (await directory.resolve(None, ANYBODY)).info.max_model_len == 99
+    assert fetch.names == ["tiny"]
+
+
+async def test_a_fetch_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_models, "RETRY_DELAY_S", 0)
+    fetch = Fetch(num_failures=2)
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    assert not directory.is_serving
+    assert (await directory.resolve("tiny", ANYBODY)).tokenizer is not None
+    assert directory.is_serving
+    assert len(fetch.names) == 3
+
+
+async def test_a_model_that_goes_while_its_files_come_is_not_ready() -> None:
+    fetch = Fetch()
+    fetch.gate.clear()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    waiting = asyncio.create_task(directory.resolve("tiny", ANYBODY))
+    await asyncio.sleep(0)
+    directory.update([])
+    fetch.gate.set()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    directory.update([model_info()])
+    assert (await waiting).info == model_info()
+    await directory.close()
+
+
+async def test_a_model_that_comes_back_while_files_of_another_of_its_name_come_is_ready() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    await directory.resolve("tiny", ANYBODY)
+    fetch.gate.clear()
+    directory.update([model_info(fingerprint="tiny-2")])
+    (loading,) = directory._loading.values()
+    await asyncio.sleep(0)
+    directory.update([model_info()])
+    fetch.gate.set()
+    await asyncio.wait([loading])
+    assert directory.current("tiny", ANYBODY).info == model_info()
+
+
+async def test_the_name_may_be_left_out_only_where_one_model_is_served() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("a"), model_info("b")])
+    with pytest.raises(InvalidArgument) as caught:
+        await directory.resolve(None, ANYBODY)
+    assert (caught.value.field, caught.value.expected) == (
+        "model",
+        "required, since several are served: a, b",
+    )
+    assert (await directory.resolve("b", ANYBODY)).info.name == "b"
+
+
+async def test_a_model_never_heard_of_is_unknown_and_one_that_went_is_waited_for() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("a"), model_info("b")])
+    await directory.resolve("a", ANYBODY)
+    directory.update([model_info("b")])
+    with pytest.raises(UnknownModel):
+        await directory.resolve("c", ANYBODY)
+    waiting = asyncio.create_task(directory.resolve("a", ANYBODY))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    with pytest.raises(Unavailable):
+        directory.current("a", ANYBODY)
+    directory.update([model_info("a"), model_info("b")])
+    assert (await waiting).info.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.jinja", b"{% if %}"),
+        ("chat_template.jinja", b"{{ " + b"(" * 5000 + b")" * 5000 + b" }}"),
+    ],
+    ids=["no JSON", "no object", "no template", "too deep a template"],
+)
+def test_a_model_whose_files_cannot_be_used_takes_token_ids(name: str, content: bytes) -> None:
+    model = build_model(model_info(), FILES | {name: content})
+    assert model.tokenizer is None
+    with pytest.raises(UnsupportedByModel, match="cannot be used"):
+        model.require_tokenizer("chat prompt")

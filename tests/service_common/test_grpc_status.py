@@ -1,0 +1,33 @@
+"""What callers are told of errors, if they are there to be told."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from service_common.errors import Unauthenticated
+from service_common.grpc_status import COMMON, unless_over
+
+
+class GoneContext:
+    """Of a call whose caller has gone."""
+
+    async def abort(self, *_: object, **__: object) -> None:
+        raise grpc.aio.InternalError("the call is over")
+
+
+async def test_a_call_that_is_over_is_cancelled_rather_than_failed() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await COMMON.abort(GoneContext(), Unauthenticated("no key"))  # type: ignore[arg-type]
+    with pytest.raises(asyncio.CancelledError), unless_over():
+        raise grpc.aio.InternalError("the call is over")
+
+
+def test_what_is_wrong_otherwise_stays_what_it_is() -> None:
+    with pytest.raises(ZeroDivisionError), unless_over():
+        raise ZeroDivisionError
+
+
+def test_the_error_of_a_write_to_a_call_that_is_over_is_the_one_that_is_looked_for() -> None:
+    """gRPC documents neither it nor its place."""
+    assert issubclass(grpc._cython.cygrpc.ExecuteBatchError, grpc.aio.InternalError)

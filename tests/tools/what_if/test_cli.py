@@ -1,0 +1,150 @@
+"""`replay` as a command: what it prints, draws and refuses."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from scheduler_service.__main__ import make_app
+from scheduler_service.core import SchedulerConfig
+from scheduler_service.core.config import PreemptionMode
+from scheduler_service.replay.overrides import apply_overrides
+from tests.support.virtual import make_trace, record, script
+from tools.what_if.cost_model import StepSample, StepSize, fit
+
+Replay: TypeAlias = Callable[..., Result]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Two tenants on a worker that takes virtual time."""
+    scripts = [script(i, at=0.01 * i, tenant="ab"[i % 2], num_tokens=3 + i % 5) for i in range(20)]
+    path = tmp_path / "trace.jsonl"
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
+    path.write_text("\n".join([*record(make_trace(*scripts), config).lines, ""]))
+    return path
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch) -> Replay:
+    """Runs the command; its switch for the process's log is left alone."""
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(make_app(), ["replay", *map(str, arguments)])
+
+    return run
+
+
+def test_without_options_it_replays(replay: Replay, recording: Path) -> None:
+    result = replay(recording)
+    assert result.exit_code == 0
+    assert "requests: 20 accepted" in result.stdout
+    assert "configuration" not in result.stdout
+
+
+def test_configurations_are_compared(replay: Replay, recording: Path) -> None:
+    result = replay(recording, "--with", "max_num_seqs=1", "--with", "pipeline-depth=1,watermark=0")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    # Once for all requests, and once for each tenant.
+    for name in (
+        "recorded",
+        "recorded, predicted",
+        "max_num_seqs=1",
+        "pipeline-depth=1,watermark=0",
+    ):
+        assert sum(f"│ {name} " in line for line in lines) == 3
+    assert "20 requests that ended well in the recording" in result.stdout
+    assert "step time of g0" in result.stdout
+    assert "10000 µs + 1000 µs per row + 100 µs per further prompt token" in result.stdout
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_comparison_is_drawn(replay: Replay, recording: Path, suffix: str) -> None:
+    picture = recording.with_suffix(f".{suffix}")
+    result = replay(recording, "--with", "max_num_seqs=1", "--plot", picture)
+    assert result.exit_code == 0, result.output
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in data
+    if suffix == "svg":
+        assert b"max_num_seqs=1" in data  # comments name the texts that are drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--with", "max_num_seqs"], "'max_num_seqs': expected FIELD=VALUE"),
+        (["--with", "max_seqs=3"], "max_seqs: no such field; there are default_tenant,"),
+        (["--with", "max_num_seqs=many"], "max_num_seqs: expected int, got 'many'"),
+        (["--with", "max_num_seqs=0"], "max_num_seqs must be at least 1"),
+        (["--with", "enable_prefix_caching=1"], "expected true or false, got '1'"),
+        (["--with", "preemption_mode=x"], "preemption_mode: expected one of auto, swap, recompute"),
+        (["--plot", "trace.doc"], "trace.doc: expected a name that ends in ."),
+        (["--plot", "/nowhere/trace.svg"], "/nowhere/trace.svg: there is no such folder"),
+        (["--with", "max_num_seqs=1,enable_chunked_prefill=false"], "with chunked prefill off"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(
+    replay: Replay, recording: Path, arguments: list[str], message: str
+) -> None:
+    result = replay(recording, *arguments)
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
+    assert message in result.stderr
+
+
+def test_a_plot_without_matplotlib_tells_what_to_install(
+    replay: Replay, recording: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = replay(recording, "--plot", "trace.svg")
+    assert result.exit_code == 2
+    assert "plots need matplotlib: pip install 'pagewire[plot]'" in result.stderr
+
+
+def test_overrides_have_the_types_of_their_fields() -> None:
+    text = "max-num-seqs=3, watermark=0.5,enable_prefix_caching=false,preemption_mode=swap"
+    assert apply_overrides(SchedulerConfig(), text) == SchedulerConfig(
+        max_num_seqs=3,
+        watermark=0.5,
+        enable_prefix_caching=False,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+
+
+def sample(num_rows: int, num_further_tokens: int, seconds: float) -> StepSample:
+    size = StepSize(num_rows=num_rows, num_further_tokens=num_further_tokens, num_moved_blocks=0)
+    return StepSample(group_id="g", size=size, seconds=seconds)
+
+
+def test_no_cost_is_below_zero() -> None:
+    # A line through these falls: more rows cannot be what makes a step faster.
+    model = fit([sample(1, 0, 0.03), sample(2, 0, 0.02), sample(3, 0, 0.01)]).model
+    assert model.base == pytest.approx(0.02)
+    assert (model.per_row, model.per_token, model.per_block) == (0, 0, 0)
+
+
+def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
+    steps = [
+        sample(n % 16, 7 * n % 64, 0.01 + 0.001 * (n % 16) + 1e-5 * (7 * n % 64)) for n in range(99)
+    ]
+    held_up = [sample(16, 0, 0.5), sample(3, 9, 0.3), sample(1, 0, 0.2)]
+    for samples in (steps, steps + held_up):
+        model = fit(samples).model
+        assert model.base == pytest.approx(0.01, rel=1e-3)
+        assert model.per_row == pytest.approx(0.001, rel=1e-3)
+        assert model.per_token == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_steps_that_are_all_alike_have_their_mean_cost() -> None:
+    found = fit([sample(4, 0, 0.01), sample(4, 0, 0.03)])
+    size = sample(4, 0, 0).size
+    assert found.model.seconds(size) == pytest.approx(0.02)
+    assert found.mean_error == pytest.approx(0.01)

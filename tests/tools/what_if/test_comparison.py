@@ -1,0 +1,215 @@
+"""A recorded trace under other configurations, with outcomes that can be told by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_service.core import GeneratedTokens, SchedulerConfig, SchedulerCore, StepResult
+from scheduler_service.replay.lives import Life
+from scheduler_service.replay.recorder import RecordingCore
+from tests.support.core_driver import make_capacity
+from tests.support.recorded import Recording
+from tests.support.virtual import COSTS, OPAQUE, entry, join, make_trace, read_trace, record, script
+from tools.what_if.comparison import PREDICTED, RECORDED, compare
+from tools.what_if.cost_model import CostModel
+from tools.what_if.simulation import simulate
+from tools.what_if.trace import Stop, Trace
+
+CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=1)
+STEP = CostModel(base=0.01, per_row=0.0, per_token=0.0, per_block=0.0)
+"""Every step takes 10 ms."""
+
+
+def run(trace: Trace, config: SchedulerConfig = CONFIG, costs: CostModel = STEP) -> list[Life]:
+    return simulate(trace, SchedulerCore(config), {"g0": costs}).lives
+
+
+def test_a_step_takes_its_rows_and_further_tokens() -> None:
+    (life,) = run(make_trace(script(0, prompt=5, num_tokens=3)), costs=COSTS)
+    assert life.is_finished
+    # 10 ms, 1 ms for the row, and 0.1 ms for each token of the prompt beyond the first.
+    assert life.choices[0].times == pytest.approx([0.0114, 0.0224, 0.0334])
+    assert life.ended == pytest.approx(0.0334)
+
+
+def test_with_one_place_the_second_request_waits_for_the_first() -> None:
+    trace = make_trace(script(0, num_tokens=5), script(1, num_tokens=2))
+    together = run(trace)
+    assert [life.first_token for life in together] == pytest.approx([0.01, 0.01])
+    alone = run(trace, replace(CONFIG, max_num_seqs=1))
+    assert [life.first_token for life in alone] == pytest.approx([0.01, 0.06])
+    assert [life.ended for life in alone] == pytest.approx([0.05, 0.07])
+
+
+def test_plans_that_leave_ahead_are_executed_one_after_the_other() -> None:
+    lives = run(make_trace(script(0, num_tokens=4)), replace(CONFIG, pipeline_depth=3))
+    assert lives[0].choices[0].times == pytest.approx([0.01, 0.02, 0.03, 0.04])
+
+
+def test_a_choice_gets_its_recorded_tokens_and_stops_by_them() -> None:
+    tokens = [7, 9, 3]
+    stops_early = script(0, tokens=tokens, stop_token_ids=frozenset({3}), max_tokens=50)
+    (life,) = run(make_trace(stops_early))
+    assert life.choices[0].tokens == tokens
+    assert life.is_finished
+
+
+def test_a_frontend_ends_a_choice_as_late_as_in_the_recording() -> None:
+    stop = Stop(num_tokens=2, delay_s=0.015)
+    (life,) = run(make_trace(script(0, num_tokens=2, max_tokens=50, stop=stop)))
+    assert life.is_finished
+    assert life.choices[0].tokens == [5, 5]
+    assert life.ended == pytest.approx(0.02 + 0.015)
+
+
+def test_tokens_that_a_request_brings_along_are_not_given_again() -> None:
+    generated = {0: GeneratedTokens(token_ids=[8, 8])}
+    resumed = script(0, tokens=[5, 6], max_tokens=4, generated=generated)
+    (life,) = run(make_trace(resumed))
+    assert life.is_finished
+    assert life.choices[0].tokens == [5, 6]
+
+
+def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan() -> None:
+    small = make_capacity("small", num_gpu_blocks=4)
+    short, long = script(0, num_tokens=2), script(1, num_tokens=20)
+    lives = run(make_trace(short, long, interventions=[join(small)]))
+    assert [life.is_finished for life in lives] == [True, True]
+    assert [life.num_tokens for life in lives] == [2, 20]
+
+
+def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
+    recording = Recording(OPAQUE)
+    core = RecordingCore(replace(CONFIG, pipeline_depth=3), recording, codec=OPAQUE)
+    core.add_group(make_capacity(), 0.0)
+    core.submit(script(0).request, 0.0)
+    for _ in range(3):
+        core.schedule("g0", 0.0)
+    for step_id, held_us in enumerate((20_000, 10_000, 0), start=1):
+        core.update("g0", StepResult(step_id=step_id, token_ids=[5], held_us=held_us), 0.03)
+    core.take_outboxes()
+    seconds = [step.seconds for step in read_trace(recording).steps]
+    assert seconds == pytest.approx([0.01, 0.01, 0.01])
+
+
+def test_clients_and_workers_go_when_they_went() -> None:
+    trace = make_trace(
+        script(0, num_tokens=40),
+        script(1, num_tokens=5),
+        interventions=[
+            entry("cancel", frontend_id="f0", handle=1, now=0.035),
+            entry("remove_group", group_id="g0", now=0.045),
+            join(now=1.0),
+        ],
+    )
+    cancelled, interrupted = run(trace)
+    assert not cancelled.is_finished
+    assert cancelled.ended == pytest.approx(0.035)
+    assert len(cancelled.choices[0].tokens) == 3
+    assert interrupted.is_finished
+    assert interrupted.choices[0].times == pytest.approx([0.01, 0.02, 0.03, 0.04, 1.01])
+
+
+def test_a_deadline_ends_a_request_in_virtual_time() -> None:
+    (life,) = run(make_trace(script(0, num_tokens=40, deadline=0.055)))
+    assert not life.is_finished
+    assert life.ended == pytest.approx(0.055)
+    assert len(life.choices[0].tokens) == 5
+
+
+def test_a_recording_of_exact_workers_is_predicted_exactly() -> None:
+    trace = make_trace(
+        *(
+            script(i, at=0.02 * i, prompt=3 + 7 * i % 29, num_tokens=2 + 5 * i % 11)
+            for i in range(60)
+        )
+    )
+    recording = record(trace, CONFIG)
+    again = read_trace(recording)
+    comparison = compare(again, CONFIG, {"alone": replace(CONFIG, max_num_seqs=1)})
+    fitted = comparison.fits["g0"].model
+    assert fitted.base == pytest.approx(COSTS.base, rel=1e-6)
+    assert fitted.per_row == pytest.approx(COSTS.per_row, rel=1e-6)
+    assert fitted.per_token == pytest.approx(COSTS.per_token, rel=1e-6)
+    assert comparison.fits["g0"].mean_error < 1e-9
+
+    recorded, predicted, alone = comparison.rows
+    assert (recorded.name, predicted.name, alone.name) == (RECORDED, PREDICTED, "alone")
+    assert recorded.latencies.num_requests == comparison.num_requests == 60
+    assert comparison.num_assumed == 0
+    for name in ("first_token", "between_tokens", "end_to_end", "tokens_per_s"):
+        expected = getattr(recorded.latencies, name)
+        assert getattr(predicted.latencies, name) == pytest.approx(expected, rel=1e-6)
+    assert max(alone.latencies.first_token) > 2 * max(recorded.latencies.first_token)
+
+
+def test_a_trace_says_again_what_was_put_into_it() -> None:
+    stop = Stop(num_tokens=3, delay_s=0.012)
+    scripts = [
+        script(0, num_tokens=4),
+        script(1, num_tokens=3, max_tokens=50, stop=stop),
+        script(2, num_tokens=4, max_tokens=50),
+    ]
+    gone = entry("cancel", frontend_id="f0", handle=3, now=0.055)
+    trace = read_trace(record(make_trace(*scripts, interventions=[gone]), CONFIG, STEP))
+    first, stopped, cancelled = trace.scripts
+    assert (first.tokens, first.stops, first.is_assumed) == ([[5] * 4], [None], False)
+    assert stopped.tokens == [[5] * 3]
+    assert stopped.stops[0] is not None
+    assert stopped.stops[0].num_tokens == 3
+    assert stopped.stops[0].delay_s == pytest.approx(0.012)
+    # It goes on for longer than is usual, and than it did, if it is not cancelled before.
+    assert cancelled.is_assumed
+    assert cancelled.stops == [Stop(num_tokens=5, delay_s=0.0)]
+    assert [entry.do for entry in trace.interventions] == ["add_group", "cancel"]
+    assert [life.is_finished for life in trace.lives] == [True, True, False]
+    assert sum(step.size.num_rows for step in trace.steps) >= 12
+
+
+def test_a_refused_request_is_put_to_other_configurations_once() -> None:
+    config = replace(CONFIG, max_queue_requests=1)
+    scripts = [script(i, num_tokens=3) for i in range(3)]
+    scripts[2] = replace(scripts[2], request=replace(scripts[2].request, request_id="r1"))
+    late = script(3, at=0.5, num_tokens=3)
+    late = replace(late, request=replace(late.request, request_id="r1"))
+    trace = make_trace(*scripts, late)
+    trace = replace(trace, interventions=[join(now=0.005)])
+    recorded = read_trace(record(trace, config, STEP))
+    # All three come before the worker does; r1 is tried again in vain, and at last accepted.
+    assert len(recorded.lives) == 2
+    assert len(recorded.scripts) == 4
+    lives = run(recorded, CONFIG)
+    assert [life.number for life in lives] == [0, 1, 3]
+
+
+def test_what_ends_a_deployment_is_no_part_of_the_load() -> None:
+    shutdown = [
+        entry("remove_frontend", frontend_id="f0", now=0.5),
+        entry("remove_group", group_id="g0", now=0.5),
+    ]
+    trace = read_trace(record(make_trace(script(0), interventions=shutdown), CONFIG, STEP))
+    assert [entry.do for entry in trace.interventions] == ["add_group"]
+
+
+def test_tenants_are_told_apart() -> None:
+    scripts = [script(i, tenant=["a", "b"][i % 2], num_tokens=2 + i) for i in range(4)]
+    comparison = compare(read_trace(record(make_trace(*scripts), CONFIG)), CONFIG, {})
+    for row in comparison.rows:
+        assert row.by_tenant.keys() == {"a", "b"}
+        assert [latencies.num_requests for latencies in row.by_tenant.values()] == [2, 2]
+    assert (
+        comparison.rows[0].by_tenant["a"].end_to_end < comparison.rows[0].by_tenant["b"].end_to_end
+    )
+
+
+def test_a_recording_without_steps_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="no executed step"):
+        compare(make_trace(script(0)), CONFIG, {})
+
+
+def test_a_worker_group_that_a_configuration_does_not_suit_is_told() -> None:
+    trace = read_trace(record(make_trace(script(0)), CONFIG))
+    whole = replace(CONFIG, enable_chunked_prefill=False)
+    with pytest.raises(ValueError, match="with chunked prefill off"):
+        compare(trace, CONFIG, {"whole": whole})
+    assert make_capacity().max_model_len == 64

@@ -1,0 +1,221 @@
+"""Puts a trace to a core with any configuration, in virtual time.
+
+The core is the real one. Its workers only tell how long steps take, by a cost model, and give each
+choice the tokens that it got in the recording, by position. Frontends are as prompt as recorded.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from scheduler_service.core import SchedulerCore, StepPlan, StepResult
+from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
+from scheduler_service.errors import PagewireError
+from scheduler_service.replay.lives import Life, Lives
+from scheduler_service.replay.recorder import RecordingCore
+from scheduler_service.replay.recording import Entry
+from tools.what_if.cost_model import CostModel, StepSize
+from tools.what_if.trace import Script, Stop, Trace
+
+
+@dataclass(slots=True)
+class _Sequence:
+    script: Script
+    choice_index: int
+    num_output: int
+    """Tokens sampled by this core so far."""
+
+    def next_token(self) -> int:
+        """The recorded token, or one that ends nothing where the recording has no more."""
+        tokens = self.script.tokens[self.choice_index]
+        position = self.num_output
+        self.num_output += 1
+        return tokens[position] if position < len(tokens) else _filler(self.script)
+
+
+def _filler(script: Script) -> int:
+    stops = script.request.stop_token_ids
+    return next(token for token in itertools.count() if token not in stops)
+
+
+class VirtualWorker:
+    """Executes plans one after the other, and takes the time that a cost model says."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._sequences: dict[int, _Sequence] = {}
+        self._free_at = 0.0
+
+    def execute(self, plan: StepPlan, now: float) -> tuple[float, StepResult]:
+        """When the result of a plan that leaves now is in, and the result."""
+        seconds = self._costs.seconds(StepSize.of(plan))
+        self._free_at = max(now, self._free_at) + seconds
+        busy_us = round(seconds * 1e6)
+        return self._free_at, StepResult(
+            step_id=plan.step_id,
+            token_ids=self._sample(plan),
+            forward_us=busy_us,
+            busy_us=busy_us,
+        )
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        for seq_id in plan.forget_seq_ids:
+            del self._sequences[seq_id]
+        for new in plan.new_sequences:
+            # The core passes sampling parameters on without a look: here it is the script.
+            script: Script = new.sampling
+            if new.parent_seq_id is not None:
+                num_output = self._sequences[new.parent_seq_id].num_output
+            else:
+                brought = script.request.generated.get(new.choice_index)
+                num_known = len(new.token_ids) - new.num_prompt_tokens
+                num_output = num_known - (len(brought.token_ids) if brought is not None else 0)
+            self._sequences[new.seq_id] = _Sequence(script, new.choice_index, num_output)
+        samples = plan.sample or itertools.repeat(True)
+        return [
+            self._sequences[seq_id].next_token()
+            for seq_id, does_sample in zip(plan.seq_ids, samples, strict=False)
+            if does_sample
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """How a trace went."""
+
+    lives: list[Life]
+    """Of accepted requests."""
+    num_refused: int
+    state: CoreSnapshot
+    """At the end."""
+
+
+def simulate(
+    trace: Trace, core: SchedulerCore | RecordingCore, costs: Mapping[str, CostModel]
+) -> Simulated:
+    """Put a trace to a fresh core until nothing is left to do; `costs` by worker group.
+
+    Raises ValueError if a worker group cannot work with the core's configuration.
+    """
+    return _Simulation(trace, core, costs).run()
+
+
+class _Simulation:
+    def __init__(
+        self, trace: Trace, core: SchedulerCore | RecordingCore, costs: Mapping[str, CostModel]
+    ) -> None:
+        self._core = core
+        self._costs = costs
+        self._any_costs = next(iter(costs.values()))
+        self._workers: dict[str, VirtualWorker] = {}
+        self._lives = Lives()
+        self._stops: dict[int, list[Stop | None]] = {}
+        self._num_refused = 0
+        self._now = 0.0
+        self._order = itertools.count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        for entry in trace.interventions:
+            assert entry.now is not None
+            self._at(entry.now, partial(self._intervene, entry))
+        for script in trace.scripts:
+            self._at(script.submitted, partial(self._submit, script))
+
+    def run(self) -> Simulated:
+        while self._step():
+            self._plan()
+            self._tell()
+        return Simulated(
+            lives=self._lives.all, num_refused=self._num_refused, state=self._core.snapshot()
+        )
+
+    def _at(self, time: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, next(self._order), do))
+
+    def _step(self) -> bool:
+        """All that is due next, and at once; False if nothing is."""
+        deadline = self._core.next_deadline()
+        if deadline is not None and (not self._agenda or deadline <= self._agenda[0][0]):
+            self._now = max(self._now, deadline)
+            self._core.expire(self._now)
+        elif self._agenda:
+            self._now = self._agenda[0][0]
+            while self._agenda and self._agenda[0][0] == self._now:
+                heapq.heappop(self._agenda)[-1]()
+        else:
+            return False
+        return True
+
+    # What happens.
+
+    def _intervene(self, entry: Entry) -> None:
+        arguments = entry.arguments
+        match entry.do:
+            case "add_group":
+                group_id = arguments["group"].group_id
+                costs = self._costs.get(group_id, self._any_costs)
+                self._workers[group_id] = VirtualWorker(costs)
+            case "remove_group":
+                self._workers.pop(arguments["group_id"], None)
+            case "cancel":
+                self._lives.cancel(**arguments)
+            case "remove_frontend":
+                self._lives.remove_frontend(**arguments)
+        with suppress(PagewireError):  # to abort what has ended already
+            getattr(self._core, entry.do)(**arguments)
+
+    def _submit(self, script: Script) -> None:
+        try:
+            # Of a beam search only what was found is known: its choices, without their rivals.
+            request = replace(script.request, sampling=script, beam_search=None)
+            self._core.submit(request, self._now)
+        except PagewireError:
+            self._num_refused += 1
+            return
+        life = self._lives.begin(script.number, script.request, self._now)
+        self._stops[life.number] = script.stops
+        for index, stop in enumerate(script.stops):
+            if stop is not None and stop.num_tokens == 0:
+                self._stop_later(life, index, stop)
+
+    def _stop_later(self, life: Life, index: int, stop: Stop) -> None:
+        request = life.request
+        brought = request.generated.get(index)
+        num_tokens = stop.num_tokens + (len(brought.token_ids) if brought is not None else 0)
+
+        def stop_now() -> None:
+            if self._lives.find(request.frontend_id, request.handle + index) is not None:
+                handle = request.handle + index
+                self._core.stop_choice(request.frontend_id, handle, num_tokens, self._now)
+                choice = life.choices[index]
+                del choice.tokens[stop.num_tokens :], choice.times[stop.num_tokens :]
+
+        self._at(self._now + stop.delay_s, stop_now)
+
+    # After it.
+
+    def _plan(self) -> None:
+        """All that can be planned now; what is given to a group after it has planned, too."""
+        due = list(self._workers)
+        while due:
+            for group_id in due:
+                self._plan_for(group_id, self._workers[group_id])
+            stirred = self._core.take_stirred()
+            due = [group_id for group_id in self._workers if group_id in stirred]
+
+    def _plan_for(self, group_id: str, worker: VirtualWorker) -> None:
+        while (plan := self._core.schedule(group_id, self._now)) is not None:
+            time, result = worker.execute(plan, self._now)
+            self._at(time, partial(self._update, group_id, worker, result))
+
+    def _update(self, group_id: str, worker: VirtualWorker, result: StepResult) -> None:
+        if self._workers.get(group_id) is worker:  # else it was lost with its results
+            self._core.update(group_id, result, self._now)
+
+    def _tell(self) -> None:
+        for life, index in self._lives.read(self._core.take_outboxes(), self._now):
+            stop = self._stops[life.number][index]
+            if stop is not None and len(life.choices[index].tokens) == stop.num_tokens:
+                self._stop_later(life, index, stop)

@@ -1,0 +1,223 @@
+"""What a recording says of its users and workers, whatever the scheduler made of it.
+
+From it the same requests can be put to a core with another configuration: when they arrive, when
+their clients go away, which tokens each choice gets and where it ends, when worker groups come and
+go, and what steps take.
+"""
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from scheduler_service.core import Request, StepPlan, StepResult
+from scheduler_service.replay.lives import ChoiceLife, Life, Lives
+from scheduler_service.replay.recording import Entry
+from tools.what_if.cost_model import StepSample, StepSize
+
+INTERVENTIONS = (
+    "add_group",
+    "remove_group",
+    "drain_group",
+    "cancel",
+    "abort",
+    "remove_frontend",
+)
+"""Inputs that come when they come, whatever the core does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Where a frontend ends a choice."""
+
+    num_tokens: int
+    """Of this core's tokens."""
+    delay_s: float
+    """From when the last of them was told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Script:
+    """One arrival, and what its choices will say."""
+
+    number: int
+    request: Request
+    submitted: float
+    """Requests that came in one message came at once, and were planned together."""
+    tokens: list[list[int]]
+    """Per choice, without those that the request brought along."""
+    stops: list[Stop | None]
+    """Per choice; None: it ends by its tokens or their number."""
+    is_assumed: bool
+    """Whether the end was not recorded, and its length is assumed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trace:
+    """A recording, seen from outside the core."""
+
+    lives: list[Life]
+    """Of accepted requests, as recorded."""
+    scripts: list[Script]
+    interventions: list[Entry]
+    steps: list[StepSample]
+
+
+@dataclass(slots=True)
+class _Arrival:
+    number: int
+    request: Request
+    now: float
+    life: Life | None = None
+    stops: dict[int, Stop] = field(default_factory=dict)
+
+
+class TraceReader:
+    """Observes an exact replay, and tells what there is to know when it is over."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._lives = Lives()
+        self._arrivals: list[_Arrival] = []
+        self._accepted_ids: set[tuple[str, str]] = set()
+        """With their tenants."""
+        self._burst_at: float | None = None
+        """When the first came of the requests that came since the last plan."""
+        self._interventions: list[Entry] = []
+        self._clock = _StepClock()
+
+    def observe(self, entry: Entry, returned: Any) -> None:
+        """Take in one input and what the core returned."""
+        self._now = entry.now if entry.now is not None else self._now
+        if entry.do in INTERVENTIONS:
+            self._interventions.append(entry)
+        watch = getattr(self, f"_on_{entry.do}", None)
+        if watch is not None and entry.raised is None:
+            watch(**entry.arguments | ({"returned": returned} if returned else {}))
+        elif entry.do == "submit":
+            self._on_refusal(entry.arguments["request"])
+
+    def trace(self) -> Trace:
+        """What was observed."""
+        lives = self._lives.all
+        lengths = [
+            len(choice.tokens) for life in lives for choice in life.choices if choice.has_ended
+        ]
+        usual = round(median(lengths)) if lengths else 1
+        return Trace(
+            lives=lives,
+            scripts=[_script(arrival, max(1, usual)) for arrival in self._arrivals],
+            interventions=self._without_shutdown(),
+            steps=self._clock.samples,
+        )
+
+    def _without_shutdown(self) -> list[Entry]:
+        """When all had ended the deployment was ended too, which is no part of the load."""
+        ends = [life.ended for life in self._lives.all]
+        last = max((end for end in ends if end is not None), default=None)
+        if last is None or None in ends:
+            return self._interventions
+        return [entry for entry in self._interventions if entry.now is None or entry.now <= last]
+
+    def _arrive(self, request: Request) -> _Arrival:
+        if self._burst_at is None:
+            self._burst_at = self._now
+        self._arrivals.append(_Arrival(len(self._arrivals), request, self._burst_at))
+        return self._arrivals[-1]
+
+    def _on_submit(self, request: Request, now: float) -> None:
+        arrival = self._arrive(request)
+        self._accepted_ids.add((request.tenant, request.request_id))
+        arrival.life = self._lives.begin(arrival.number, request, now)
+
+    def _on_refusal(self, request: Request) -> None:
+        """Elsewhere it might be accepted, unless it is one that was accepted here before."""
+        if (request.tenant, request.request_id) not in self._accepted_ids:
+            self._arrive(request)
+
+    def _on_cancel(self, frontend_id: str, handle: int, now: float) -> None:
+        self._lives.cancel(frontend_id, handle, now)
+
+    def _on_remove_frontend(self, frontend_id: str, now: float) -> None:
+        self._lives.remove_frontend(frontend_id, now)
+
+    def _on_stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
+        found = self._lives.find(frontend_id, handle)
+        if found is None or found[1].has_ended:
+            return
+        life, choice = found
+        index = handle - life.request.handle
+        num_new = max(0, num_tokens - _num_brought(life.request, index))
+        told = choice.times[num_new - 1] if 0 < num_new <= len(choice.times) else life.submitted
+        stop = Stop(num_tokens=num_new, delay_s=now - told)
+        self._arrivals[life.number].stops[index] = stop
+        del choice.tokens[num_new:], choice.times[num_new:]
+        choice.has_ended = True
+
+    def _on_schedule(self, group_id: str, now: float, returned: StepPlan | None = None) -> None:
+        self._burst_at = None
+        if returned is not None:
+            self._clock.leave(group_id, returned, now)
+
+    def _on_update(self, group_id: str, result: StepResult, now: float) -> None:
+        self._clock.arrive(group_id, now - result.held_us / 1e6)
+
+    def _on_remove_group(self, group_id: str, now: float) -> None:
+        self._clock.lose(group_id)
+
+    def _on_take_outboxes(self, returned: Any = ()) -> None:
+        for _ in self._lives.read(returned or {}, self._now):
+            pass
+
+
+class _StepClock:
+    """What steps took, from when their worker could begin to when their result was there, be it
+    that it waited for others."""
+
+    def __init__(self) -> None:
+        self.samples: list[StepSample] = []
+        self._in_flight: dict[str, list[tuple[StepSize, float]]] = {}
+        self._last_result: dict[str, float] = {}
+
+    def leave(self, group_id: str, plan: StepPlan, now: float) -> None:
+        self._in_flight.setdefault(group_id, []).append((StepSize.of(plan), now))
+
+    def arrive(self, group_id: str, now: float) -> None:
+        size, left = self._in_flight[group_id].pop(0)
+        began = max(left, self._last_result.get(group_id, left))
+        ended = self._last_result[group_id] = max(began, now)
+        self.samples.append(StepSample(group_id=group_id, size=size, seconds=ended - began))
+
+    def lose(self, group_id: str) -> None:
+        self._in_flight.pop(group_id, None)
+        self._last_result.pop(group_id, None)
+
+
+def _num_brought(request: Request, index: int) -> int:
+    """Tokens of a choice that the request had from before."""
+    generated = request.generated.get(index)
+    return len(generated.token_ids) if generated is not None else 0
+
+
+def _script(arrival: _Arrival, usual_length: int) -> Script:
+    """A choice whose end was not recorded gets as many tokens as are usual, at least those that it
+    got."""
+    request, life = arrival.request, arrival.life
+    choices = life.choices if life else [ChoiceLife() for _ in range(request.num_choices)]
+    stops = [arrival.stops.get(index) for index in range(len(choices))]
+    brought = {index for index, tokens in request.generated.items() if tokens.finished}
+    open_choices = [
+        index
+        for index, choice in enumerate(choices)
+        if not choice.has_ended and index not in brought
+    ]
+    for index in open_choices:
+        length = max(usual_length, len(choices[index].tokens))
+        stops[index] = Stop(num_tokens=length, delay_s=0.0)
+    return Script(
+        number=arrival.number,
+        request=request,
+        submitted=arrival.now,
+        tokens=[choice.tokens for choice in choices],
+        stops=stops,
+        is_assumed=bool(open_choices),
+    )
