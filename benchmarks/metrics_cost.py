@@ -24,18 +24,18 @@ from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.steady_core import Queue, SteadyCore
 from pagewire.v1 import plan_pb2, worker_service_pb2
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.counters import StepMeter
+from scheduler_service.core_service.counters import StepCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.metrics.publish import make_registry
+from scheduler_service.prometheus import make_registry
 
 SCRAPE_INTERVAL_S = 5.0
 NUM_SCRAPES = 30
 Row = dict[str, float]
 
 
-def counting_us(meter: StepMeter, num_rows: int) -> float:
+def counting_us(meter: StepCounters, num_rows: int) -> float:
     """What the service counts of one step, in microseconds."""
     plan = plan_pb2.StepPlan(epoch=1, step_id=1, seq_ids=bytes(4 * num_rows))
     request = worker_service_pb2.ExecuteStepsRequest(plan=plan)
@@ -60,10 +60,10 @@ async def scrape_us(core: SteadyCore) -> tuple[float, float]:
     metrics = CoreMetrics(
         driver=CoreDriver(core.core),
         registry=service.registry,
-        attachments=service.attachments,
-        meters=service.meters,
+        frontends=service.frontends,
+        counters=service.counters,
     )
-    service.meters.steps_of("m")
+    service.counters.steps_of("m")
     registry = make_registry(metrics.collect)
     reading, all_of_it = [], []
     for _ in range(NUM_SCRAPES):
@@ -80,7 +80,7 @@ async def scrape_us(core: SteadyCore) -> tuple[float, float]:
 def measure(num_seqs: int, num_steps: int) -> Row:
     """One line of the table."""
     core = SteadyCore(Queue(num_seqs=num_seqs, prompt_tokens=64))
-    meter = StepMeter()
+    meter = StepCounters()
     steps, counting, clock = [], [], []
     for _ in range(num_steps):
         (step,) = core.round()

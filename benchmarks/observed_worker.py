@@ -23,7 +23,7 @@ from scheduler_service.core import (
     SchedulerCore,
     WorkerGroupCapacity,
 )
-from scheduler_service.core_service.counters import StepMeter
+from scheduler_service.core_service.counters import StepCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import StepTimeout, StepTimes
@@ -176,7 +176,7 @@ class ObservedWorker:
             epoch=self._epoch,
             sampler=0,
             times=StepTimes(StepTimeout()),
-            meter=StepMeter(),
+            meter=StepCounters(),
         )
         await run_until_first(stream.run(work), ends.all_ended.wait())
         return call

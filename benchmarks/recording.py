@@ -16,7 +16,7 @@ from statistics import median
 from benchmarks.steady_core import Queue, SteadyCore, StepTimes
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.replay.recording_file import Output
+from scheduler_service.replay.recording_file import RecordingWriter
 
 TURN_STEPS = 20
 """Steps before it is the other core's turn."""
@@ -27,7 +27,7 @@ def measure(num_seqs: int, num_steps: int, folder: Path) -> None:
     made: list[RecordingCore] = []
 
     def make_core(config: SchedulerConfig) -> RecordingCore:
-        made.append(RecordingCore(config, Output(folder / f"{num_seqs}.jsonl")))
+        made.append(RecordingCore(config, RecordingWriter(folder / f"{num_seqs}.jsonl")))
         return made[-1]
 
     queue = Queue(num_seqs=num_seqs, prompt_tokens=64)

@@ -12,7 +12,8 @@ Two roles, one package, two commands: `python -m scheduler_service frontend` and
                  `schedule` and `update` are functions of its state; it reads no clock and waits
                  for nothing, so any run can be replayed.
 `core_service/`  the core's edges: frontends' streams, the worker registry, the links to workers.
-`replay/`        records what a core is told, runs it again, and tries other configurations on it.
+`replay/`        records the calls that a core gets, and replays them exactly.
+`prometheus.py`  metrics: descriptions, histograms, export
 
 Both roles share, each in one place:
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import typer
 
-from scheduler_service.replay.recording_file import CannotRecord
+from scheduler_service.errors import CannotRecord
 from service_common.errors import CannotListen
 from service_common.logging_config import LogFormat, LogLevel, configure_logging
 from service_common.tracing import CannotTrace

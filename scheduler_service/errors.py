@@ -23,6 +23,8 @@ The root and three of its classes are `service_common`'s. Nothing here knows gRP
 `scheduler_service/status_codes.py` maps each class to a status code.
 """
 
+from pathlib import Path
+
 from service_common.errors import DeadlineExceeded as DeadlineExceeded
 from service_common.errors import InvalidArgument as InvalidArgument
 from service_common.errors import PagewireError as PagewireError
@@ -111,3 +113,10 @@ class PermissionDenied(PagewireError):
     """The caller is known, but may not do this."""
 
     reason = "PERMISSION_DENIED"
+
+
+class CannotRecord(Exception):
+    """The file of a recording cannot be created."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"cannot record to {path}: {why}")

@@ -1,18 +1,68 @@
-"""A metric's description, and the family of samples that is made of it when somebody asks."""
+"""Prometheus metrics of the scheduling side's services: descriptions, histograms, labels, export.
 
-from collections.abc import Iterable, Mapping
+Counters and histograms are kept on the service's own event loop, which makes the samples whenever a
+scrape asks: no locks, and next to no cost per token. The client library's own take a lock for
+each change, and search a histogram's buckets one by one.
+
+The metrics of each service are in its own package, such as `frontend/metrics.py`.
+
+Names. A metric that means what one of vLLM's means has its name (`vllm:…`), so that dashboards,
+alerts and autoscalers made for vLLM work with a Pagewire deployment as it is. All others begin with
+`pagewire_`. No metric has a `vllm:` name and counts something else.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import TypeAlias
 
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from scheduler_service.metrics.counts import Histogram
+from service_common.metrics_server import MetricsServer
+
+
+class Histogram:
+    """How often values fell into each bucket, and their sum.
+
+    `bounds` are the buckets' upper ends, each in its bucket; a last bucket has all above.
+    """
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.sum = 0.0
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, or several that are alike."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus has them: (upper end, values up to it)."""
+        ends = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(ends, map(float, accumulate(self._counts)), strict=True))
+
 
 LabelValues: TypeAlias = tuple[str, ...]
 
@@ -53,3 +103,92 @@ class Metric:
         for labels, histogram in values:
             family.add_metric(labels, histogram.buckets(), histogram.sum)
         return family
+
+
+OTHER = "other"
+"""Stands for all values that came after the label was full."""
+
+
+class BoundedLabel:
+    """Lets the first `max_values` different values pass, and calls the rest `other`.
+
+    Each value of a label is a time series in Prometheus and memory here, for as long as the process
+    lives; and whoever can call can make values up.
+    """
+
+    def __init__(self, max_values: int) -> None:
+        self._max_values = max_values
+        self._known: set[str] = set()
+
+    def value(self, value: str) -> str:
+        """The label for a value."""
+        if value not in self._known:
+            if len(self._known) >= self._max_values:
+                return OTHER
+            self._known.add(value)
+        return value
+
+
+TIMEOUT_S = 5.0
+"""For the event loop to come to it; a scrape that takes longer fails."""
+
+
+class LoopCollector(Collector):
+    """Has the running event loop make the families whenever a scrape asks, from whatever thread.
+
+    So services need no locks, and a scrape costs their loop no more than reading the numbers: they
+    are written out on the thread that serves the scrape.
+    """
+
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        """To be made on the event loop."""
+        self._collect = collect
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing, so that registering it asks for no numbers."""
+        return ()
+
+    def collect(self) -> Iterable[Family]:
+        """The families. Raises TimeoutError if the loop is held up, RuntimeError if closed."""
+        if threading.get_ident() == self._thread:
+            return list(self._collect())
+        found: concurrent.futures.Future[list[Family]] = concurrent.futures.Future()
+
+        def read() -> None:
+            try:
+                found.set_result(list(self._collect()))
+            except Exception as error:
+                found.set_exception(error)
+
+        self._loop.call_soon_threadsafe(read)
+        return found.result(TIMEOUT_S)
+
+
+def make_registry(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
+    """What a service tells, with what the client library tells of the process: its memory, CPU
+    time and open files. To be made on the service's event loop."""
+    registry = CollectorRegistry()
+    registry.register(LoopCollector(collect))
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    return registry
+
+
+@asynccontextmanager
+async def published(
+    registry: CollectorRegistry, address: str | None
+) -> AsyncIterator[MetricsServer | None]:
+    """Serve the registry at HOST:PORT, or nowhere, for as long as this lasts.
+
+    Raises CannotListen.
+    """
+    if address is None:
+        yield None
+        return
+    server = MetricsServer(address, registry)
+    try:
+        yield server
+    finally:  # off the loop, which a scrape that is under way may be waiting for
+        await asyncio.to_thread(server.close)

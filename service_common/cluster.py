@@ -24,7 +24,7 @@ from service_common.tls import TlsFiles, channel_credentials, server_credentials
 from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
 
 if TYPE_CHECKING:
-    from service_common.gate import Gate
+    from service_common.interceptors import AuthInterceptor
 
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
@@ -93,11 +93,14 @@ class Cluster:
         """For a server that members call; None: without TLS."""
         return None if self._tls is None else server_credentials(self._tls)
 
-    def gates(self) -> "list[Gate]":
+    def gates(self) -> "list[AuthInterceptor]":
         """Interceptors of such a server."""
-        from service_common.gate import HEALTH, Gate  # has what only servers need
+        from service_common.interceptors import (  # has what only servers need
+            HEALTH,
+            AuthInterceptor,
+        )
 
-        return [] if self._tokens is None else [Gate(self._check, (HEALTH,))]
+        return [] if self._tokens is None else [AuthInterceptor(self._check, (HEALTH,))]
 
     def _check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         assert self._tokens is not None

@@ -1,17 +1,19 @@
-"""A call's one request has to come soon after the call.
+"""gRPC server interceptors: authentication by metadata, and a timeout for a call's one request.
 
-gRPC waits for it for as long as the caller likes; calls that never say what they want would hold
-their places for nothing.
+gRPC waits for the request of a call for as long as its caller likes; calls that never send one
+would keep their places.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 
-from service_common.errors import DeadlineExceeded, InvalidArgument
+from service_common.errors import DeadlineExceeded, InvalidArgument, Unauthenticated
 from service_common.grpc_status import COMMON, unless_over
 
 REQUEST_TIMEOUT_S = 30.0
@@ -20,7 +22,7 @@ REQUEST_TIMEOUT_S = 30.0
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
-class RequestTimeout(grpc.aio.ServerInterceptor):
+class RequestTimeoutInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls without a request. Servicers write streams by `context.write`."""
 
     async def intercept_service(
@@ -60,3 +62,39 @@ async def _request(context: Any) -> Any:
     if request is grpc.aio.EOF:
         await COMMON.abort(context, InvalidArgument("request", "expected one message"))
     return request
+
+
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
+
+HEALTH = f"/{health.SERVICE_NAME}/"
+REFLECTION = f"/{reflection.SERVICE_NAME}/"
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Lets calls by for which `check` raises nothing, and all of services that are open."""
+
+    def __init__(self, check: Callable[[Metadata], object], open_services: tuple[str, ...]) -> None:
+        """`check` raises Unauthenticated; `open_services` are paths such as HEALTH."""
+        self._check = check
+        self._open_services = open_services
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        if not details.method.startswith(self._open_services):
+            try:
+                self._check(details.invocation_metadata)
+            except Unauthenticated as error:
+                return _refusal(error)
+        return await continuation(details)
+
+
+def _refusal(error: Unauthenticated) -> Handler:
+    """A handler that ends a call of any kind at once: one for streams reads no message first."""
+
+    async def refuse(_: Any, context: Any) -> None:
+        await COMMON.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

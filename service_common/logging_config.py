@@ -1,18 +1,11 @@
-"""How log lines are written: for people, or as one JSON object each.
-
-Our messages are words, then `key=value`. As JSON the words are the `event`, and each value is a
-field of its own, under the same key:
-
-    2026-01-31 12:00:00,123 WARNING scheduler_service.core_service.worker_registry worker lost rank=0
-    {"time": "2026-01-31T12:00:00.123456Z", "level": "warning",
-     "logger": "scheduler_service.core_service.worker_registry", "event": "worker lost", "rank": 0}
-"""
+"""Logging: lines as text or JSON, and a throttle for failures that repeat."""
 
 import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -77,3 +70,31 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         return
     for match, value in zip(found, values, strict=True):
         yield match["key"], value if isinstance(value, _NUMBERS) else str(value)
+
+
+INTERVAL_S = 30.0
+"""A failure that lasts is told of this often."""
+
+
+class LogThrottle:
+    """Which of many failures in a row deserve a line in the log.
+
+    The first, each that differs from the last one told, and one every `INTERVAL_S`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told: str | None = None
+        self._told_at = 0.0
+
+    def is_news(self, failure: str) -> bool:
+        """Whether to tell of `failure`; it counts as told then."""
+        now = self._clock()
+        if failure == self._told and now - self._told_at < INTERVAL_S:
+            return False
+        self._told, self._told_at = failure, now
+        return True
+
+    def end(self) -> None:
+        """It went well: whatever fails next is news."""
+        self._told = None

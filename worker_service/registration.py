@@ -16,7 +16,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
 from service_common.cluster import Cluster
-from service_common.repetition import Repetition
+from service_common.logging_config import LogThrottle
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Registrar:
         self._on_stop = on_stop
         self._is_welcome = False
         self._is_stopped = False
-        self._failures = Repetition()
+        self._failures = LogThrottle()
         self._is_absent = asyncio.Event()
         self._is_absent.set()
 

@@ -15,10 +15,9 @@ from scheduler_service.command_line import (
     run_service,
 )
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
-from scheduler_service.core_service.config import CoreServiceConfig
+from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig, read_tenants
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.step_watchdog import StepTimeout
-from scheduler_service.core_service.tenants_file import NO_TENANTS, read_tenants
 from service_common.cluster import ClusterConfig
 from service_common.logging_config import LogFormat, LogLevel
 from service_common.metrics_server import metrics_address

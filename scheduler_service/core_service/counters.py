@@ -1,24 +1,33 @@
-"""What the core's service counts as it happens, because nobody could read it off later."""
+"""Counters and histograms of the core's service, updated as things happen; `metrics` reads them."""
 
 from dataclasses import dataclass, field
 
-from scheduler_service.core_service import metric_list as metric
-from scheduler_service.metrics.counts import Histogram
+from scheduler_service.prometheus import Histogram
+
+STEP_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 60.0),
+)
+"""Seconds."""
+
+STEP_TOKENS_BOUNDS = tuple(float(2**power) for power in (0, *range(3, 15)))
+
+PLAN_BYTES_BOUNDS = tuple(float(4**power) for power in range(3, 13))
 
 
 @dataclass(slots=True)
-class StepMeter:
+class StepCounters:
     """The steps of one model's worker groups."""
 
-    duration: Histogram = field(default_factory=lambda: Histogram(metric.STEP_BOUNDS))
+    duration: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS))
     """Seconds."""
-    tokens: Histogram = field(default_factory=lambda: Histogram(metric.STEP_TOKENS_BOUNDS))
-    plan_bytes: Histogram = field(default_factory=lambda: Histogram(metric.PLAN_BYTES_BOUNDS))
+    tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS_BOUNDS))
+    plan_bytes: Histogram = field(default_factory=lambda: Histogram(PLAN_BYTES_BOUNDS))
     planning_s: float = 0.0
 
 
 @dataclass(slots=True)
-class ServiceCounts:
+class EventCounters:
     """What has happened to workers and frontends since the core's start."""
 
     num_registrations: int = 0
@@ -31,12 +40,12 @@ class ServiceCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Meters:
+class CoreCounters:
     """All of one core's service."""
 
-    counts: ServiceCounts = field(default_factory=ServiceCounts)
-    by_model: dict[str, StepMeter] = field(default_factory=dict)
+    counts: EventCounters = field(default_factory=EventCounters)
+    by_model: dict[str, StepCounters] = field(default_factory=dict)
 
-    def steps_of(self, model: str) -> StepMeter:
+    def steps_of(self, model: str) -> StepCounters:
         """Of a model that a registered worker brings along."""
-        return self.by_model.setdefault(model, StepMeter())
+        return self.by_model.setdefault(model, StepCounters())

@@ -1,8 +1,7 @@
-"""The frontends' streams: one `Attachment` each, which takes their messages in and sends them news.
+"""The streams of attached frontends: requests in, outputs out, and how long outputs may be held.
 
-A step's news for a frontend is at most one message. If the frontend reads slowly, or all of its
-requests let their tokens wait, the news of several steps are merged into one; so what waits is
-bounded by what its requests may generate.
+All outputs of a step for one frontend are one message. Requests that allow it (`max_hold_ms`) have
+their tokens held, so that more of them travel in one message.
 """
 
 import asyncio
@@ -16,13 +15,53 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
 from scheduler_service.core.engine_outputs import EngineOutputs
-from scheduler_service.core_service.counters import ServiceCounts
+from scheduler_service.core_service.counters import EventCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.holding import Holding
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.tasks import run_until_first, to_its_end
 
 logger = logging.getLogger(__name__)
+
+
+class HoldTimes:
+    """The frontend's live requests, and how long each lets its tokens wait.
+
+    Tokens wait as long as the least patient request allows. Whatever else there is to tell is told
+    at once, and takes the tokens with it.
+    """
+
+    def __init__(self) -> None:
+        self._holds_s: dict[int, float] = {}
+        """By the request's handle."""
+        self._shortest_s: float | None = None
+        """Of all; None when it is to be found anew."""
+
+    def __len__(self) -> int:
+        """Requests that are live."""
+        return len(self._holds_s)
+
+    def begin(self, handle: int, hold_s: float) -> None:
+        """A request was taken in."""
+        self._holds_s[handle] = hold_s
+        self._shortest_s = None
+
+    def end(self, handle: int) -> None:
+        """A request is no more, if it ever was."""
+        if self._holds_s.pop(handle, None) is not None:
+            self._shortest_s = None
+
+    def delay_s(self, news: EngineOutputs) -> float:
+        """How long `news` may wait; takes note of the requests whose end they tell."""
+        for finished in news.requests_finished:
+            self.end(finished.handle)
+        for handle, _ in news.requests_failed:
+            self.end(handle)
+        if news.has_more_than_tokens:
+            return 0.0
+        if self._shortest_s is None:
+            self._shortest_s = min(self._holds_s.values(), default=0.0)
+        return self._shortest_s
+
 
 FAREWELL_S = 1.0
 """For a message that is being written when the stream ends."""
@@ -30,7 +69,7 @@ FAREWELL_S = 1.0
 Context: TypeAlias = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
 
 
-class Attachment:
+class FrontendStream:
     """One frontend's stream, from its first message to its end."""
 
     def __init__(self, frontend_id: str, driver: CoreDriver) -> None:
@@ -40,7 +79,7 @@ class Attachment:
         self._pending = EngineOutputs()
         self._models: list[model_pb2.ModelInfo] | None = None
         self._news = asyncio.Event()
-        self._holding = Holding()
+        self._hold_times = HoldTimes()
         self._hold: asyncio.TimerHandle | None = None
         """Runs while tokens wait."""
         self._closed: Exception | None = None
@@ -48,7 +87,7 @@ class Attachment:
     def deliver(self, outbox: EngineOutputs) -> None:
         """Add to what the next message says, and send it as soon as its requests want."""
         merge(self._pending, outbox)
-        delay_s = self._holding.delay_s(outbox)
+        delay_s = self._hold_times.delay_s(outbox)
         if delay_s == 0:
             self._news.set()
         elif self._hold is None:
@@ -72,7 +111,7 @@ class Attachment:
         for submit in message.submits:
             self._submit(submit)
         for handle in from_column(message.cancels, "cancels"):
-            self._holding.end(handle)
+            self._hold_times.end(handle)
             self._driver.cancel(self.frontend_id, handle)
         for stop in message.stops:
             self._driver.stop_choice(self.frontend_id, stop.handle, stop.num_tokens)
@@ -83,7 +122,7 @@ class Attachment:
                 raise Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
             request = wire.decode_submit(submit, self.frontend_id, self._driver.clock())
             self._driver.submit(request)
-            self._holding.begin(submit.handle, submit.max_hold_ms / 1000)
+            self._hold_times.begin(submit.handle, submit.max_hold_ms / 1000)
         except PagewireError as error:
             logger.info("request refused request_id=%s reason=%s", submit.request_id, error.reason)
             self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
@@ -125,36 +164,36 @@ class Attachment:
         return message
 
 
-class Attachments:
+class FrontendStreams:
     """All frontends' streams, at most one per frontend id."""
 
-    def __init__(self, driver: CoreDriver, counts: ServiceCounts) -> None:
+    def __init__(self, driver: CoreDriver, counts: EventCounters) -> None:
         self._driver = driver
         self._counts = counts
         self._models: list[model_pb2.ModelInfo] = []
-        self._attachments: dict[str, Attachment] = {}
+        self._streams: dict[str, FrontendStream] = {}
         self._accepts_requests = True
 
     def __len__(self) -> int:
         """Attached frontends."""
-        return len(self._attachments)
+        return len(self._streams)
 
     def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
         """Tell every frontend, now and when it attaches, which models can be served."""
         self._models = models
-        for attachment in self._attachments.values():
-            attachment.tell_models(models)
+        for stream in self._streams.values():
+            stream.tell_models(models)
 
     def refuse_requests(self) -> None:
         """From now on every new request fails with Unavailable."""
         self._accepts_requests = False
-        for attachment in self._attachments.values():
-            attachment.accepts_requests = False
+        for stream in self._streams.values():
+            stream.accepts_requests = False
 
     def close(self, error: Exception) -> None:
         """End every stream with `error`."""
-        for attachment in self._attachments.values():
-            attachment.close(error)
+        for stream in self._streams.values():
+            stream.close(error)
 
     async def serve(self, context: Context) -> None:
         """Run one stream to its end; a frontend's requests end with it.
@@ -165,34 +204,34 @@ class Attachments:
         first = await context.read()
         if first is grpc.aio.EOF:
             return
-        attachment = self._open(first.message)
+        stream = self._open(first.message)
         try:
-            attachment.take_in(first.message)
-            await run_until_first(attachment.read_all(context), attachment.write_all(context))
+            stream.take_in(first.message)
+            await run_until_first(stream.read_all(context), stream.write_all(context))
         finally:
-            self._leave(attachment)
+            self._leave(stream)
 
-    def _open(self, first: pb.FrontendMessage) -> Attachment:
+    def _open(self, first: pb.FrontendMessage) -> FrontendStream:
         if not first.frontend_id:
             raise InvalidArgument("frontend_id", "expected a name in the stream's first message")
-        former = self._attachments.get(first.frontend_id)
+        former = self._streams.get(first.frontend_id)
         if former is not None:
             self._leave(former)
             former.close(Unavailable("the frontend attached anew", reason="STREAM_REPLACED"))
-        attachment = Attachment(first.frontend_id, self._driver)
-        attachment.accepts_requests = self._accepts_requests
-        attachment.tell_models(self._models)
-        self._attachments[first.frontend_id] = attachment
-        self._driver.add_frontend(first.frontend_id, attachment)
+        stream = FrontendStream(first.frontend_id, self._driver)
+        stream.accepts_requests = self._accepts_requests
+        stream.tell_models(self._models)
+        self._streams[first.frontend_id] = stream
+        self._driver.add_frontend(first.frontend_id, stream)
         self._counts.num_attaches += 1
         logger.info("frontend attached frontend_id=%s", first.frontend_id)
-        return attachment
+        return stream
 
-    def _leave(self, attachment: Attachment) -> None:
-        if self._attachments.get(attachment.frontend_id) is attachment:
-            del self._attachments[attachment.frontend_id]
-            self._driver.remove_frontend(attachment.frontend_id)
-            logger.info("frontend detached frontend_id=%s", attachment.frontend_id)
+    def _leave(self, stream: FrontendStream) -> None:
+        if self._streams.get(stream.frontend_id) is stream:
+            del self._streams[stream.frontend_id]
+            self._driver.remove_frontend(stream.frontend_id)
+            logger.info("frontend detached frontend_id=%s", stream.frontend_id)
 
 
 def merge(pending: EngineOutputs, news: EngineOutputs) -> None:

@@ -1,18 +1,247 @@
-"""What the scheduler core tells Prometheus: read from the core when somebody asks, so that it costs
-a step nothing, and of each step a few numbers that would otherwise be gone."""
+"""The scheduler core's metrics: names, meanings and buckets, and how they are collected.
 
-from collections.abc import Iterator
+Read from the core when Prometheus scrapes, so that they cost a step nothing. `counters` has what
+would otherwise be gone by then.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
-from scheduler_service.core_service import metric_list as metric
-from scheduler_service.core_service.counters import Meters
+from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, WorkerGroupSnapshot
+from scheduler_service.core_service.counters import CoreCounters, EventCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.frontend_streams import Attachments
+from scheduler_service.core_service.frontend_streams import FrontendStreams
+from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.core_service.worker_registry import WorkerRegistry
-from scheduler_service.metrics.labels import BoundedLabel
+from scheduler_service.prometheus import BoundedLabel, Kind, Metric
+
+MODEL = ("model_name",)
+GROUP = ("model_name", "group")
+
+
+OF_MODEL: Mapping[Metric, Callable[[ModelSnapshot], float]] = {
+    Metric("vllm:num_requests_running", Kind.GAUGE, "Requests in a batch.", MODEL): lambda model: (
+        model.num_running
+    ),
+    Metric(
+        "vllm:num_requests_waiting",
+        Kind.GAUGE,
+        "Requests waiting for a first or renewed place in a batch.",
+        MODEL,
+    ): lambda model: model.num_waiting,
+    Metric(
+        "vllm:num_requests_swapped",
+        Kind.GAUGE,
+        "Requests whose KV blocks are in host memory.",
+        MODEL,
+    ): lambda model: model.num_swapped,
+    Metric(
+        "vllm:num_preemptions_total",
+        Kind.COUNTER,
+        "Times that a running request lost its place to others.",
+        MODEL,
+    ): lambda model: model.totals.num_preemptions,
+    Metric(
+        "vllm:prefix_cache_queries_total",
+        Kind.COUNTER,
+        "Prompt tokens looked up in the prefix cache, of requests that have ended.",
+        MODEL,
+    ): lambda model: model.totals.num_prefix_queries,
+    Metric(
+        "vllm:prefix_cache_hits_total",
+        Kind.COUNTER,
+        "Of these, tokens that were found.",
+        MODEL,
+    ): lambda model: model.totals.num_prefix_hits,
+    Metric(
+        "pagewire_prefill_tokens_total",
+        Kind.COUNTER,
+        "Tokens computed by prefills, those computed again after a preemption or a loss included.",
+        MODEL,
+    ): lambda model: model.totals.num_prefill_tokens,
+    Metric(
+        "pagewire_delivered_tokens_total",
+        Kind.COUNTER,
+        "Output tokens given to frontends.",
+        MODEL,
+    ): lambda model: model.totals.num_generated_tokens,
+    Metric(
+        "pagewire_swapped_out_blocks_total",
+        Kind.COUNTER,
+        "KV blocks moved from devices to host memory.",
+        MODEL,
+    ): lambda model: model.totals.num_swapped_out_blocks,
+    Metric(
+        "pagewire_swapped_in_blocks_total",
+        Kind.COUNTER,
+        "KV blocks moved from host memory to devices.",
+        MODEL,
+    ): lambda model: model.totals.num_swapped_in_blocks,
+    Metric(
+        "pagewire_copied_blocks_total",
+        Kind.COUNTER,
+        "KV blocks copied before a write to what several sequences share.",
+        MODEL,
+    ): lambda model: model.totals.num_copied_blocks,
+    Metric(
+        "pagewire_requests_recovered_total",
+        Kind.COUNTER,
+        "Requests that lost their worker group and were queued again with their tokens.",
+        MODEL,
+    ): lambda model: model.totals.num_recovered,
+}
+
+KV_USAGE = Metric(
+    "vllm:kv_cache_usage_perc",
+    Kind.GAUGE,
+    "Share of a worker group's KV blocks on the device that are in use; 1 is all.",
+    ("model_name", "engine"),
+)
+
+OF_GROUP: Mapping[Metric, Callable[[WorkerGroupSnapshot], float]] = {
+    Metric(
+        "pagewire_group_running_sequences", Kind.GAUGE, "Sequences in a group's batch.", GROUP
+    ): lambda group: group.num_running_sequences,
+    Metric(
+        "pagewire_group_gpu_blocks", Kind.GAUGE, "KV blocks on a group's device.", GROUP
+    ): lambda group: group.num_gpu_blocks,
+    Metric(
+        "pagewire_group_free_gpu_blocks", Kind.GAUGE, "Of these, not in use.", GROUP
+    ): lambda group: group.num_free_gpu_blocks,
+    Metric(
+        "pagewire_group_cpu_blocks", Kind.GAUGE, "KV blocks in a group's host memory.", GROUP
+    ): lambda group: group.num_cpu_blocks,
+    Metric(
+        "pagewire_group_free_cpu_blocks", Kind.GAUGE, "Of these, not in use.", GROUP
+    ): lambda group: group.num_free_cpu_blocks,
+}
+
+GROUP_TIME = Metric(
+    "pagewire_group_time_seconds_total",
+    Kind.COUNTER,
+    "A group's time since it is ready, by what it was spent on: `forward`, `sample`, `plan` as far "
+    "as the worker waited for it, and `wire`, the rest; while there is nothing to do, too.",
+    (*GROUP, "part"),
+)
+
+OF_REGISTERED: Mapping[Metric, Callable[[WorkerGroup], float]] = {
+    Metric(
+        "pagewire_group_ranks", Kind.GAUGE, "A group's workers that are registered.", GROUP
+    ): lambda group: len(group.workers),
+    Metric(
+        "pagewire_group_world_size", Kind.GAUGE, "Workers that a group is to have.", GROUP
+    ): lambda group: group.world_size,
+    Metric(
+        "pagewire_group_epoch", Kind.GAUGE, "Of a group's latest step stream.", GROUP
+    ): lambda group: group.epoch,
+    Metric(
+        "pagewire_group_steps_total", Kind.COUNTER, "Steps that a group has executed.", GROUP
+    ): lambda group: group.num_steps,
+}
+
+GROUP_STATE = Metric(
+    "pagewire_group_state",
+    Kind.GAUGE,
+    "1 for the state that a registered group is in: starting, ready, draining, lost or hung.",
+    (*GROUP, "state"),
+)
+HEARTBEAT_AGE = Metric(
+    "pagewire_group_heartbeat_age_seconds",
+    Kind.GAUGE,
+    "Since the last heartbeat of the group's worker that has been silent the longest.",
+    GROUP,
+)
+
+STEP_DURATION = Metric(
+    "pagewire_step_duration_seconds",
+    Kind.HISTOGRAM,
+    "Of a step, from when its plan was sent, or the step before was done, to its result.",
+    MODEL,
+)
+STEP_TOKENS = Metric(
+    "vllm:iteration_tokens_total",
+    Kind.HISTOGRAM,
+    "Tokens computed in a step, of prefills and decodes.",
+    MODEL,
+)
+PLAN_BYTES = Metric(
+    "pagewire_plan_bytes", Kind.HISTOGRAM, "Size of a step's plan on the wire.", MODEL
+)
+PLANNING = Metric(
+    "pagewire_planning_seconds_total",
+    Kind.COUNTER,
+    "Time on the core's thread for planning steps and taking in their results.",
+    MODEL,
+)
+
+OF_SERVICE: Mapping[Metric, Callable[[EventCounters], float]] = {
+    Metric(
+        "pagewire_worker_registrations_total", Kind.COUNTER, "Workers that have registered."
+    ): lambda counts: counts.num_registrations,
+    Metric(
+        "pagewire_lease_expiries_total",
+        Kind.COUNTER,
+        "Workers whose heartbeats stayed out for a lease's time.",
+    ): lambda counts: counts.num_lease_expiries,
+    Metric(
+        "pagewire_drains_total", Kind.COUNTER, "Worker groups that began to drain."
+    ): lambda counts: counts.num_drains,
+    Metric(
+        "pagewire_link_failures_total",
+        Kind.COUNTER,
+        "Times that the core's line to a worker group failed, to be tried again.",
+    ): lambda counts: counts.num_link_failures,
+    Metric(
+        "pagewire_steps_overdue_total",
+        Kind.COUNTER,
+        "Steps that did not come back in time from workers that were there.",
+    ): lambda counts: counts.num_steps_overdue,
+    Metric(
+        "pagewire_groups_hung_total",
+        Kind.COUNTER,
+        "Worker groups that were put aside as their steps hung again and again.",
+    ): lambda counts: counts.num_groups_hung,
+    Metric(
+        "pagewire_frontend_attaches_total", Kind.COUNTER, "Streams that frontends have opened."
+    ): lambda counts: counts.num_attaches,
+}
+
+UPTIME = Metric("pagewire_core_uptime_seconds", Kind.GAUGE, "Since the core started.")
+FRONTENDS = Metric("pagewire_frontends", Kind.GAUGE, "Frontends that are attached.")
+WORKER_LOSSES = Metric(
+    "pagewire_worker_losses_total",
+    Kind.COUNTER,
+    "Workers whose registration ended though nobody had told them to go.",
+)
+TENANT_REQUESTS = Metric(
+    "pagewire_tenant_requests",
+    Kind.GAUGE,
+    "Live requests, in a batch or waiting for it.",
+    ("tenant",),
+)
+
+ALL = (
+    UPTIME,
+    FRONTENDS,
+    WORKER_LOSSES,
+    *OF_SERVICE,
+    *OF_MODEL,
+    TENANT_REQUESTS,
+    KV_USAGE,
+    *OF_GROUP,
+    GROUP_TIME,
+    *OF_REGISTERED,
+    GROUP_STATE,
+    HEARTBEAT_AGE,
+    STEP_DURATION,
+    STEP_TOKENS,
+    PLAN_BYTES,
+    PLANNING,
+)
+"""In the order in which they are told."""
+
 
 MAX_TENANTS = 100
 
@@ -33,25 +262,25 @@ class CoreMetrics:
         *,
         driver: CoreDriver,
         registry: WorkerRegistry,
-        attachments: Attachments,
-        meters: Meters,
+        frontends: FrontendStreams,
+        counters: CoreCounters,
     ) -> None:
         self._driver = driver
         self._registry = registry
-        self._attachments = attachments
-        self._meters = meters
+        self._frontends = frontends
+        self._counters = counters
         self._started_at = driver.clock()
         self._tenant = BoundedLabel(MAX_TENANTS)
 
     def collect(self) -> Iterator[Family]:
         """All samples as of now."""
-        yield metric.UPTIME.family(self._driver.clock() - self._started_at)
-        yield metric.FRONTENDS.family(len(self._attachments))
-        yield metric.WORKER_LOSSES.family(self._registry.num_losses)
-        for each, count in metric.OF_SERVICE.items():
-            yield each.family(count(self._meters.counts))
+        yield UPTIME.family(self._driver.clock() - self._started_at)
+        yield FRONTENDS.family(len(self._frontends))
+        yield WORKER_LOSSES.family(self._registry.num_losses)
+        for each, count in OF_SERVICE.items():
+            yield each.family(count(self._counters.counts))
         snapshot = self._driver.core.snapshot()
-        for each, of_model in metric.OF_MODEL.items():
+        for each, of_model in OF_MODEL.items():
             yield each.family({(model.name,): of_model(model) for model in snapshot.models})
         yield self._tenants(snapshot.num_by_tenant)
         yield from self._groups(snapshot.groups)
@@ -63,19 +292,19 @@ class CoreMetrics:
         for name, number in num_requests.items():
             label = (self._tenant.value(name),)
             counts[label] = counts.get(label, 0) + number
-        return metric.TENANT_REQUESTS.family(counts)
+        return TENANT_REQUESTS.family(counts)
 
     def _groups(self, groups: list[WorkerGroupSnapshot]) -> Iterator[Family]:
         labels = {(group.model, group.group_id): group for group in groups}
-        yield metric.KV_USAGE.family(
+        yield KV_USAGE.family(
             {
                 label: 1 - group.num_free_gpu_blocks / group.num_gpu_blocks
                 for label, group in labels.items()
             }
         )
-        for each, of_group in metric.OF_GROUP.items():
+        for each, of_group in OF_GROUP.items():
             yield each.family({label: of_group(group) for label, group in labels.items()})
-        yield metric.GROUP_TIME.family(
+        yield GROUP_TIME.family(
             {
                 (*label, part): getattr(group, f"{part}_us") / 1e6
                 for label, group in labels.items()
@@ -87,9 +316,9 @@ class CoreMetrics:
         labels = {
             (group.registration.model.name, group.group_id): group for group in self._registry
         }
-        for each, of_group in metric.OF_REGISTERED.items():
+        for each, of_group in OF_REGISTERED.items():
             yield each.family({label: of_group(group) for label, group in labels.items()})
-        yield metric.GROUP_STATE.family(
+        yield GROUP_STATE.family(
             {
                 (*label, name): group.state == state
                 for label, group in labels.items()
@@ -97,13 +326,13 @@ class CoreMetrics:
             }
         )
         now = self._driver.clock()
-        yield metric.HEARTBEAT_AGE.family(
+        yield HEARTBEAT_AGE.family(
             {label: now - group.last_heartbeat for label, group in labels.items()}
         )
 
     def _steps(self) -> Iterator[Family]:
-        meters = [((model,), meter) for model, meter in self._meters.by_model.items()]
-        yield metric.STEP_DURATION.histograms((label, meter.duration) for label, meter in meters)
-        yield metric.STEP_TOKENS.histograms((label, meter.tokens) for label, meter in meters)
-        yield metric.PLAN_BYTES.histograms((label, meter.plan_bytes) for label, meter in meters)
-        yield metric.PLANNING.family({label: meter.planning_s for label, meter in meters})
+        counters = [((model,), meter) for model, meter in self._counters.by_model.items()]
+        yield STEP_DURATION.histograms((label, meter.duration) for label, meter in counters)
+        yield STEP_TOKENS.histograms((label, meter.tokens) for label, meter in counters)
+        yield PLAN_BYTES.histograms((label, meter.plan_bytes) for label, meter in counters)
+        yield PLANNING.family({label: meter.planning_s for label, meter in counters})

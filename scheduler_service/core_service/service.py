@@ -11,21 +11,21 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service import tracing
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.counters import Meters
+from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import Core, CoreDriver
-from scheduler_service.core_service.frontend_streams import Attachments
+from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.model_assets import AssetCache
 from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.core_service.worker_registry import WorkerRegistry
 from scheduler_service.errors import Unavailable
-from scheduler_service.metrics.publish import make_registry, published
+from scheduler_service.prometheus import make_registry, published
 from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.replay.recording_file import Output
+from scheduler_service.replay.recording_file import RecordingWriter
 from scheduler_service.service_runner import ServiceRunner
 from service_common.cluster import Cluster
-from service_common.interceptors import RequestTimeout
+from service_common.interceptors import RequestTimeoutInterceptor
 from service_common.tracing import make_tracing
 from service_common.version import VERSION
 
@@ -43,7 +43,7 @@ async def serve(config: CoreServiceConfig) -> None:
         CoreService(config) as service,
         published(make_registry(service.metrics.collect), config.metrics),
     ):
-        await service.runner.wait_for_signal(service.attachments.refuse_requests)
+        await service.runner.wait_for_signal(service.frontends.refuse_requests)
         await service.finish_requests(config.grace_period_s)
 
 
@@ -62,8 +62,8 @@ class CoreService:
         self._tracing = make_tracing("scheduler", VERSION, config.otlp_endpoint)
         if self._tracing is not None:
             self.driver.on_traced = partial(tracing.export, self._tracing)
-        self.meters = Meters()
-        self.attachments = Attachments(self.driver, self.meters.counts)
+        self.counters = CoreCounters()
+        self.frontends = FrontendStreams(self.driver, self.counters.counts)
         self.registry = WorkerRegistry(
             self.driver,
             lease_s=config.lease_ms / 1000,
@@ -71,7 +71,7 @@ class CoreService:
             step_timeout=config.step_timeout,
             on_change=self._on_workers_changed,
             dial=dial,
-            meters=self.meters,
+            counters=self.counters,
         )
         self.assets = AssetCache(self.registry, dial)
         self.runner = ServiceRunner(
@@ -79,19 +79,19 @@ class CoreService:
             service_names=[SERVICE_NAME],
             grace_period_s=config.grace_period_s,
             credentials=cluster.server_credentials(),
-            interceptors=[*cluster.gates(), RequestTimeout()],
+            interceptors=[*cluster.gates(), RequestTimeoutInterceptor()],
             knows_callers=cluster.has_credentials,
             health_listen=config.health_listen,
         )
-        self.status = StatusBoard(self.driver, self.registry, self.attachments)
+        self.status = StatusBoard(self.driver, self.registry, self.frontends)
         self.metrics = CoreMetrics(
             driver=self.driver,
             registry=self.registry,
-            attachments=self.attachments,
-            meters=self.meters,
+            frontends=self.frontends,
+            counters=self.counters,
         )
         servicer = SchedulerServicer(
-            self.driver, self.attachments, self.registry, self.assets, self.status
+            self.driver, self.frontends, self.registry, self.assets, self.status
         )
         add_SchedulerServiceServicer_to_server(servicer, self.runner.server)
         self._workers_changed = asyncio.Event()
@@ -120,9 +120,7 @@ class CoreService:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.attachments.close(
-            Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
-        )
+        self.frontends.close(Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN"))
         self.registry.close()
         await self.runner.stop(FAREWELL_S)
         await self.assets.close()
@@ -159,11 +157,13 @@ class CoreService:
             if models != known:
                 known = list(models)
                 logger.info("served models changed models=%s", [model.name for model in models])
-                self.attachments.tell_models(models)
+                self.frontends.tell_models(models)
                 await self.runner.set_serving(bool(models))
 
 
 def _make_core(config: CoreServiceConfig) -> Core:
     if config.record is None:
         return SchedulerCore(config.scheduler)
-    return RecordingCore(config.scheduler, Output(config.record), with_plans=config.record_plans)
+    return RecordingCore(
+        config.scheduler, RecordingWriter(config.record), with_plans=config.record_plans
+    )

@@ -10,8 +10,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
 from scheduler_service.core_service import frontend_streams, worker_registry
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.model_assets import AssetCache, chunks_of
-from scheduler_service.core_service.status import StatusBoard
-from scheduler_service.core_service.status_messages import to_detail
+from scheduler_service.core_service.status import StatusBoard, to_detail
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.status_codes import errors_as_statuses
 
@@ -28,7 +27,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     def __init__(
         self,
         driver: CoreDriver,
-        frontends: frontend_streams.Attachments,
+        frontends: frontend_streams.FrontendStreams,
         workers: worker_registry.WorkerRegistry,
         assets: AssetCache,
         status: StatusBoard,

@@ -1,24 +1,95 @@
-"""The snapshot that operators and dashboards see, put together from everything the core knows."""
+"""The deployment's state, for operators: as a message of GetStatus, and as lines in the log."""
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.stats.inspection import InspectionDetail
+from pagewire.v1 import status_pb2 as pb
+from scheduler_service.columns import to_column
+from scheduler_service.core.kv_cache.block_pool import BlockMap
+from scheduler_service.core.stats.inspection import InspectionDetail, RequestSnapshot
 from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
+from scheduler_service.core.stats.scheduler_stats import FIRST_BOUND_US, GROWTH, WorkerGroupSnapshot
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.frontend_streams import Attachments
-from scheduler_service.core_service.status_messages import (
-    block_map,
-    histogram,
-    request_status,
-)
+from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.core_service.worker_registry import WorkerRegistry
+from scheduler_service.errors import InvalidArgument
 from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
+
+
+MAX_REQUESTS = 4096
+_MAX_BYTE = 255
+
+
+def to_detail(message: pb.StatusDetail) -> InspectionDetail:
+    """What is asked for; raises InvalidArgument."""
+    detail = InspectionDetail(
+        include_requests=message.include_requests, include_blocks=message.include_blocks
+    )
+    if not message.HasField("max_requests"):
+        return detail
+    if not 1 <= message.max_requests <= MAX_REQUESTS:
+        raise InvalidArgument("detail.max_requests", f"expected 1 to {MAX_REQUESTS}")
+    return InspectionDetail(
+        include_requests=message.include_requests,
+        include_blocks=message.include_blocks,
+        max_requests=message.max_requests,
+    )
+
+
+def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
+    """One request; its times become ages."""
+    start_us, end_us = request.submitted_us, request.ended_us
+    return pb.RequestStatus(
+        request_id=request.request_id,
+        number=request.number,
+        tenant=request.tenant,
+        model=request.model,
+        group_id=request.group_id,
+        state=pb.RequestState.ValueType(request.state),
+        priority=request.priority,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_output_tokens=request.num_output_tokens,
+        max_tokens=request.max_tokens,
+        num_sequences=request.num_sequences,
+        age_s=((end_us or now_us) - start_us) / 1e6,
+        ended_age_s=(now_us - end_us) / 1e6 if end_us else 0.0,
+        error_reason=request.error_reason,
+        placements=request.placements,
+        events=[pb.RequestEvent.ValueType(event) for event, _, _ in request.events],
+        event_times_us=[max(0, at_us - start_us) for _, at_us, _ in request.events],
+        event_values=[value for _, _, value in request.events],
+        block_tables=map(to_column, request.block_tables),
+        host_block_tables=map(to_column, request.host_block_tables),
+    )
+
+
+def block_map(blocks: BlockMap) -> pb.BlockMap:
+    """A memory's columns."""
+    return pb.BlockMap(
+        owners=to_column(blocks.owners), num_references=_to_bytes(blocks.num_references)
+    )
+
+
+def histogram(counts: Iterable[int]) -> pb.LatencyHistogram:
+    """A histogram without the empty buckets at its end."""
+    counts = list(counts)
+    while counts and not counts[-1]:
+        counts.pop()
+    return pb.LatencyHistogram(first_bound_s=FIRST_BOUND_US / 1e6, growth=GROWTH, counts=counts)
+
+
+def _to_bytes(counts: list[int]) -> bytes:
+    if max(counts, default=0) <= _MAX_BYTE:
+        return bytes(counts)
+    return bytes([min(count, _MAX_BYTE) for count in counts])
+
 
 SUMMARY_INTERVAL_S = 10.0
 
@@ -27,11 +98,11 @@ class StatusBoard:
     """Makes `EngineStatus` messages; uptime counts from when it was made."""
 
     def __init__(
-        self, driver: CoreDriver, registry: WorkerRegistry, attachments: Attachments
+        self, driver: CoreDriver, registry: WorkerRegistry, frontends: FrontendStreams
     ) -> None:
         self._driver = driver
         self._registry = registry
-        self._attachments = attachments
+        self._frontends = frontends
         self._started_at = driver.clock()
 
     def snapshot(self, detail: InspectionDetail | None = None) -> status_pb2.EngineStatus:
@@ -68,7 +139,7 @@ class StatusBoard:
             num_waiting=core.num_waiting,
             num_running=core.num_running,
             num_swapped=core.num_swapped,
-            num_frontends=len(self._attachments),
+            num_frontends=len(self._frontends),
             num_finished=core.num_finished,
             num_generated_tokens=core.num_generated_tokens,
             num_prefill_tokens=core.num_prefill_tokens,

@@ -10,8 +10,9 @@ import grpc
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service import wire
-from scheduler_service.core_service.counters import StepMeter
+from scheduler_service.core_service.counters import StepCounters
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.errors import SessionFailed, StepOverdue
 from scheduler_service.core_service.step_watchdog import StepTimes, StepWatch
 from scheduler_service.tasks import run_until_first
 
@@ -26,18 +27,6 @@ Call: TypeAlias = grpc.aio.StreamStreamCall[
 HELD_UP_SHARE = 0.1
 """Share of a step's least limit granted on top: a loop that was held up reads waiting results in
 it."""
-
-
-class LinkFailed(Exception):
-    """The line to a worker broke, or the worker does not keep to the contract."""
-
-
-class StepOverdue(LinkFailed):
-    """A step takes much longer than it should, though the worker is there."""
-
-    def __init__(self, step_id: int, limit_s: float) -> None:
-        super().__init__(f"step {step_id} is overdue: not all results within {limit_s:.3g} s")
-        self.limit_s = limit_s
 
 
 class StepStream:
@@ -58,7 +47,7 @@ class StepStream:
         group_id: str,
         epoch: int,
         times: StepTimes,
-        meter: StepMeter,
+        meter: StepCounters,
     ) -> None:
         self.num_steps = 0
         """Steps whose results are back."""
@@ -136,7 +125,7 @@ class StepStream:
             await call.write(request)
         except asyncio.InvalidStateError:  # the call has ended; its status tells why
             code, details = await call.code(), await call.details()
-            raise LinkFailed(f"the worker ended the stream: {code.name} {details}") from None
+            raise SessionFailed(f"the worker ended the stream: {code.name} {details}") from None
 
     async def _receive_results(self) -> None:
         call = self._calls[self._sampler]
@@ -145,7 +134,7 @@ class StepStream:
             sent_us = results[-1].timings.finished_us
             for result in results:
                 self._receive(result, sent_us)
-        raise LinkFailed("the worker ended the stream")
+        raise SessionFailed("the worker ended the stream")
 
     def _receive(self, message: plan_pb2.StepResult, sent_us: int) -> None:
         """Take in a result that came when that of `sent_us` on the worker's clock was there."""
@@ -176,16 +165,16 @@ class StepStream:
                 num_results += 1
                 self._check_follower(rank, num_results, result)
                 self._answered(rank, self._driver.clock())
-        raise LinkFailed(f"rank {rank} ended the stream")
+        raise SessionFailed(f"rank {rank} ended the stream")
 
     def _check_follower(self, rank: int, step_id: int, result: plan_pb2.StepResult) -> None:
         if (result.epoch, result.step_id) != (self._epoch, step_id) or step_id > self._num_sent:
-            raise LinkFailed(
+            raise SessionFailed(
                 f"rank {rank}: expected the result of epoch {self._epoch} step {step_id}, "
                 f"got epoch {result.epoch} step {result.step_id}"
             )
         if result.token_ids or result.candidates or result.errors:
-            raise LinkFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
+            raise SessionFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
 
     async def _watch_steps(self) -> None:
         """Raise StepOverdue when the oldest open step takes too long, however it was held up."""
@@ -219,7 +208,7 @@ class StepStream:
     def _check(self, epoch: int, step_id: int) -> None:
         expected = self.num_steps + 1
         if (epoch, step_id) != (self._epoch, expected) or self._num_in_flight == 0:
-            raise LinkFailed(
+            raise SessionFailed(
                 f"expected the result of epoch {self._epoch} step {expected}, "
                 f"got epoch {epoch} step {step_id}"
             )

@@ -12,10 +12,12 @@ may compile kernels or record graphs: they have a higher floor and do not count 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service.core.stats.throughput import MovingAverage, StepWork
+from scheduler_service.core_service.errors import GroupHung, SessionFailed, StepOverdue
 
 NUM_FIRST_STEPS = 2
 """Steps of a size that may take as long as a first one. Sizes are told apart by powers of two."""
@@ -161,3 +163,47 @@ def _num_tokens(work: StepWork) -> int:
 
 def _size(work: StepWork) -> tuple[bool, int]:
     return bool(work.num_prefill_tokens), _num_tokens(work).bit_length()
+
+
+MAX_HANGS = 3
+"""In a row. Being busy with one step for so many of its limits counts as much."""
+
+NUM_SOUND_STEPS = 100
+"""After so many steps of one stream, hangs before it are forgotten."""
+
+
+class HangCounter:
+    """The hangs in a row of one group's workers, since they registered."""
+
+    def __init__(self) -> None:
+        self._num_hangs = 0
+        self._limit_s = 0.0
+
+    def note_stream(self, num_steps: int) -> None:
+        """A stream has ended after so many steps, for whatever reason."""
+        if num_steps >= NUM_SOUND_STEPS:
+            self._num_hangs = 0
+
+    def note(self, overdue: StepOverdue) -> None:
+        """A stream has ended because a step did not come back."""
+        self._num_hangs += 1
+        self._limit_s = overdue.limit_s
+
+    def check(self, infos: Sequence[worker_pb.GetInfoResponse]) -> None:
+        """Look at what the ranks say before another stream is opened to them.
+
+        Raises GroupHung when they have hung too often or for too long, and LinkFailed while one is
+        still busy.
+        """
+        if self._num_hangs == 0:
+            return
+        busy = {rank: info.busy_us / 1e6 for rank, info in enumerate(infos) if info.busy_us}
+        longest_s = max(busy.values(), default=0.0)
+        if self._num_hangs >= MAX_HANGS or longest_s >= MAX_HANGS * self._limit_s:
+            reason = f"its steps hung {self._num_hangs} times in a row"
+            if busy:
+                reason += f"; busy for {longest_s:.3g} s"
+            raise GroupHung(reason, list(busy) or range(len(infos)))
+        if busy:
+            names = ", ".join(map(str, busy))
+            raise SessionFailed(f"rank {names} is busy for {longest_s:.3g} s with a step that hung")

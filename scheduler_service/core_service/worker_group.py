@@ -1,7 +1,7 @@
-"""One worker group: the ranks that hold one copy of a model together, and their link.
+"""One worker group: the ranks that hold one copy of a model together, and their session.
 
 A group steps while it is whole, that is while every rank is registered. Whoever is lost takes the
-group's link along: its sequences go back to the core's queue at once, and the other ranks wait,
+group's session along: its sequences go back to the core's queue at once, and the other ranks wait,
 with their weights, until the missing one has come again. So they do when one hangs too often.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
-from scheduler_service.core_service.hangs import GroupHung
-from scheduler_service.core_service.worker_session import CannotServe, TakenOver, WorkerLink
+from scheduler_service.core_service.errors import CannotServe, GroupHung, WorkerTakenOver
+from scheduler_service.core_service.worker_session import WorkerSession
 from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 
-MakeLink = Callable[[Sequence[pb.WorkerRegistration]], WorkerLink]
+MakeSession = Callable[[Sequence[pb.WorkerRegistration]], WorkerSession]
 
 _COMMON_FACTS = (
     "name",
@@ -63,19 +63,19 @@ class Worker:
 class WorkerGroup:
     """The registered ranks of a group. Never without any, once the first has joined."""
 
-    def __init__(self, first: pb.WorkerRegistration, make_link: MakeLink) -> None:
+    def __init__(self, first: pb.WorkerRegistration, make_session: MakeSession) -> None:
         self.group_id = first.group_id
         self.world_size: int = max(1, first.world_size)
         self.is_draining = False
         self.is_hung = False
         """Whether it has hung too often, and no rank has registered since."""
-        self._make_link = make_link
+        self._make_session = make_session
         self._workers: dict[int, Worker] = {}
-        self._link: WorkerLink | None = None
+        self._session: WorkerSession | None = None
         self._num_former_steps = 0
         self._changed = asyncio.Event()
         """Set when the ranks are others than they were; then there is a new event."""
-        self._linking = asyncio.Lock()
+        self._session_lock = asyncio.Lock()
 
     @property
     def workers(self) -> list[Worker]:
@@ -107,21 +107,21 @@ class WorkerGroup:
         """Where the group stands. Once it drains it does so until it is gone."""
         if self.is_draining:
             return status_pb2.WORKER_STATE_DRAINING
-        if self._link is not None:
-            return self._link.state
+        if self._session is not None:
+            return self._session.state
         return status_pb2.WORKER_STATE_HUNG if self.is_hung else status_pb2.WORKER_STATE_STARTING
 
     @property
     def epoch(self) -> int:
         """Of the latest step stream."""
-        if self._link is not None:
-            return self._link.epoch
+        if self._session is not None:
+            return self._session.epoch
         return max((worker.registration.last_epoch for worker in self.workers), default=0)
 
     @property
     def num_steps(self) -> int:
         """Steps executed since the first rank registered."""
-        return self._num_former_steps + (self._link.num_steps if self._link else 0)
+        return self._num_former_steps + (self._session.num_steps if self._session else 0)
 
     @property
     def last_heartbeat(self) -> float:
@@ -180,9 +180,9 @@ class WorkerGroup:
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
-        if self._link is not None and self.is_whole:
-            self._link.drain()
-            if self._link.has_stream:
+        if self._session is not None and self.is_whole:
+            self._session.drain()
+            if self._session.has_stream:
                 return
         self._dismiss_all("drained")  # nothing runs here
 
@@ -190,9 +190,9 @@ class WorkerGroup:
         """To be run on each rank's stream: the last to join steps for all, the others wait."""
         changed = self._changed
         if self.is_whole:
-            async with self._linking:  # a former link has ended
+            async with self._session_lock:  # a former session has ended
                 if not changed.is_set():
-                    await run_until_first(changed.wait(), self._run_link())
+                    await run_until_first(changed.wait(), self._run_session())
         else:
             logger.info(
                 "group waits for ranks group_id=%s num_ranks=%d world_size=%d",
@@ -202,17 +202,17 @@ class WorkerGroup:
             )
         await asyncio.Event().wait()
 
-    async def _run_link(self) -> None:
+    async def _run_session(self) -> None:
         workers = self.workers
-        link = self._link = self._make_link([worker.registration for worker in workers])
+        session = self._session = self._make_session([worker.registration for worker in workers])
         if self.is_draining:
-            link.drain()
+            session.drain()
         try:
-            await link.run()
+            await session.run()
         except CannotServe as error:
             logger.warning("group unusable group_id=%s reason=%s", self.group_id, error)
             self._dismiss_all(str(error))
-        except TakenOver as error:
+        except WorkerTakenOver as error:
             logger.warning("group taken over group_id=%s reason=%s", self.group_id, error)
             self._dismiss_all(None)  # whoever is still ours registers anew
         except GroupHung as error:
@@ -223,7 +223,7 @@ class WorkerGroup:
         else:
             self._dismiss_all("drained")
         finally:
-            self._num_former_steps, self._link = self.num_steps, None
+            self._num_former_steps, self._session = self.num_steps, None
 
     def _has_changed(self) -> None:
         self._changed.set()

@@ -18,11 +18,11 @@ import grpc
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core_service.counters import Meters
+from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
-from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, WorkerLink
+from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, WorkerSession
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.tasks import run_until_first, to_its_end
 
@@ -62,7 +62,7 @@ class WorkerRegistry:
         step_timeout: StepTimeout,
         on_change: Callable[[], None],
         dial: Dial,
-        meters: Meters,
+        counters: CoreCounters,
     ) -> None:
         """`on_change` is called when a worker became ready or is no longer."""
         self._driver = driver
@@ -71,7 +71,7 @@ class WorkerRegistry:
         self._step_timeout = step_timeout
         self._on_change = on_change
         self._dial = dial
-        self._meters = meters
+        self._counters = counters
         self._groups: dict[str, WorkerGroup] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
         """The last workers that were lost, the last one last."""
@@ -114,7 +114,7 @@ class WorkerRegistry:
     def _drain(self, group: WorkerGroup) -> None:
         if not group.is_draining:
             logger.info("draining group_id=%s", group.group_id)
-            self._meters.counts.num_drains += 1
+            self._counters.counts.num_drains += 1
             group.drain()
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class WorkerRegistry:
         if group is None:
             group = self._groups[registration.group_id] = self._make_group(registration)
         group.join(worker)
-        self._meters.counts.num_registrations += 1
+        self._counters.counts.num_registrations += 1
         logger.info(
             "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"
             " version=%s",
@@ -212,14 +212,14 @@ class WorkerRegistry:
     def _make_group(self, registration: pb.WorkerRegistration) -> WorkerGroup:
         return WorkerGroup(
             registration,
-            lambda ranks: WorkerLink(
+            lambda ranks: WorkerSession(
                 ranks,
                 self._driver,
                 self._scheduler_config,
                 self._on_change,
                 self._step_timeout,
                 self._dial,
-                self._meters,
+                self._counters,
             ),
         )
 
@@ -270,7 +270,7 @@ class WorkerRegistry:
             await asyncio.sleep(left_s)
             if self._lease_left(worker) <= 0:
                 await asyncio.sleep(self._lease_s * HELD_UP_SHARE)
-        self._meters.counts.num_lease_expiries += 1
+        self._counters.counts.num_lease_expiries += 1
         logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
         raise Unavailable(f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED")
 

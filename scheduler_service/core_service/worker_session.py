@@ -26,11 +26,17 @@ from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
-from scheduler_service.core_service.counters import Meters
+from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.hangs import GroupHung, Hangs
-from scheduler_service.core_service.step_stream import LinkFailed, StepOverdue, StepStream
-from scheduler_service.core_service.step_watchdog import StepTimeout, StepTimes
+from scheduler_service.core_service.errors import (
+    CannotServe,
+    GroupHung,
+    SessionFailed,
+    StepOverdue,
+    WorkerTakenOver,
+)
+from scheduler_service.core_service.step_stream import StepStream
+from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
 
@@ -58,15 +64,7 @@ Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]
 """A stub of the worker at an address, on a connection of its own."""
 
 
-class CannotServe(Exception):
-    """The worker is sound, but this core can never use it; trying again would not help."""
-
-
-class TakenOver(Exception):
-    """Another core plans for the worker."""
-
-
-class WorkerLink:
+class WorkerSession:
     """From the first calls to a group's registered workers to its last step."""
 
     def __init__(
@@ -77,7 +75,7 @@ class WorkerLink:
         on_change: Callable[[], None],
         step_timeout: StepTimeout,
         dial: Dial,
-        meters: Meters,
+        counters: CoreCounters,
     ) -> None:
         """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
         self.state = status_pb2.WORKER_STATE_STARTING
@@ -93,8 +91,8 @@ class WorkerLink:
         self._stream: StepStream | None = None
         self._draining = asyncio.Event()
         self._step_times = StepTimes(step_timeout)
-        self._meters = meters
-        self._hangs = Hangs()
+        self._counters = counters
+        self._hang_counter = HangCounter()
         self._has_drawn = False
         """Whether an epoch was drawn here: all before were other links' or other cores'."""
 
@@ -151,15 +149,15 @@ class WorkerLink:
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name} {error.details()}"
         except StepOverdue as error:
-            self._hangs.note(error)
-            self._meters.counts.num_steps_overdue += 1
+            self._hang_counter.note(error)
+            self._counters.counts.num_steps_overdue += 1
             return str(error)
-        except (LinkFailed, ResultMismatch, PagewireError) as error:
+        except (SessionFailed, ResultMismatch, PagewireError) as error:
             return str(error)
         except GroupHung:
-            self._meters.counts.num_groups_hung += 1
+            self._counters.counts.num_groups_hung += 1
             raise
-        except (CannotServe, TakenOver):
+        except (CannotServe, WorkerTakenOver):
             raise
         except Exception as error:
             logger.exception("unexpected error in a worker's link group_id=%s", self._group_id)
@@ -169,7 +167,7 @@ class WorkerLink:
     async def _prepare(self, stubs: Stubs) -> WorkerGroupCapacity:
         """Draw a new epoch and have the caches made for it."""
         infos = await run_all(*map(self._get_info, stubs, self._ranks))
-        self._hangs.check(infos)
+        self._hang_counter.check(infos)
         self._draw_epoch(max(info.last_epoch for info in infos))
         blocks = self._blocks = self._blocks or await self._profile_blocks(stubs)
         request = worker_pb.InitializeCacheRequest(
@@ -191,7 +189,7 @@ class WorkerLink:
         if last_epoch > MAX_EPOCH:
             raise CannotServe(f"a worker has seen epoch {last_epoch}, which no core draws")
         if self._has_drawn and last_epoch > self.epoch:
-            raise TakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
+            raise WorkerTakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
         self.epoch = max(self.epoch, last_epoch) + 1
         self._has_drawn = True
 
@@ -200,7 +198,7 @@ class WorkerLink:
     ) -> worker_pb.GetInfoResponse:
         info = await stub.GetInfo(worker_pb.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
         if info.worker_id != rank.worker_id:
-            raise LinkFailed(
+            raise SessionFailed(
                 f"{rank.address} is worker {info.worker_id}, "
                 f"not {rank.worker_id}: does --advertise name this worker?"
             )
@@ -259,7 +257,7 @@ class WorkerLink:
             group_id=self._group_id,
             epoch=self.epoch,
             times=self._step_times,
-            meter=self._meters.steps_of(capacity.model),
+            meter=self._counters.steps_of(capacity.model),
         )
         try:
             work = self._add_group(capacity)
@@ -275,7 +273,7 @@ class WorkerLink:
         finally:
             for call in calls:
                 call.cancel()
-            self._hangs.note_stream(self._stream.num_steps)
+            self._hang_counter.note_stream(self._stream.num_steps)
             self._num_former_steps, self._stream = self.num_steps, None
             self._driver.remove_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)
@@ -296,7 +294,7 @@ class WorkerLink:
             raise CannotServe(str(error)) from error
 
     async def _pause(self, failure: str, pause_s: float) -> None:
-        self._meters.counts.num_link_failures += 1
+        self._counters.counts.num_link_failures += 1
         logger.warning(
             "worker link failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
             self._group_id,

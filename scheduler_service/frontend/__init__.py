@@ -1,21 +1,31 @@
 """A frontend: clients and text on one side, the scheduler core and tokens on the other.
 
-    client ──Generate──▶ servicer ─▶ open_requests ─▶ settled ─▶ core_link ──Attach──▶ core
-    client ◀─responses── servicer ◀─ request_stream ◀─ choice_stream ◀─ core_link ◀─tokens── core
+    client ──Generate──▶ servicer ─▶ request_manager ─▶ input/ ──▶ core_client ──Attach──▶ core
+    client ◀─responses── servicer ◀──────────────────── output/ ◀─ core_client ◀─tokens─── core
 
-Going in, a request is checked (`validation`), waits for its model and its files (`model_assets`),
-has its constraint tried out, if it has one (`structured/`), is tokenized (`tokenizer`,
-`chat_prompt`) and settled: no default is left open, a seed and an id are drawn once (`settled`,
-`generation_defaults`). `core_link` numbers it and puts it on the one stream to the core.
+| module | holds |
+| --- | --- |
+| `server`, `config`, `cli` | composition and shutdown, configuration, the command line |
+| `servicer` | `InferenceService` over gRPC |
+| `http/` | the same over HTTP: OpenAI's API, metrics, the dashboard |
+| `auth` | API keys, and what each allows |
+| `request_manager` | the open requests: admission, attempts, deadlines, cancellation |
+| `multiplexer` | several requests in one call |
+| `input/` | validation, tokenization, defaults: a request as the core gets it |
+| `structured_output/` | checks of constraints on the output |
+| `output/` | detokenization, stop strings, log probabilities: responses from tokens |
+| `served_models` | the models that can be used, and their files |
+| `core_client` | the one stream to the core |
+| `metrics`, `timings` | what is measured |
 
-Coming back, `core_link` hands each token to its `choice_stream`, which makes text of it
-(`detokenizer`), looks for stop strings (`stop_strings`) and keeps what was not read yet.
-`request_stream` merges that into one response whenever its reader is ready for one: `servicer` for
-a single call, `many` for a stream of many requests. Where only the best of all candidates are
-wanted, it holds everything back until all have ended (`best_choices`).
+On the way in, a request is validated, waits for its model and its files, has its constraint
+checked, is tokenized and resolved: no default is left open, a seed and an id are drawn once.
+`core_client` numbers it and submits it on the one stream to the core.
 
-`http/` is the same for HTTP clients, by OpenAI's interface: it makes the messages that gRPC clients
-send, and words the responses as theirs expect.
+On the way out, `core_client` hands each token to its `ChoiceStream`, which detokenizes it, looks
+for stop strings and keeps what was not read yet. `RequestStream` merges that into one response
+whenever its reader is ready for one. If only the best of all candidates are wanted, it holds
+everything back until all have ended.
 
 A frontend owns the open client streams and nothing else that would be missed. Its promises:
 
@@ -23,12 +33,12 @@ A frontend owns the open client streams and nothing else that would be missed. I
   after every choice's finish reason and the usage; everything else is an error with details.
   Cancelling, a deadline or an abort reaches the core at once, whether or not anybody reads. A slow
   reader costs no more memory than its tokens.
-- **To the core.** Requests come complete and in range. At most one message is under way, with all
-  that there was to say when it left. What the core does not know after a loss is submitted again
+- **To the core.** Requests come complete and in range. At most one message is in flight, with all
+  that there was to send when it left. What the core does not know after a loss is submitted again
   with its generated tokens, so that a request's tokens are the same as without the loss.
-- **To operators.** NOT_SERVING until a model can be served. On SIGTERM nothing new is taken, what
-  is open may finish within the grace period, the rest ends as UNAVAILABLE.
+- **To operators.** NOT_SERVING until a model can be served. On SIGTERM no new request is accepted,
+  open ones may finish within the grace period, the rest end as UNAVAILABLE.
 
 The event loop does everything but the text work on large requests, which goes to threads (the
-tokenizers library lets go of the interpreter's lock). Nothing here knows blocks or workers.
+tokenizers library releases the GIL). Nothing here knows blocks or workers.
 """

@@ -1,16 +1,19 @@
-"""API keys: the file that tells them, and callers known by them.
+"""Authentication: from the credentials of a call to whose call it is and what it may do.
 
-TOML, a table `key` for each, as `pagewire key new` writes it:
+gRPC and HTTP ask the same question, with the value of `authorization` (`Bearer KEY`) as the caller
+sent it, before they read anything else of a call.
+
+The file of API keys is TOML, a table `key` for each, as `pagewire key new` writes it:
 
     [[key]]
     sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     tenant = "production"
-    models = ["llama-3-8b"]            # left out: all
-    expires = 2027-01-01T00:00:00Z     # left out: never
-    operator = true                    # left out: false
+    models = ["llama-3-8b"]            # absent: all
+    expires = 2027-01-01T00:00:00Z     # absent: never
+    operator = true                    # absent: false
 
-Only hashes are there. A plain hash will do, for keys are drawn with 256 bits: nobody can try them
-all. They are looked up by their hash, too; what the time of that may tell is about the hash of a
+It holds only hashes. A plain hash is enough: keys are drawn with 256 bits, so nobody can try them
+all. They are looked up by their hash, too; what the time of a lookup reveals is about the hash of a
 guess, which leads to no better guess.
 """
 
@@ -18,16 +21,75 @@ import hashlib
 import re
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from datetime import time as time_of_day
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from scheduler_service.errors import Unauthenticated
-from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.errors import PermissionDenied, Unauthenticated
 from service_common.watched_files import read_file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Principal:
+    """Whose call it is, and what its key is good for."""
+
+    name: str = ""
+    """What the core knows it as: shares, limits and request ids go by it."""
+    models: Collection[str] | None = None
+    """Models it may use; None: all."""
+    is_operator: bool = True
+    """Whether it may see the deployment's state, which shows what other tenants do."""
+
+    def may_use(self, model: str) -> bool:
+        """Whether it may use a model of this name, whether or not there is one."""
+        return self.models is None or model in self.models
+
+    def check_model(self, model: str) -> None:
+        """Raise PermissionDenied unless it may use a model of this name."""
+        if not self.may_use(model):
+            raise PermissionDenied(
+                f"this key is not good for the model {model!r}",
+                reason="MODEL_NOT_ALLOWED",
+                details={"model": model},
+            )
+
+    def check_operator(self) -> None:
+        """Raise PermissionDenied unless it may see the deployment's state."""
+        if not self.is_operator:
+            raise PermissionDenied(
+                "this key is not an operator's: it cannot see the deployment's state",
+                reason="NOT_AN_OPERATOR",
+            )
+
+
+class Authentication(Protocol):
+    """Knows callers by their credentials."""
+
+    asks_for_key: bool
+    """Whether a caller must bring a key."""
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        """Whose call it is that brings this; None: a call that brings nothing.
+
+        Raises Unauthenticated unless the credentials are there, known and in force.
+        """
+
+
+class NoAuthentication:
+    """Everybody may call, and everything is one tenant's."""
+
+    asks_for_key = False
+
+    def __init__(self) -> None:
+        self._everybody = Principal()
+
+    def authenticate(self, authorization: str | None) -> Principal:
+        """The one tenant, whatever is brought."""
+        return self._everybody
+
 
 _FIELDS = ("sha256", "tenant", "models", "expires", "operator")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -39,7 +101,7 @@ _BEARER = "bearer "
 class ApiKey:
     """What a key is good for."""
 
-    tenant: Tenant
+    tenant: Principal
     expires: float | None = None
     """Seconds since 1970 from which on it is not good any more; None: never."""
 
@@ -58,7 +120,7 @@ class ApiKeys:
         self._keys = keys
         self._clock = clock
 
-    def tenant_of(self, authorization: str | None) -> Tenant:
+    def authenticate(self, authorization: str | None) -> Principal:
         """The tenant of the key that a call brings; raises Unauthenticated."""
         if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated(
@@ -79,7 +141,7 @@ def hash_of(key: str) -> str:
 
 def single_key(key: str) -> Keys:
     """One key for everything, with no tenants."""
-    return {hash_of(key): ApiKey(tenant=Tenant())}
+    return {hash_of(key): ApiKey(tenant=Principal())}
 
 
 def read_keys(path: Path) -> Keys:
@@ -125,7 +187,7 @@ def _key(where: str, entry: Mapping[str, Any]) -> ApiKey:
     if not isinstance(is_operator, bool):
         raise ValueError(f"{where}: operator: expected true or false")
     return ApiKey(
-        tenant=Tenant(
+        tenant=Principal(
             name=name,
             models=None if models is None else frozenset(models),
             is_operator=is_operator,

@@ -1,4 +1,4 @@
-"""What a frontend is told when it starts."""
+"""A frontend's configuration, and the limits of the servers that clients can reach."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from scheduler_service.frontend.auth import read_keys
 from service_common.addresses import check_addresses, split_host_port
 from service_common.cluster import NO_CLUSTER, ClusterConfig
+from service_common.grpc_options import Options, server_options
 from service_common.tls import TlsFiles
 
 MIN_API_KEY_CHARS = 16
@@ -95,3 +96,24 @@ def _check_http(address: str) -> None:
         split_host_port(address)
     except ValueError:
         raise ValueError(f"http: {address!r}: expected HOST:PORT or off") from None
+
+
+MAX_PUBLIC_MESSAGE_BYTES = 16 << 20
+"""Largest message a client may send: a prompt of four million token ids."""
+
+MAX_PUBLIC_STREAMS = 1024
+"""Open calls of one client's connection; more of them wait at the client."""
+
+MAX_PUBLIC_IDLE_MS = 900_000
+"""Time after which a client's connection without calls is closed; a client that comes back opens
+another by itself."""
+
+
+def public_server_options(*, max_connections: int) -> Options:
+    """Options of a server that strangers can reach."""
+    return [
+        *server_options(max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES),
+        ("grpc.max_concurrent_streams", MAX_PUBLIC_STREAMS),
+        ("grpc.max_connection_idle_ms", MAX_PUBLIC_IDLE_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+    ]

@@ -1,11 +1,8 @@
-"""The frontend's one stream to the scheduler core.
+"""The frontend's side of the stream to the core: submissions and cancellations out, tokens in.
 
-All requests of this frontend travel on it. The link keeps trying for as long as the process lives;
-when the core comes back, every open request is submitted again with the tokens it has, so that its
-client notices a pause and nothing else.
-
-A refusal that is only a matter of time, such as a new core that has not heard of the model yet,
-makes a request wait instead of failing it.
+What is to be sent is collected until the stream takes the next message, so that a burst of
+submissions is one message and at most one message is in flight. After the stream broke, the next
+one gets every open request again, with the tokens that it has.
 """
 
 import asyncio
@@ -19,23 +16,126 @@ import grpc
 
 from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import from_column
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
-from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.outgoing import Outgoing
 from scheduler_service.frontend.output.choice_stream import ChoiceStream
 from scheduler_service.frontend.output.request_stream import RequestStream
 from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
-from service_common.repetition import Repetition
+from service_common.cluster import Cluster
+from service_common.grpc_options import channel_options
+from service_common.logging_config import LogThrottle
 
 logger = logging.getLogger(__name__)
+
+
+CORE_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 32 << 10)]
+"""Bytes the core may send ahead of what this process has read. Kept small, so that a frontend that
+cannot keep up is not seconds behind: the core then merges several steps' news into one message, and
+every client gets fewer and larger responses."""
+
+
+class CoreConnection:
+    """Called like a stub of `SchedulerService`, on one channel at a time.
+
+    A channel keeps the certificates that it was made with; `renew` makes another for newer ones.
+    """
+
+    def __init__(self, cluster: Cluster, address: str) -> None:
+        self._cluster = cluster
+        self._address = address
+        self._open()
+
+    def _open(self) -> None:
+        options = [*channel_options(), *CORE_WINDOW]
+        self._credentials = self._cluster.channel_credentials()
+        self._channel = self._cluster.channel(self._address, options)
+        self._stub = self._cluster.stub(SchedulerServiceStub, self._channel)
+
+    def __getattr__(self, rpc: str) -> Any:
+        """A call of the stub in use."""
+        return getattr(self._stub, rpc)
+
+    async def renew(self) -> None:
+        """If there are other certificates now, go on with a new channel; calls on the former one
+        end."""
+        if self._cluster.channel_credentials() is not self._credentials:
+            former = self._channel
+            self._open()
+            await former.close()
+
+    async def close(self) -> None:
+        """End all calls."""
+        await self._channel.close()
+
+
+MAX_SUBMIT_BYTES = 4 << 20
+"""Submissions in one message, roughly: after a reconnect there may be many long ones."""
+
+
+class SendBuffer:
+    """The messages to be, of one stream."""
+
+    def __init__(self, frontend_id: str | None = None) -> None:
+        """`frontend_id` makes the first message a greeting, due at once."""
+        self._frontend_id = frontend_id
+        self._submits: dict[RequestStream, None] = {}
+        self._cancels: list[int] = []
+        self._stops: list[scheduler_pb.StopChoice] = []
+        self._wake = asyncio.Event()
+        if frontend_id is not None:
+            self._wake.set()
+
+    def submit(self, request: RequestStream) -> None:
+        """Submit a request, with what it has when the message is made."""
+        self._submits[request] = None
+        self._wake.set()
+
+    def cancel(self, request: RequestStream) -> None:
+        """Take a request back."""
+        if request in self._submits:  # the core has not heard of it
+            del self._submits[request]
+            return
+        self._cancels.append(request.handle)
+        self._wake.set()
+
+    def stop(self, request: RequestStream, choice: ChoiceStream) -> None:
+        """End a choice, with the tokens it has now."""
+        handle = request.handle + choice.index
+        stop = scheduler_pb.StopChoice(handle=handle, num_tokens=len(choice.token_ids))
+        self._stops.append(stop)
+        self._wake.set()
+
+    async def next(self) -> scheduler_pb.FrontendMessage:
+        """Wait until there is something to say, and say all of it."""
+        await self._wake.wait()
+        self._wake.clear()
+        message = scheduler_pb.FrontendMessage(cancels=to_column(self._cancels), stops=self._stops)
+        if self._frontend_id is not None:
+            message.frontend_id, self._frontend_id = self._frontend_id, None
+        self._cancels.clear()
+        self._stops.clear()
+        self._write_submits(message)
+        return message
+
+    def _write_submits(self, message: scheduler_pb.FrontendMessage) -> None:
+        num_bytes = 0
+        while self._submits and num_bytes < MAX_SUBMIT_BYTES:
+            request = next(iter(self._submits))
+            del self._submits[request]
+            submit = request.submission()
+            num_bytes += submit.ByteSize()
+            message.submits.append(submit)
+        if self._submits:
+            self._wake.set()
+
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5
 MAX_HANDLE = 2**31 - 1
 
 
-class CoreLink:
+class CoreClient:
     """Carries requests to the core and its news back to their streams."""
 
     def __init__(
@@ -57,8 +157,8 @@ class CoreLink:
         """Whether the core is there and has spoken."""
         self.num_core_losses = 0
         """Streams that broke after it had."""
-        self._outgoing = Outgoing()
-        self._failures = Repetition()
+        self._outgoing = SendBuffer()
+        self._failures = LogThrottle()
         self._is_waited_for = True
         """Whether it has not been missed yet: services may start in any order."""
 
@@ -120,7 +220,7 @@ class CoreLink:
     async def _attach(self) -> None:
         """One stream from its first to its last message."""
         self._without_model.clear()
-        self._outgoing = Outgoing(self._frontend_id)
+        self._outgoing = SendBuffer(self._frontend_id)
         for request in self._unfinished():
             self._outgoing.submit(request)
         call = self._core.Attach()

@@ -1,25 +1,201 @@
-"""What a frontend tells Prometheus: latencies, tokens and ends of the requests that it had.
-
-Tokens are counted as they come, everything else of a request when it ends. Most metrics have the
-model as their only label, as vLLM's have; those by tenant and priority are apart, and bounded.
-"""
+"""A frontend's metrics: names, meanings and buckets, and what is counted for them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.frontend import metric_list as metric
+from scheduler_service.errors import PagewireError
 from scheduler_service.frontend.timings import PARTS, Stopwatch
-from scheduler_service.metrics.counts import Histogram
-from scheduler_service.metrics.labels import BoundedLabel
-from scheduler_service.prometheus import LabelValues, Metric
+from scheduler_service.prometheus import BoundedLabel, Histogram, Kind, LabelValues, Metric
 from scheduler_service.status_codes import status_code
 
-if TYPE_CHECKING:
-    from scheduler_service.frontend.output.request_stream import RequestStream
+MODEL = ("model_name",)
+TENANT = ("tenant", "priority")
+
+# Seconds. Finer than a factor of two where goals are set: percentiles are read off these.
+FIRST_TOKEN_BOUNDS = (
+    *(0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+TOKEN_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0),
+)
+REQUEST_BOUNDS = (
+    *(0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0),
+    *(20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+LENGTH_BOUNDS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+OPEN_REQUESTS = Metric(
+    "pagewire_frontend_open_requests", Kind.GAUGE, "Requests that clients wait for."
+)
+ATTACHED = Metric(
+    "pagewire_frontend_attached", Kind.GAUGE, "Whether the frontend's request to the core is there."
+)
+CORE_LOSSES = Metric(
+    "pagewire_frontend_core_losses_total",
+    Kind.COUNTER,
+    "Times that the request to the core broke; open requests went on with the next one.",
+)
+REQUESTS = Metric(
+    "pagewire_requests_total",
+    Kind.COUNTER,
+    "Requests ended: `ok`, or the status code they ended or were refused with, such as "
+    "`deadline_exceeded`; `cancelled`: by their client.",
+    (*TENANT, "outcome"),
+)
+TENANT_TOKENS = Metric(
+    "pagewire_tenant_tokens_total",
+    Kind.COUNTER,
+    "Tokens of requests that ended well: `prompt`, of it `cached_prompt` apart, and `generated`.",
+    (*TENANT, "kind"),
+)
+TENANT_FIRST_TOKEN = Metric(
+    "pagewire_tenant_time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "As vllm:time_to_first_token_seconds, of requests that ended well.",
+    TENANT,
+)
+
+COUNTED: Mapping[Metric, Callable[["ModelCounts"], float]] = {
+    Metric(
+        "vllm:prompt_tokens_total",
+        Kind.COUNTER,
+        "Prompt tokens of requests that have a first token, cached ones included.",
+        MODEL,
+    ): lambda counts: counts.num_prompt_tokens,
+    Metric(
+        "pagewire_cached_prompt_tokens_total",
+        Kind.COUNTER,
+        "Prompt tokens that were found in the prefix cache, of requests that ended well.",
+        MODEL,
+    ): lambda counts: counts.num_cached_tokens,
+    Metric(
+        "vllm:generation_tokens_total", Kind.COUNTER, "Output tokens, as they come.", MODEL
+    ): lambda counts: counts.num_generated_tokens,
+    Metric(
+        "pagewire_request_worker_losses_total",
+        Kind.COUNTER,
+        "Times that a request's worker was lost while it was computing the request, which went on.",
+        MODEL,
+    ): lambda counts: counts.num_worker_losses,
+}
+"""Counters that have the model as their only label."""
+
+FINISHED = Metric(
+    "vllm:request_success_total",
+    Kind.COUNTER,
+    "Choices that ended, by `stop` or `length`; requests that ended before, as `abort` by their "
+    "client's wish and as `error` otherwise.",
+    (*MODEL, "finished_reason"),
+)
+FIRST_TOKEN = Metric(
+    "vllm:time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "From a request's arrival to its first token.",
+    MODEL,
+)
+TOKEN_GAP = Metric(
+    "vllm:inter_token_latency_seconds",
+    Kind.HISTOGRAM,
+    "Between two tokens of a choice; of several that came at once, each took an equal share.",
+    MODEL,
+)
+
+# Each is observed once per request, when it has ended well.
+TIME_PER_OUTPUT_TOKEN = Metric(
+    "vllm:request_time_per_output_token_seconds",
+    Kind.HISTOGRAM,
+    "From a request's first token to its last, by token.",
+    MODEL,
+)
+END_TO_END = Metric(
+    "vllm:e2e_request_latency_seconds",
+    Kind.HISTOGRAM,
+    "From a request's arrival to its last token.",
+    MODEL,
+)
+QUEUE = Metric(
+    "vllm:request_queue_time_seconds",
+    Kind.HISTOGRAM,
+    "Waiting for a first place in a batch.",
+    MODEL,
+)
+PREFILL = Metric(
+    "vllm:request_prefill_time_seconds",
+    Kind.HISTOGRAM,
+    "From a request's first place in a batch to its first token.",
+    MODEL,
+)
+DECODE = Metric(
+    "vllm:request_decode_time_seconds",
+    Kind.HISTOGRAM,
+    "From a request's first token to its last.",
+    MODEL,
+)
+INFERENCE = Metric(
+    "vllm:request_inference_time_seconds",
+    Kind.HISTOGRAM,
+    "From a request's first place in a batch to its last token.",
+    MODEL,
+)
+PROMPT_TOKENS_OF_REQUEST = Metric(
+    "vllm:request_prompt_tokens", Kind.HISTOGRAM, "Prompt tokens of a request.", MODEL
+)
+GENERATED_TOKENS_OF_REQUEST = Metric(
+    "vllm:request_generation_tokens",
+    Kind.HISTOGRAM,
+    "Output tokens of a request, of all its choices together.",
+    MODEL,
+)
+CHOICES_OF_REQUEST = Metric(
+    "vllm:request_params_n", Kind.HISTOGRAM, "Choices that a request asked for.", MODEL
+)
+
+PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
+    END_TO_END: REQUEST_BOUNDS,
+    QUEUE: REQUEST_BOUNDS,
+    PREFILL: REQUEST_BOUNDS,
+    DECODE: REQUEST_BOUNDS,
+    INFERENCE: REQUEST_BOUNDS,
+    TIME_PER_OUTPUT_TOKEN: TOKEN_BOUNDS,
+    PROMPT_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
+    GENERATED_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
+    CHOICES_OF_REQUEST: CHOICES_BOUNDS,
+}
+"""Their buckets."""
+
+REQUEST_PARTS = Metric(
+    "pagewire_request_part_seconds",
+    Kind.HISTOGRAM,
+    "Where a request's time went, part by part, as in its `timings`; the parts add up to "
+    "the time that its client waited.",
+    (*MODEL, "part"),
+)
+
+ALL = (
+    OPEN_REQUESTS,
+    ATTACHED,
+    CORE_LOSSES,
+    REQUESTS,
+    TENANT_TOKENS,
+    TENANT_FIRST_TOKEN,
+    *COUNTED,
+    FINISHED,
+    FIRST_TOKEN,
+    TOKEN_GAP,
+    *PER_REQUEST,
+    REQUEST_PARTS,
+)
+"""In the order in which they are told."""
+
 
 MAX_TENANTS = 100
 """Of each frontend, by name; the others together are one."""
@@ -43,10 +219,10 @@ class ModelCounts:
         self.num_generated_tokens: int = 0
         self.num_worker_losses: int = 0
         self.finishes: Counter[str] = Counter()
-        self.first_token = Histogram(metric.FIRST_TOKEN_BOUNDS)
-        self.token_gap = Histogram(metric.TOKEN_BOUNDS)
-        self.per_request = {each: Histogram(bounds) for each, bounds in metric.PER_REQUEST.items()}
-        self.parts = {part: Histogram(metric.REQUEST_BOUNDS) for part in PARTS}
+        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
+        self.token_gap = Histogram(TOKEN_BOUNDS)
+        self.per_request = {each: Histogram(bounds) for each, bounds in PER_REQUEST.items()}
+        self.parts = {part: Histogram(REQUEST_BOUNDS) for part in PARTS}
 
     def count_tokens(
         self, stopwatch: Stopwatch, num_tokens: int, num_choices: int, num_prompt_tokens: int
@@ -74,21 +250,34 @@ class ModelCounts:
             histogram.observe(getattr(timings, f"{part}_us") / 1e6)
         self._observe_times(stopwatch, timings.queue_us / 1e6)
         seen = self.per_request
-        seen[metric.PROMPT_TOKENS_OF_REQUEST].observe(usage.prompt_tokens)
-        seen[metric.GENERATED_TOKENS_OF_REQUEST].observe(usage.completion_tokens)
-        seen[metric.CHOICES_OF_REQUEST].observe(len(finishes))
+        seen[PROMPT_TOKENS_OF_REQUEST].observe(usage.prompt_tokens)
+        seen[GENERATED_TOKENS_OF_REQUEST].observe(usage.completion_tokens)
+        seen[CHOICES_OF_REQUEST].observe(len(finishes))
         num_gaps = usage.completion_tokens / max(1, len(finishes)) - 1
         if num_gaps > 0:
-            seen[metric.TIME_PER_OUTPUT_TOKEN].observe(stopwatch.decode_s / num_gaps)
+            seen[TIME_PER_OUTPUT_TOKEN].observe(stopwatch.decode_s / num_gaps)
 
     def _observe_times(self, stopwatch: Stopwatch, queue_s: float) -> None:
         seen = self.per_request
-        seen[metric.END_TO_END].observe(stopwatch.first_token_s + stopwatch.decode_s)
-        seen[metric.QUEUE].observe(queue_s)
+        seen[END_TO_END].observe(stopwatch.first_token_s + stopwatch.decode_s)
+        seen[QUEUE].observe(queue_s)
         prefill_s = max(0.0, stopwatch.first_token_s - stopwatch.tokenize_s - queue_s)
-        seen[metric.PREFILL].observe(prefill_s)
-        seen[metric.DECODE].observe(stopwatch.decode_s)
-        seen[metric.INFERENCE].observe(prefill_s + stopwatch.decode_s)
+        seen[PREFILL].observe(prefill_s)
+        seen[DECODE].observe(stopwatch.decode_s)
+        seen[INFERENCE].observe(prefill_s + stopwatch.decode_s)
+
+
+class EndedRequest(Protocol):
+    """What is counted of a request at its end."""
+
+    tenant: str
+    priority: int
+    stopwatch: Stopwatch
+    counts: ModelCounts | None
+    usage: inference_pb.Usage | None
+    error: PagewireError | None
+    num_worker_losses: int
+    is_done: bool
 
 
 class FrontendMetrics:
@@ -113,17 +302,17 @@ class FrontendMetrics:
         outcome = status_code(error).name.lower()
         self._requests[*self._labels(tenant, priority), outcome] += 1
 
-    def count_end(self, stream: "RequestStream") -> str:
+    def count_end(self, request: EndedRequest) -> str:
         """A request that was taken in has ended, one way or another; how."""
-        labels = self._labels(stream.tenant, stream.priority)
-        outcome = _outcome(stream)
+        labels = self._labels(request.tenant, request.priority)
+        outcome = _outcome(request)
         self._requests[*labels, outcome] += 1
-        if stream.usage is not None:
-            self._count_usage(labels, stream.usage, stream.stopwatch.first_token_s)
-        elif stream.counts is not None:
-            stream.counts.finishes["abort" if outcome == CANCELLED else "error"] += 1
-        if stream.counts is not None:
-            stream.counts.num_worker_losses += stream.num_worker_losses
+        if request.usage is not None:
+            self._count_usage(labels, request.usage, request.stopwatch.first_token_s)
+        elif request.counts is not None:
+            request.counts.finishes["abort" if outcome == CANCELLED else "error"] += 1
+        if request.counts is not None:
+            request.counts.num_worker_losses += request.num_worker_losses
         return outcome
 
     def _labels(self, tenant: str, priority: int) -> LabelValues:
@@ -137,38 +326,38 @@ class FrontendMetrics:
         self._tokens[*labels, "generated"] += usage.completion_tokens
         known = self._tenant_first_token.get(labels)
         if known is None:
-            known = self._tenant_first_token[labels] = Histogram(metric.FIRST_TOKEN_BOUNDS)
+            known = self._tenant_first_token[labels] = Histogram(FIRST_TOKEN_BOUNDS)
         known.observe(first_token_s)
 
     def collect(
         self, *, num_open: int, is_attached: bool, num_core_losses: int
     ) -> Iterator[Family]:
         """All samples as of now."""
-        yield metric.OPEN_REQUESTS.family(num_open)
-        yield metric.ATTACHED.family(is_attached)
-        yield metric.CORE_LOSSES.family(num_core_losses)
-        yield metric.REQUESTS.family(self._requests)
-        yield metric.TENANT_TOKENS.family(self._tokens)
-        yield metric.TENANT_FIRST_TOKEN.histograms(self._tenant_first_token.items())
-        for each, count in metric.COUNTED.items():
+        yield OPEN_REQUESTS.family(num_open)
+        yield ATTACHED.family(is_attached)
+        yield CORE_LOSSES.family(num_core_losses)
+        yield REQUESTS.family(self._requests)
+        yield TENANT_TOKENS.family(self._tokens)
+        yield TENANT_FIRST_TOKEN.histograms(self._tenant_first_token.items())
+        for each, count in COUNTED.items():
             yield each.family({(name,): count(counts) for name, counts in self._models.items()})
-        yield metric.FINISHED.family(
+        yield FINISHED.family(
             {
                 (name, reason): counts.finishes[reason]
                 for name, counts in self._models.items()
-                for reason in metric.FINISH_REASONS
+                for reason in FINISH_REASONS
             }
         )
         yield from self._latencies()
 
     def _latencies(self) -> Iterator[Family]:
-        yield self._by_model(metric.FIRST_TOKEN, lambda counts: counts.first_token)
-        yield self._by_model(metric.TOKEN_GAP, lambda counts: counts.token_gap)
-        for each in metric.PER_REQUEST:
+        yield self._by_model(FIRST_TOKEN, lambda counts: counts.first_token)
+        yield self._by_model(TOKEN_GAP, lambda counts: counts.token_gap)
+        for each in PER_REQUEST:
             yield each.histograms(
                 ((name,), counts.per_request[each]) for name, counts in self._models.items()
             )
-        yield metric.PARTS.histograms(
+        yield REQUEST_PARTS.histograms(
             ((name, part), histogram)
             for name, counts in self._models.items()
             for part, histogram in counts.parts.items()
@@ -178,7 +367,7 @@ class FrontendMetrics:
         return each.histograms(((name,), find(counts)) for name, counts in self._models.items())
 
 
-def _outcome(stream: "RequestStream") -> str:
-    if stream.is_done:
+def _outcome(request: EndedRequest) -> str:
+    if request.is_done:
         return OK
-    return CANCELLED if stream.error is None else status_code(stream.error).name.lower()
+    return CANCELLED if request.error is None else status_code(request.error).name.lower()

@@ -1,33 +1,33 @@
-"""One GenerateMany stream: many requests, their answers interleaved on one stream.
-
-A reader opens requests as they come. A single writer takes from each request that has news in turn,
-so that a slow client merges the news of all of them and no request waits for another's backlog.
-"""
+"""Several requests in one call: a stream of GenerateMany, and the prompts of one HTTP call."""
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
-from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted, Unavailable
+from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.output.request_stream import RequestStream
-from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.status_codes import to_status
 
 Write = Callable[[inference_pb.GenerateManyResponse], Awaitable[None]]
 Read = Callable[[], Awaitable[inference_pb.GenerateManyRequest | None]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""ASGI's: a frontend without HTTP imports none of its libraries."""
 
 MAX_ERRORS = 1024
 """Refusals that wait for their client to read them. With as many no further request is read: who
 writes and never reads would fill our memory with them."""
 
 
-class ManyRequests:
+class RequestMultiplexer:
     """The requests of one GenerateMany stream."""
 
     def __init__(
-        self, requests: OpenRequests, deadline: float | None, tenant_now: Callable[[], Tenant]
+        self, requests: RequestManager, deadline: float | None, tenant_now: Callable[[], Principal]
     ) -> None:
         """`tenant_now` tells for each request whose it is; it may raise PagewireError."""
         self._requests = requests
@@ -138,3 +138,90 @@ def _request_error(request_id: str, error: PagewireError) -> inference_pb.Reques
         message=status.message,
         status=status.SerializeToString(),
     )
+
+
+class RequestBatch:
+    """A context manager around all that one call has the core do.
+
+    Leaving it ends what is left; so does, at once, the client's going away, even while a write
+    waits for it.
+    """
+
+    def __init__(self, manager: RequestManager, receive: Receive) -> None:
+        """`receive` is ASGI's, of a call whose body was read."""
+        self._manager = manager
+        self._receive = receive
+        self._indexes: dict[RequestStream, int] = {}
+        self._num_done = 0
+        self._news: dict[RequestStream, None] = {}
+        """Streams to take from, in the order they had news."""
+        self._client_has_gone = False
+        self._wake = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._watching is not None
+        self._watching.cancel()
+        self._close()
+
+    def open(
+        self, requests: Sequence[inference_pb.GenerateRequest], request_id: str, tenant: Principal
+    ) -> None:
+        """Take all in; raises what makes one unacceptable."""
+        for index, request in enumerate(requests):
+            request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
+            stream = self._manager.open(request, None, self._on_news, tenant)
+            self._indexes[stream] = index
+
+    async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:
+        """What is new of one request, by its index; None after the last of all.
+
+        Raises the error of the first request that fails: the others are of no use then.
+        """
+        while self._num_done < len(self._indexes):
+            while self._news and not self._client_has_gone:
+                stream = next(iter(self._news))
+                del self._news[stream]
+                if (response := self._take(stream)) is not None:
+                    return self._indexes[stream], response
+            self._wake.clear()
+            await self._wake.wait()
+            if self._client_has_gone:
+                raise RequestAborted("the client has gone")
+        return None
+
+    def _take(self, stream: RequestStream) -> inference_pb.GenerateResponse | None:
+        response = stream.take()
+        if response is None:
+            if stream.error is not None:
+                raise stream.error
+        elif stream.is_done:
+            self._num_done += 1
+            self._manager.close(stream)
+        elif stream.error is not None:
+            self._news[stream] = None  # the error comes behind it
+        return response
+
+    def _on_news(self, stream: RequestStream) -> None:
+        self._news[stream] = None
+        self._wake.set()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._client_has_gone = True
+        self._wake.set()
+        self._close()
+
+    def _close(self) -> None:
+        for stream in self._indexes:
+            self._manager.close(stream)

@@ -21,24 +21,24 @@ from scheduler_service.errors import (
     RequestAborted,
     Unavailable,
 )
-from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.core_client import CoreLink
-from scheduler_service.frontend.fingerprint import fingerprint
+from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.core_client import CoreClient
 from scheduler_service.frontend.input import validation
-from scheduler_service.frontend.input.processor import draw_request_id, settle
+from scheduler_service.frontend.input.processor import (
+    INLINE_BYTES,
+    draw_request_id,
+    fingerprint,
+    resolve_request,
+)
+from scheduler_service.frontend.input.prompt import prompt_tokens
 from scheduler_service.frontend.metrics import FrontendMetrics
-from scheduler_service.frontend.output.request_stream import RequestStream
-from scheduler_service.frontend.prompt import prompt_tokens
-from scheduler_service.frontend.request_trace import RequestTrace
-from scheduler_service.frontend.served_models import ModelDirectory, ServedModel
+from scheduler_service.frontend.output.request_stream import RequestSpan, RequestStream
+from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
 from service_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES = 4096
-"""Requests up to this size are settled on the event loop, in about a millisecond at most; a
-thread's hand-over would cost more than it saves."""
 
 RETRY_DELAY_S = 1.0
 """What a client is told to wait when this frontend is full."""
@@ -56,12 +56,12 @@ class _Open:
     timer: asyncio.TimerHandle | None
 
 
-class OpenRequests:
+class RequestManager:
     """All open requests of one frontend."""
 
     def __init__(
         self,
-        link: CoreLink,
+        core_client: CoreClient,
         models: ModelDirectory,
         checker: ConstraintChecker,
         *,
@@ -70,7 +70,7 @@ class OpenRequests:
         metrics: FrontendMetrics,
         tracing: Tracing | None = None,
     ) -> None:
-        self._link = link
+        self._core_client = core_client
         self._models = models
         self._checker = checker
         self._max_concurrent_requests = max_concurrent_requests
@@ -91,7 +91,7 @@ class OpenRequests:
         request: inference_pb.GenerateRequest,
         deadline: float | None,
         on_news: Callable[[RequestStream], None],
-        tenant: Tenant,
+        tenant: Principal,
     ) -> RequestStream:
         """Take a tenant's request in; `close` must follow. If it is a later try at an open one,
         that one ends.
@@ -110,7 +110,7 @@ class OpenRequests:
         request: inference_pb.GenerateRequest,
         deadline: float | None,
         on_news: Callable[[RequestStream], None],
-        tenant: Tenant,
+        tenant: Principal,
     ) -> RequestStream:
         if self.is_draining.is_set():
             raise _shutting_down()
@@ -126,7 +126,7 @@ class OpenRequests:
         stream = RequestStream(request_id, deadline, on_news, tenant.name)
         stream.priority = request.priority
         if self._tracing is not None:
-            stream.trace = RequestTrace(self._tracing, stream)
+            stream.trace = RequestSpan(self._tracing, stream)
         if former is not None:
             stream.take_over(former.stream)
             self._fail(former, attempts.taken_over(request_id, request.attempt))
@@ -155,7 +155,7 @@ class OpenRequests:
         if not self._open:
             self._none_open.set()
 
-    def abort(self, request_id: str, tenant: Tenant) -> bool:
+    def abort(self, request_id: str, tenant: Principal) -> bool:
         """End a tenant's request from outside its call; whether there is one here."""
         opened = self._open.get((tenant.name, request_id))
         if opened is not None:
@@ -201,10 +201,10 @@ class OpenRequests:
         opened.preparing.cancel()
         if opened.timer is not None:
             opened.timer.cancel()
-        self._link.close(opened.stream)
+        self._core_client.close(opened.stream)
 
     async def _prepare(
-        self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Tenant
+        self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Principal
     ) -> None:
         """Everything between arrival and submission."""
         try:
@@ -219,7 +219,7 @@ class OpenRequests:
             else:
                 await asyncio.to_thread(_begin, stream, request, model)
             stream.stopwatch.tokenize_s = time.monotonic() - began
-            self._link.submit(stream)
+            self._core_client.submit(stream)
         except PagewireError as error:
             stream.fail(error)
         except Exception:  # a bug; it must end with an error, and alone
@@ -228,10 +228,10 @@ class OpenRequests:
 
 
 def _begin(
-    stream: RequestStream, request: inference_pb.GenerateRequest, model: ServedModel
+    stream: RequestStream, request: inference_pb.GenerateRequest, model: FrontendModel
 ) -> None:
     """Tokenize, fill in what is open, set up the choices."""
-    stream.begin(settle(request, stream.request_id, model, prompt_tokens(request, model)))
+    stream.begin(resolve_request(request, stream.request_id, model, prompt_tokens(request, model)))
 
 
 def _log_end(stream: RequestStream, outcome: str) -> None:

@@ -1,12 +1,9 @@
-"""The served models as a frontend knows them: facts from the core, files from their workers.
-
-The core tells which models can be served. Each model's files are fetched through the core once per
-fingerprint and kept in memory. Requests wait here for a model that is still to come.
-"""
+"""The models that can be used: their tokenizers, generation defaults and limits."""
 
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,14 +12,74 @@ from typing import Any
 from pagewire.v1 import model_pb2
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
-from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.generation_defaults import (
-    GenerationDefaults,
-    parse_generation_config,
-)
+from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.input.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """What takes the place of absent fields; ranges as in sampling.proto."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """None: as many as the model's length allows."""
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    # An integer may be too large to be asked whether it is finite.
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+_HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("temperature", lambda v: _is_number(v) and (v == 0 or 0.01 <= v <= 100)),
+    "top_p": ("top_p", lambda v: _is_number(v) and 0 < v <= 1),
+    "top_k": ("top_k", _is_count),
+    "min_p": ("min_p", lambda v: _is_number(v) and 0 <= v <= 1),
+    "repetition_penalty": ("repetition_penalty", lambda v: _is_number(v) and 0 < v <= 100),
+    "max_new_tokens": ("max_tokens", lambda v: _is_count(v) and v > 0),
+}
+"""Key in the file: our field, and whether a value is in its range."""
+
+
+def parse_generation_config(data: bytes | None) -> GenerationDefaults:
+    """The defaults in a generation_config.json; what cannot be used is logged and left out."""
+    try:
+        config = json.loads(data) if data else {}
+    except (ValueError, RecursionError) as error:
+        logger.warning("generation_config.json ignored error=%s", error)
+        return GenerationDefaults()
+    if not isinstance(config, dict):
+        logger.warning("generation_config.json ignored error=not an object")
+        return GenerationDefaults()
+    values: dict[str, Any] = {}
+    for key, (field, is_valid) in _HONOURED.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        if is_valid(value):
+            values[field] = value
+        else:
+            logger.warning("generation default ignored key=%s value=%r", key, value)
+    return GenerationDefaults(eos_token_ids=_eos_token_ids(config.get("eos_token_id")), **values)
+
+
+def _eos_token_ids(value: Any) -> frozenset[int]:
+    """One id, a list of ids, or nothing."""
+    return frozenset(id for id in (value if isinstance(value, list) else [value]) if _is_count(id))
+
 
 RETRY_DELAY_S = 0.5
 """Pause after files could not be fetched, usually because their worker is just going."""
@@ -31,7 +88,7 @@ Files = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
+class FrontendModel:
     """A model with all that turns text into its tokens and back."""
 
     info: model_pb2.ModelInfo
@@ -54,15 +111,15 @@ class ServedModel:
         return self.tokenizer
 
 
-def build_model(info: model_pb2.ModelInfo, files: Files) -> ServedModel:
+def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
     """A served model from its files; unusable tokenizer files leave it without a tokenizer."""
     defaults = parse_generation_config(files.get("generation_config.json"))
     try:
-        return ServedModel(info=info, tokenizer=_build_tokenizer(files), defaults=defaults)
+        return FrontendModel(info=info, tokenizer=_build_tokenizer(files), defaults=defaults)
     # Files are of strangers' making, and libraries raise whatever they like for bad ones.
     except Exception as error:
         logger.error("tokenizer unusable model=%s error=%s", info.name, error)
-        return ServedModel(
+        return FrontendModel(
             info=info,
             tokenizer=None,
             defaults=defaults,
@@ -89,7 +146,7 @@ class ModelDirectory:
         """`fetch` gets the files of a model by name; it raises Unavailable if it cannot now."""
         self._fetch = fetch
         self._served: dict[str, model_pb2.ModelInfo] = {}
-        self._ready: dict[str, ServedModel] = {}
+        self._ready: dict[str, FrontendModel] = {}
         """Every model ever seen, by name, with its files as last fetched."""
         self._loading: dict[str, asyncio.Task[None]] = {}
         self.changed = asyncio.Event()
@@ -115,7 +172,7 @@ class ModelDirectory:
             self._take_in(info)
         self._notify()
 
-    async def resolve(self, name: str | None, tenant: Tenant) -> ServedModel:
+    async def resolve(self, name: str | None, tenant: Principal) -> FrontendModel:
         """The model of this name, or the only one that a tenant may use; waits while there is none
         or none ready.
 
@@ -130,7 +187,7 @@ class ModelDirectory:
                 return model
             await changed.wait()
 
-    def current(self, name: str | None, tenant: Tenant) -> ServedModel:
+    def current(self, name: str | None, tenant: Principal) -> FrontendModel:
         """As `resolve`, but raises Unavailable instead of waiting."""
         model = self._find(name, tenant)
         if model is None:
@@ -144,7 +201,7 @@ class ModelDirectory:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _find(self, name: str | None, tenant: Tenant) -> ServedModel | None:
+    def _find(self, name: str | None, tenant: Principal) -> FrontendModel | None:
         served = [model for model in self._served if tenant.may_use(model)]
         if name is None:
             if len(served) > 1:
@@ -163,7 +220,7 @@ class ModelDirectory:
             )
         return None
 
-    def _find_ready(self, info: model_pb2.ModelInfo) -> ServedModel | None:
+    def _find_ready(self, info: model_pb2.ModelInfo) -> FrontendModel | None:
         model = self._ready.get(info.name)
         return model if model is not None and model.info == info else None
 

@@ -1,4 +1,4 @@
-"""A frontend as a process: its link to the core, its servicer, its orderly end."""
+"""A frontend as a process: its stream to the core, its servicer, its orderly end."""
 
 import asyncio
 import logging
@@ -14,27 +14,34 @@ from prometheus_client.metrics_core import Metric as Family
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from scheduler_service.errors import Unavailable
-from scheduler_service.frontend.auth import ApiKeys, read_keys, single_key
-from scheduler_service.frontend.authentication import Authentication, NoAuthentication
-from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.core_client import CoreLink
-from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.http.server import HttpServer
+from scheduler_service.frontend.auth import (
+    ApiKeys,
+    Authentication,
+    NoAuthentication,
+    read_keys,
+    single_key,
+)
+from scheduler_service.frontend.config import FrontendConfig, public_server_options
+from scheduler_service.frontend.core_client import CoreClient, CoreConnection
+from scheduler_service.frontend.http.server import HttpServer, http_context
 from scheduler_service.frontend.http.services import HttpServices
-from scheduler_service.frontend.http.tls import http_context
 from scheduler_service.frontend.metrics import FrontendMetrics
-from scheduler_service.frontend.public_options import public_server_options
-from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
-from scheduler_service.metrics.publish import make_registry, published
+from scheduler_service.prometheus import make_registry, published
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first
 from service_common.cluster import Cluster
-from service_common.gate import HEALTH, REFLECTION, Gate, Metadata
 from service_common.grpc_server import warn_if_exposed
-from service_common.interceptors import RequestTimeout
+from service_common.interceptors import (
+    HEALTH,
+    REFLECTION,
+    AuthInterceptor,
+    Metadata,
+    RequestTimeoutInterceptor,
+)
 from service_common.metadata import authorization
 from service_common.tls import server_credentials
 from service_common.tracing import make_tracing
@@ -61,10 +68,10 @@ class Frontend:
         self.metrics = FrontendMetrics()
         frontend_id = _frontend_id()
         self._tracing = make_tracing("frontend", VERSION, config.otlp_endpoint, frontend_id)
-        self.link = CoreLink(self._core, frontend_id, self.models.update)
+        self.core_client = CoreClient(self._core, frontend_id, self.models.update)
         self._checker = ConstraintChecker()
-        self.requests = OpenRequests(
-            self.link,
+        self.requests = RequestManager(
+            self.core_client,
             self.models,
             self._checker,
             max_concurrent_requests=config.max_concurrent_requests,
@@ -80,7 +87,10 @@ class Frontend:
             grace_period_s=config.grace_period_s,
             options=public_server_options(max_connections=config.max_connections),
             credentials=None if config.tls is None else server_credentials(config.tls),
-            interceptors=[Gate(self._check, (HEALTH, REFLECTION)), RequestTimeout()],
+            interceptors=[
+                AuthInterceptor(self._check, (HEALTH, REFLECTION)),
+                RequestTimeoutInterceptor(),
+            ],
             knows_callers=config.knows_callers,
             health_listen=config.health_listen,
         )
@@ -114,7 +124,7 @@ class Frontend:
             )
         await self.runner.start()
         self._tasks = [
-            asyncio.create_task(self.link.run()),
+            asyncio.create_task(self.core_client.run()),
             asyncio.create_task(self._report_health()),
         ]
 
@@ -140,13 +150,13 @@ class Frontend:
 
     def _check(self, metadata: Metadata) -> None:
         """Strangers' messages are not even read."""
-        self.authentication.tenant_of(authorization(metadata))
+        self.authentication.authenticate(authorization(metadata))
 
     def _collect(self) -> Iterator[Family]:
         return self.metrics.collect(
             num_open=len(self.requests),
-            is_attached=self.link.is_attached,
-            num_core_losses=self.link.num_core_losses,
+            is_attached=self.core_client.is_attached,
+            num_core_losses=self.core_client.num_core_losses,
         )
 
     async def _stop_http(self) -> None:

@@ -14,14 +14,13 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
-from scheduler_service.frontend import text_calls
-from scheduler_service.frontend.authentication import Authentication, Tenant
-from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.input import validation
-from scheduler_service.frontend.multiplexer import ManyRequests
+from scheduler_service.frontend.auth import Authentication, Principal
+from scheduler_service.frontend.core_client import CoreConnection
+from scheduler_service.frontend.input import processor, validation
+from scheduler_service.frontend.multiplexer import RequestMultiplexer
 from scheduler_service.frontend.output.request_stream import RequestStream
-from scheduler_service.frontend.request_manager import OpenRequests
-from scheduler_service.frontend.served_models import ModelDirectory, ServedModel
+from scheduler_service.frontend.request_manager import RequestManager
+from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
 from scheduler_service.status_codes import abort
 from service_common.grpc_status import unless_over
 from service_common.metadata import TRACEPARENT, authorization, traceparent
@@ -37,7 +36,7 @@ Context = Any
 
 R = TypeVar("R")
 Rpc: TypeAlias = Callable[["InferenceServicer", Any, Context], Awaitable[R]]
-Method: TypeAlias = Callable[["InferenceServicer", Any, Context, Tenant], Awaitable[R]]
+Method: TypeAlias = Callable[["InferenceServicer", Any, Context, Principal], Awaitable[R]]
 
 
 def _rpc(method: Method[R]) -> Rpc[R]:
@@ -49,7 +48,7 @@ def _rpc(method: Method[R]) -> Rpc[R]:
         try:
             TRACEPARENT.set(traceparent(context.invocation_metadata()))
             with unless_over():
-                return await method(self, request, context, self.tenant_of(context))
+                return await method(self, request, context, self.authenticate(context))
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -69,7 +68,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        requests: OpenRequests,
+        requests: RequestManager,
         models: ModelDirectory,
         core: CoreConnection,
         authentication: Authentication,
@@ -79,13 +78,13 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self._models = models
         self._core = core
 
-    def tenant_of(self, context: Context) -> Tenant:
+    def authenticate(self, context: Context) -> Principal:
         """Whose call it is; raises Unauthenticated."""
-        return self._authentication.tenant_of(authorization(context.invocation_metadata()))
+        return self._authentication.authenticate(authorization(context.invocation_metadata()))
 
     @_rpc
     async def Generate(  # type: ignore[override]
-        self, request: inference_pb.GenerateRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.GenerateRequest, context: Context, tenant: Principal
     ) -> None:
         """Responses as they come; the end of the call, whatever its cause, ends the request."""
         news = asyncio.Event()
@@ -97,7 +96,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
     @_rpc
     async def GenerateMany(  # type: ignore[override]
-        self, _: Any, context: Context, tenant: Tenant
+        self, _: Any, context: Context, tenant: Principal
     ) -> None:
         """Responses and errors of all requests on the stream."""
 
@@ -109,13 +108,13 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             return None if message is grpc.aio.EOF else message
 
         # The key may be revoked while the stream is open: each request asks again.
-        await ManyRequests(self._requests, _deadline(context), lambda: self.tenant_of(context)).run(
-            read, context.write
-        )
+        await RequestMultiplexer(
+            self._requests, _deadline(context), lambda: self.authenticate(context)
+        ).run(read, context.write)
 
     @_rpc
     async def Abort(
-        self, request: inference_pb.AbortRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.AbortRequest, context: Context, tenant: Principal
     ) -> inference_pb.AbortResponse:
         """End a request, of this frontend or of another."""
         if not self._requests.abort(request.request_id, tenant):
@@ -124,28 +123,28 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
     @_rpc
     async def Tokenize(
-        self, request: inference_pb.TokenizeRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.TokenizeRequest, context: Context, tenant: Principal
     ) -> inference_pb.TokenizeResponse:
         """Token ids of a text or a chat."""
-        return await text_calls.tokenize(request, self._model(request, tenant))
+        return await processor.tokenize(request, self._model(request, tenant))
 
     @_rpc
     async def Detokenize(
-        self, request: inference_pb.DetokenizeRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.DetokenizeRequest, context: Context, tenant: Principal
     ) -> inference_pb.DetokenizeResponse:
         """Text of token ids."""
-        return await text_calls.detokenize(request, self._model(request, tenant))
+        return await processor.detokenize(request, self._model(request, tenant))
 
     @_rpc
     async def GetModel(
-        self, request: inference_pb.GetModelRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.GetModelRequest, context: Context, tenant: Principal
     ) -> inference_pb.GetModelResponse:
         """Facts about a served model."""
         return inference_pb.GetModelResponse(model=self._model(request, tenant).info)
 
     @_rpc
     async def GetStatus(
-        self, request: inference_pb.GetStatusRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.GetStatusRequest, context: Context, tenant: Principal
     ) -> inference_pb.GetStatusResponse:
         """The core's snapshot."""
         tenant.check_operator()
@@ -161,7 +160,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
     @_rpc
     async def WatchStatus(  # type: ignore[override]
-        self, request: inference_pb.WatchStatusRequest, context: Context, tenant: Tenant
+        self, request: inference_pb.WatchStatusRequest, context: Context, tenant: Principal
     ) -> None:
         """The core's snapshots, for as long as the client and the core are there."""
         tenant.check_operator()
@@ -180,7 +179,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             call.cancel()
         raise Unavailable("the scheduler core has gone", reason="CORE_AWAY")
 
-    async def _abort_elsewhere(self, request_id: str, tenant: Tenant) -> None:
+    async def _abort_elsewhere(self, request_id: str, tenant: Principal) -> None:
         abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id, tenant=tenant.name)
         try:
             await self._core.Abort(abort, timeout=CORE_TIMEOUT_S)
@@ -191,7 +190,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
                 f"no request with id {request_id!r} is live", details={"request_id": request_id}
             ) from error
 
-    def _model(self, request: Any, tenant: Tenant) -> ServedModel:
+    def _model(self, request: Any, tenant: Principal) -> FrontendModel:
         """The model a request names; unlike a generation it does not wait for one."""
         return self._models.current(request.model if request.HasField("model") else None, tenant)
 

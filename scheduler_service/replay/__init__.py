@@ -1,33 +1,19 @@
-"""Records what a scheduler core is told, runs it again, and tries other configurations on it.
+"""Record and exact replay of a scheduler core.
 
-The core is a function of its inputs: no clock, no randomness. So its whole life is the list of
-what it was told, and a failure is a text file that replays.
+The core is a function of its inputs: no clock, no randomness. So a recording is the list of calls
+it got, and a failure is a text file that replays.
 
     driver ──▶ RecordingCore ──▶ SchedulerCore                       a deployment with --record
-                    └──▶ Output ──▶ FILE
-    FILE ──▶ RecordingReader ──▶ Replay ──▶ SchedulerCore            pagewire replay FILE
-                                   └──▶ TraceReader ──▶ Trace ──▶ simulate(…)     … --with …
+                    └──▶ RecordingWriter ──▶ FILE
+    FILE ──▶ RecordingReader ──▶ ExactReplay ──▶ SchedulerCore       pagewire replay FILE
 
-Recording and exact replay:
+`recording.py`       the format: header, entries, hash chains (start reading here)
+`codec.py`           dataclasses as JSON and back
+`recorder.py`        a core that records the calls it gets
+`recording_file.py`  the file: written by a thread of its own, and read
+`exact_replay.py`    replays a recording and compares plans and outputs
+`report.py`          plans and differences as text
+`cli.py`             `python -m scheduler_service replay`
 
-`recording.py`   what a recording says: header, entries, hash chains (start reading here)
-`codec.py`       dataclasses as JSON and back
-`outcomes.py`    plans, news and errors as a recording has them
-`recorder.py`    a core that writes down what it is told
-`output.py`      the file while it is written, by a thread of its own
-`reader.py`      the file while it is read
-`exact.py`       runs a recording again and compares
-`show.py`, `report.py`   plans and findings as text
-
-Other configurations on the same trace, in virtual time:
-
-`lives.py`         what became of requests, as frontends saw it
-`trace.py`         what a recording says of users and workers, whatever the scheduler made of it
-`cost_model.py`    how long steps take, learned from the recorded ones
-`virtual_time.py`  puts a trace to a core
-`overrides.py`     configurations as they are written on a command line
-`comparison.py`, `latencies.py`              the same requests under each configuration
-`comparison_report.py`, `plot.py`            tables and a picture
-
-`command.py`     `python -m scheduler_service replay`
+Other policies and configurations on a recorded load: `python -m tools.what_if`.
 """

@@ -6,8 +6,7 @@ from typing import Any
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.outcomes import Outcomes
-from scheduler_service.replay.recording import Entry
+from scheduler_service.replay.recording import Entry, Outcomes
 
 Observer = Callable[[Entry, Any], None]
 """Told each input and what the core returned for it."""
@@ -52,7 +51,7 @@ class Summary:
         return self.difference is None and self.news_difference is None
 
 
-class Replay:
+class ExactReplay:
     """A core that is told the recorded inputs."""
 
     def __init__(self, config: SchedulerConfig, codec: Codec) -> None:

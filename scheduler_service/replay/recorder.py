@@ -23,8 +23,14 @@ from scheduler_service.core import (
 from scheduler_service.core.stats.request_timing import TracedRequest
 from scheduler_service.core.stats.throughput import StepWork
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.outcomes import Outcomes, to_text
-from scheduler_service.replay.recording import CODEC, PARAMETERS, Header, encode_header
+from scheduler_service.replay.recording import (
+    CODEC,
+    PARAMETERS,
+    Header,
+    Outcomes,
+    encode_header,
+    to_text,
+)
 from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)

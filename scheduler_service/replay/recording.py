@@ -14,6 +14,7 @@ before it and of what was returned, so that equal values mean that all was equal
 """
 
 import base64
+import json
 import marshal
 import typing
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def decode_entry(codec: Codec, line: int, data: Any) -> Entry:
     )
 
 
-class Chain:
+class HashChain:
     """Hashes of encoded values, each with all before it: 128 bits, in hexadecimal digits."""
 
     def __init__(self) -> None:
@@ -177,3 +178,28 @@ class Chain:
         """
         self._digest = xxhash.xxh3_128_digest(self._digest + marshal.dumps(data, _MARSHAL_VERSION))
         return self._digest.hex()
+
+
+to_text = json.JSONEncoder(separators=(",", ":")).encode
+"""Compact JSON in ASCII."""
+
+
+class Outcomes:
+    """Follows one core's plans and news; owns their chains."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._plans = HashChain()
+        self._news = HashChain()
+
+    def of_plan(self, plan: StepPlan) -> str:
+        """The chain's value with this plan."""
+        return self._plans.add(self._codec.encode(StepPlan, plan))
+
+    def of_news(self, news: NEWS) -> str:
+        """The chain's value with these news."""
+        return self._news.add(self._codec.encode(NEWS, news))
+
+    def of_error(self, error: Exception) -> Any:
+        """Class and message of an error."""
+        return self._codec.encode(Exception, error)

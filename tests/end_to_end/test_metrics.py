@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pagewire_client import Client, SamplingParams
-from scheduler_service.core_service import metric_list as core_metrics
-from scheduler_service.frontend import metric_list as frontend_metrics
+from scheduler_service.core_service import metrics as core_metrics
+from scheduler_service.frontend import metrics as frontend_metrics
 from tests.support.cluster import Cluster
 from tests.support.scrapes import Scrape, scrape
 from tests.support.waiting import wait_until

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.metrics_core import Metric as Family
 
-from scheduler_service.metrics.publish import make_registry, published
-from scheduler_service.prometheus import Kind, Metric
+from scheduler_service.prometheus import Kind, Metric, make_registry, published
 from service_common.errors import CannotListen
 from service_common.metrics_server import metrics_address
 from tests.support.scrapes import Scrape, scrape_at

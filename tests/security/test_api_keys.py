@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.cli.app import app
 from scheduler_service.errors import Unauthenticated
-from scheduler_service.frontend.auth import ApiKeys, hash_of, read_keys
-from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.auth import ApiKeys, Principal, hash_of, read_keys
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
     client_of,
@@ -234,9 +233,9 @@ def test_a_key_expires_at_its_very_second(tmp_path: Path) -> None:
     path.write_text(entry(ONE, "one", "expires = 2030-01-01T00:00:00+01:00"))
     now = 1893452400.0  # 2029-12-31T23:00:00Z
     keys = read_keys(path)
-    assert ApiKeys(lambda: keys, lambda: now - 1).tenant_of(f"bearer {ONE}").name == "one"
+    assert ApiKeys(lambda: keys, lambda: now - 1).authenticate(f"bearer {ONE}").name == "one"
     with pytest.raises(Unauthenticated):
-        ApiKeys(lambda: keys, lambda: now).tenant_of(f"Bearer {ONE}")
+        ApiKeys(lambda: keys, lambda: now).authenticate(f"Bearer {ONE}")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +266,8 @@ def test_a_wrong_file_is_refused_by_name_and_number_and_never_quoted(
 
 
 def test_a_tenant_without_a_list_may_use_all_models() -> None:
-    assert Tenant(name="a").may_use("any")
-    assert not Tenant(name="a", models=frozenset({"b"})).may_use("any")
+    assert Principal(name="a").may_use("any")
+    assert not Principal(name="a", models=frozenset({"b"})).may_use("any")
 
 
 def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> None:
@@ -277,7 +276,7 @@ def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> N
     path = tmp_path / "keys.toml"
     path.write_text(CliRunner().invoke(app, ["key", "new", *flags]).stdout)
     (key,) = read_keys(path).values()
-    assert key.tenant == Tenant(name="team.a", models=frozenset({model}), is_operator=True)
+    assert key.tenant == Principal(name="team.a", models=frozenset({model}), is_operator=True)
     assert key.expires == 1893456000.0  # 2030-01-01T00:00:00Z
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import Client, SamplingParams
-from scheduler_service.frontend import public_options
+from scheduler_service.frontend import config
 from scheduler_service.frontend.server import Frontend
 from service_common import grpc_options, interceptors
 from tests.support.fake_core import FakeCore
@@ -71,7 +71,7 @@ async def closed_by_peer(connection: socket.socket) -> bool:
 
 async def test_a_message_that_is_too_long_is_refused() -> None:
     async with served() as (core, frontend, client):
-        text = "x" * (public_options.MAX_PUBLIC_MESSAGE_BYTES + 1)
+        text = "x" * (config.MAX_PUBLIC_MESSAGE_BYTES + 1)
         error = await error_of(client.Generate(generate_request(text)))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(frontend.requests) == 0
@@ -124,7 +124,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
 
 
 async def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(public_options, "MAX_PUBLIC_IDLE_MS", 200)
+    monkeypatch.setattr(config, "MAX_PUBLIC_IDLE_MS", 200)
     async with served() as (core, frontend, client):
         with closing(connect(frontend)) as connection:
             await asyncio.get_running_loop().sock_sendall(connection, PREFACE)
@@ -145,7 +145,7 @@ async def test_more_connections_than_allowed_are_refused() -> None:
 async def test_calls_beyond_a_connections_share_wait_at_their_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(public_options, "MAX_PUBLIC_STREAMS", 4)
+    monkeypatch.setattr(config, "MAX_PUBLIC_STREAMS", 4)
     async with served() as (core, frontend, client):
         calls = [client.Generate(generate_request()) for _ in range(6)]
         reading = [asyncio.create_task(read_all(call)) for call in calls]

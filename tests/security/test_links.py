@@ -317,8 +317,8 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
             await SchedulerServiceStub(channel).GetStatus(
                 scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
             )
-        for attachment in list(core.attachments._attachments.values()):
-            attachment.close(RuntimeError("the test ends the stream"))
+        for stream in list(core.frontends._streams.values()):
+            stream.close(RuntimeError("the test ends the stream"))
         former = frontend._core._channel
         await eventually(lambda: frontend._core._channel is not former)
         await generates(frontend)

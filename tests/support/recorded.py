@@ -10,7 +10,7 @@ from typing import Any
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.errors import PromptTooLong, QueueFull
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.exact_replay import Replay, Summary
+from scheduler_service.replay.exact_replay import ExactReplay, Summary
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry, Header, decode_entry, decode_header
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -63,7 +63,7 @@ class Recording:
             yield decode_entry(self._codec, number, json.loads(line))
 
     def replay(self) -> Summary:
-        return Replay(self.header().config, self._codec).run(self.entries())
+        return ExactReplay(self.header().config, self._codec).run(self.entries())
 
 
 class Recorder:

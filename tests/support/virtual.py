@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler_service.core import Request, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.exact_replay import Replay
+from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry
 from tests.support.core_driver import make_capacity
@@ -78,6 +78,8 @@ def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> R
 def read_trace(recording: Recording) -> Trace:
     """What a recording says of its users and workers."""
     reader = TraceReader()
-    summary = Replay(recording.header().config, OPAQUE).run(recording.entries(), reader.observe)
+    summary = ExactReplay(recording.header().config, OPAQUE).run(
+        recording.entries(), reader.observe
+    )
     assert summary.is_exact
     return reader.trace()

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scheduler_service.frontend.authentication import NoAuthentication
+from scheduler_service.frontend.auth import NoAuthentication
 from scheduler_service.frontend.http.app import make_app
 from scheduler_service.frontend.http.services import HttpServices
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from scheduler_service.core_service import metric_list as core
-from scheduler_service.frontend import metric_list as frontend
+from scheduler_service.core_service import metrics as core
+from scheduler_service.frontend import metrics as frontend
 from worker_service.metrics import metric_list as worker
 
 HEAD = """\

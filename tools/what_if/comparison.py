@@ -1,14 +1,66 @@
-"""One trace under several configurations."""
+"""The same requests under each configuration: configurations as text, and latencies."""
 
+import dataclasses
+import types
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore
-from scheduler_service.replay.latencies import Latencies
-from scheduler_service.replay.lives import Life
 from tools.what_if.cost_model import Fit, fit_groups
 from tools.what_if.simulation import simulate
-from tools.what_if.trace import Trace
+from tools.what_if.trace import RequestHistory, Trace
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latencies:
+    """Of requests that ended well; times in seconds."""
+
+    num_requests: int
+    first_token: list[float]
+    """From submission, per request."""
+    between_tokens: list[float]
+    """Per token of a choice beyond its first."""
+    end_to_end: list[float]
+    """From submission, per request."""
+    tokens_per_s: float
+    """Of these requests, from the first submission to the last end."""
+
+    @classmethod
+    def of(cls, lives: Iterable[RequestHistory]) -> "Latencies":
+        """Those of finished lives; others are left out."""
+        finished = [life for life in lives if life.is_finished]
+        ends = [life.ended for life in finished if life.ended is not None]
+        span = max(ends) - min(life.submitted for life in finished) if finished else 0.0
+        return cls(
+            num_requests=len(finished),
+            first_token=[
+                life.first_token - life.submitted
+                for life in finished
+                if life.first_token is not None
+            ],
+            between_tokens=[
+                later - earlier
+                for life in finished
+                for choice in life.choices
+                for earlier, later in pairwise(choice.times)
+            ],
+            end_to_end=[end - life.submitted for life, end in zip(finished, ends, strict=True)],
+            tokens_per_s=sum(life.num_tokens for life in finished) / span if span else 0.0,
+        )
+
+
+def percentiles(values: Sequence[float]) -> list[float] | None:
+    """The values at PERCENTILES; None of nothing."""
+    return np.percentile(values, PERCENTILES).tolist() if values else None
+
 
 RECORDED = "recorded"
 PREDICTED = "recorded, predicted"
@@ -63,7 +115,7 @@ def compare(
 
 def _row(
     name: str,
-    lives: Iterable[Life],
+    lives: Iterable[RequestHistory],
     numbers: set[int],
     tenants: Sequence[str],
     num_preemptions: int | None,
@@ -79,3 +131,43 @@ def _row(
         by_tenant=by_tenant if len(tenants) > 1 else {},
         num_preemptions=num_preemptions,
     )
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def apply_overrides(config: SchedulerConfig, text: str) -> SchedulerConfig:
+    """The configuration with the fields that `text` names; raises ValueError, naming the field."""
+    kinds = typing.get_type_hints(SchedulerConfig)
+    changes = {}
+    for part in text.split(","):
+        name, separator, value = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if not separator:
+            raise ValueError(f"{part!r}: expected FIELD=VALUE")
+        if name not in kinds:
+            raise ValueError(f"{name}: no such field; there are {', '.join(sorted(kinds))}")
+        changes[name] = _parse(name, kinds[name], value.strip())
+    return dataclasses.replace(config, **changes)
+
+
+def _parse(name: str, kind: Any, text: str) -> Any:
+    if isinstance(kind, types.UnionType):
+        if text.lower() == "none":
+            return None
+        kind = typing.get_args(kind)[0]
+    if kind is bool:
+        if text.lower() not in _BOOLS:
+            raise ValueError(f"{name}: expected true or false, got {text!r}")
+        return _BOOLS[text.lower()]
+    if kind not in (int, float, str) and not _is_enum(kind):
+        raise ValueError(f"{name}: cannot be set here")
+    try:
+        return kind(text)
+    except ValueError:
+        expected = f"one of {', '.join(m.value for m in kind)}" if _is_enum(kind) else kind.__name__
+        raise ValueError(f"{name}: expected {expected}, got {text!r}") from None
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)

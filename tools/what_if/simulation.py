@@ -14,11 +14,10 @@ from functools import partial
 from scheduler_service.core import SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
-from scheduler_service.replay.lives import Life, Lives
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import CostModel, StepSize
-from tools.what_if.trace import Script, Stop, Trace
+from tools.what_if.trace import Histories, RequestHistory, Script, Stop, Trace
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class VirtualWorker:
 class Simulated:
     """How a trace went."""
 
-    lives: list[Life]
+    lives: list[RequestHistory]
     """Of accepted requests."""
     num_refused: int
     state: CoreSnapshot
@@ -111,7 +110,7 @@ class _Simulation:
         self._costs = costs
         self._any_costs = next(iter(costs.values()))
         self._workers: dict[str, VirtualWorker] = {}
-        self._lives = Lives()
+        self._lives = Histories()
         self._stops: dict[int, list[Stop | None]] = {}
         self._num_refused = 0
         self._now = 0.0
@@ -180,7 +179,7 @@ class _Simulation:
             if stop is not None and stop.num_tokens == 0:
                 self._stop_later(life, index, stop)
 
-    def _stop_later(self, life: Life, index: int, stop: Stop) -> None:
+    def _stop_later(self, life: RequestHistory, index: int, stop: Stop) -> None:
         request = life.request
         brought = request.generated.get(index)
         num_tokens = stop.num_tokens + (len(brought.token_ids) if brought is not None else 0)

@@ -1,18 +1,122 @@
-"""What a recording says of its users and workers, whatever the scheduler made of it.
+"""The load of a recording: requests, interventions and step times, and the outcome of each request.
 
-From it the same requests can be put to a core with another configuration: when they arrive, when
-their clients go away, which tokens each choice gets and where it ends, when worker groups come and
-go, and what steps take.
+Independent of the recorded scheduler's decisions, so that it can be put to another one.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from scheduler_service.core import Request, StepPlan, StepResult
-from scheduler_service.replay.lives import ChoiceLife, Life, Lives
+from scheduler_service.core import EngineOutputs, Request, StepPlan, StepResult
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import StepSample, StepSize
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceHistory:
+    """One choice's tokens, without those that a request brought along."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each token was told, in seconds on the core's clock."""
+    has_ended: bool = False
+    """By a token or by length."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestHistory:
+    """One request."""
+
+    number: int
+    """Of the arrival in the recording, refused ones included; the same in every simulation."""
+    request: Request
+    submitted: float
+    choices: list[ChoiceHistory]
+    ended: float | None = None
+    """When it ended, in whatever way."""
+    is_finished: bool = False
+    """Whether it ended well."""
+
+    @property
+    def first_token(self) -> float | None:
+        """When the first token of any choice was told."""
+        return min((choice.times[0] for choice in self.choices if choice.times), default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+
+class Histories:
+    """All requests of a core; reads its news as frontends do."""
+
+    def __init__(self) -> None:
+        self.all: list[RequestHistory] = []
+        """In order of arrival."""
+        self._live: dict[tuple[str, int], tuple[RequestHistory, ChoiceHistory]] = {}
+
+    def begin(self, number: int, request: Request, now: float) -> RequestHistory:
+        """A request was accepted."""
+        choices = [ChoiceHistory() for _ in range(request.num_choices)]
+        life = RequestHistory(number=number, request=request, submitted=now, choices=choices)
+        self.all.append(life)
+        for key, choice in zip(_keys(life), choices, strict=True):
+            self._live[key] = life, choice
+        return life
+
+    def find(self, frontend_id: str, handle: int) -> tuple[RequestHistory, ChoiceHistory] | None:
+        """The live request, and its choice, that a frontend calls so."""
+        return self._live.get((frontend_id, handle))
+
+    def cancel(self, frontend_id: str, handle: int, now: float) -> None:
+        """Its client went away. Unknown: no effect."""
+        found = self.find(frontend_id, handle)
+        if found is not None:
+            self._end(found[0], now)
+
+    def remove_frontend(self, frontend_id: str, now: float) -> None:
+        """All of a frontend's clients went away."""
+        for life in [life for (name, _), (life, _) in self._live.items() if name == frontend_id]:
+            self._end(life, now)
+
+    def read(
+        self, news: Mapping[str, EngineOutputs], now: float
+    ) -> Iterator[tuple[RequestHistory, int]]:
+        """Take in news; yields each life and the index of the choice that got a token."""
+        for frontend_id, outbox in news.items():
+            for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
+                found = self.find(frontend_id, handle)
+                if found is not None:
+                    life, choice = found
+                    choice.tokens.append(token)
+                    choice.times.append(now)
+                    yield life, handle - life.request.handle
+            for finished in outbox.choices_finished:
+                found = self.find(frontend_id, finished.handle)
+                if found is not None:
+                    found[1].has_ended = True
+            for request_finished in outbox.requests_finished:
+                found = self.find(frontend_id, request_finished.handle)
+                if found is not None:
+                    found[0].is_finished = True
+                    self._end(found[0], now)
+            for handle, _ in outbox.requests_failed:
+                self.cancel(frontend_id, handle, now)
+
+    def _end(self, life: RequestHistory, now: float) -> None:
+        if life.ended is None:
+            life.ended = now
+            for key in _keys(life):
+                self._live.pop(key, None)
+
+
+def _keys(life: RequestHistory) -> Iterator[tuple[str, int]]:
+    request = life.request
+    for index in range(request.num_choices):
+        yield request.frontend_id, request.handle + index
+
 
 INTERVENTIONS = (
     "add_group",
@@ -55,7 +159,7 @@ class Script:
 class Trace:
     """A recording, seen from outside the core."""
 
-    lives: list[Life]
+    lives: list[RequestHistory]
     """Of accepted requests, as recorded."""
     scripts: list[Script]
     interventions: list[Entry]
@@ -67,7 +171,7 @@ class _Arrival:
     number: int
     request: Request
     now: float
-    life: Life | None = None
+    life: RequestHistory | None = None
     stops: dict[int, Stop] = field(default_factory=dict)
 
 
@@ -76,7 +180,7 @@ class TraceReader:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._lives = Lives()
+        self._lives = Histories()
         self._arrivals: list[_Arrival] = []
         self._accepted_ids: set[tuple[str, str]] = set()
         """With their tenants."""
@@ -202,7 +306,7 @@ def _script(arrival: _Arrival, usual_length: int) -> Script:
     """A choice whose end was not recorded gets as many tokens as are usual, at least those that it
     got."""
     request, life = arrival.request, arrival.life
-    choices = life.choices if life else [ChoiceLife() for _ in range(request.num_choices)]
+    choices = life.choices if life else [ChoiceHistory() for _ in range(request.num_choices)]
     stops = [arrival.stops.get(index) for index in range(len(choices))]
     brought = {index for index, tokens in request.generated.items() if tokens.finished}
     open_choices = [

@@ -1,7 +1,7 @@
 """A constraint as one grammar in the dialect of Lark that llguidance reads.
 
-Frontends check the very same text (`scheduler_service/frontend/structured_output/lark.py`): what they
-accept is what is compiled here. A test holds the two to each other.
+Frontends check the very same text (`scheduler_service/frontend/structured_output/lark.py`): what
+they accept is what is compiled here. A test holds the two to each other.
 """
 
 import json

@@ -33,7 +33,7 @@ def conformance(context: typer.Context) -> None:
 
 
 def replay(context: typer.Context) -> None:
-    """Run a recorded schedule again, or compare policies on it; needs no worker."""
+    """Run a recorded schedule again; needs no worker."""
     service_commands.require("replay")
     _become("replay", context.args)
 

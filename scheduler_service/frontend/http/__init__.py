@@ -1,15 +1,26 @@
-"""HTTP on a frontend: OpenAI's interface, and whatever else browsers and scrapers ask for.
+"""HTTP on a frontend: OpenAI's API, metrics, health and the dashboard.
 
-    client ──HTTP──▶ server (uvicorn) ─▶ app (FastAPI) ─▶ one router per file ─▶ open_requests
+    client ──HTTP──▶ server (uvicorn) ─▶ middleware ─▶ app (FastAPI) ─▶ a router ─▶ request_manager
+
+| module | holds |
+| --- | --- |
+| `server` | sockets, TLS and timeouts around uvicorn |
+| `app`, `services` | the application and its OpenAPI document; what routers work on |
+| `middleware` | authentication, limits of bodies, trace context |
+| `errors` | errors in OpenAI's shape, in one table |
+| `openai/` | `/v1/…` |
+| `tool_parsers/` | tool calls in a model's output |
+| `monitoring`, `tokenize` | health and metrics; `/tokenize`, `/detokenize`, `/version` |
+| `dashboard/` | the deployment's state in a browser |
 
 A thin translation: every request becomes the same protobuf message that a gRPC client would send
-and goes through the same `OpenRequests`, so limits, deadlines, recovery and the tokens themselves
-are the same. `errors` turns our errors into OpenAI's, in one table.
+and goes through the same `RequestManager`, so limits, deadlines, recovery and the tokens themselves
+are the same.
 
-It runs in the frontend's own event loop. The libraries are imported only where HTTP is asked for,
-in a thread, so that a frontend without it starts as fast as before and one with it already speaks
-gRPC by then; the sockets are bound at once, so that callers wait instead of being refused.
+It runs in the frontend's own event loop. The libraries are imported only if HTTP is enabled, in a
+thread, so that a frontend without it starts as fast as before and one with it already speaks gRPC
+by then; the sockets are bound at once, so that callers wait instead of being refused.
 
-A further endpoint is a module with `make_router(services: HttpServices) -> APIRouter`, and its line
-in `app.ROUTERS`.
+Another endpoint is a function `make_…_router(services: HttpServices) -> APIRouter`, and its line in
+`app.ROUTERS`.
 """

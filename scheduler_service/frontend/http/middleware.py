@@ -1,12 +1,21 @@
-"""Bounds on what a request's body may hold and how long it may take, so that nobody fills our
-memory with one."""
+"""ASGI middleware: authentication, limits of request bodies, and the client's trace context."""
 
 import asyncio
+from collections.abc import Collection
+from typing import Annotated
 
+from fastapi import Depends, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scheduler_service.frontend.http.errors import too_large_response, too_slow_response
+from scheduler_service.errors import Unauthenticated
+from scheduler_service.frontend.auth import Authentication, Principal
+from scheduler_service.frontend.http.errors import (
+    error_response,
+    too_large_response,
+    too_slow_response,
+)
+from service_common.metadata import TRACEPARENT, authorization
 
 BODY_TIMEOUT_S = 60.0
 """For a whole body to arrive."""
@@ -74,3 +83,59 @@ def _content_length(scope: Scope) -> int:
         if name == b"content-length" and value.isdigit():
             return int(value)
     return 0
+
+
+OPEN_PATHS = ("/health", "/ping", "/openapi.json")
+"""What anybody may ask for; it tells nothing about requests or tenants."""
+
+_KEY = "pagewire.tenant"
+
+
+class Authenticate:
+    """Refuses callers without good credentials everywhere but at the open paths."""
+
+    def __init__(
+        self, app: ASGIApp, authentication: Authentication, open_paths: Collection[str]
+    ) -> None:
+        self._app = app
+        self._authentication = authentication
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                scope[_KEY] = self._authentication.authenticate(_authorization(scope))
+            except Unauthenticated as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str | None:
+    """As gRPC has it in its metadata: names in lower case, and text."""
+    return authorization(
+        (name.decode(), value.decode("latin-1")) for name, value in scope["headers"]
+    )
+
+
+def _tenant(request: Request) -> Principal:
+    tenant = request.scope[_KEY]
+    assert isinstance(tenant, Principal)
+    return tenant
+
+
+Caller = Annotated[Principal, Depends(_tenant)]
+"""An endpoint's parameter of this type is the tenant whose call it is."""
+
+
+class TraceContext:
+    """Keeps `traceparent` for what the call leads to."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            found = (value for name, value in scope["headers"] if name == b"traceparent")
+            TRACEPARENT.set(next((value.decode("latin-1") for value in found), None))
+        await self._app(scope, receive, send)

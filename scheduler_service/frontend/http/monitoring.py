@@ -1,5 +1,6 @@
-"""Whether requests should be sent here."""
+"""`/health`, `/ping` and `/metrics`."""
 
+import asyncio
 from typing import Any, Literal
 
 from fastapi import APIRouter, Response
@@ -7,8 +8,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from scheduler_service.errors import Unavailable
-from scheduler_service.frontend.http.errors import ErrorResponse, error_response
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES, ErrorResponse, error_response
+from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.services import HttpServices
+from service_common.metrics_server import CONTENT_TYPE, metrics_text
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorResponse, "description": "No model can be served, or shutting down"}
@@ -21,7 +24,7 @@ class Health(BaseModel):
     status: Literal["serving"]
 
 
-def make_router(services: HttpServices) -> APIRouter:
+def make_health_router(services: HttpServices) -> APIRouter:
     """`/health` and `/ping`, as load balancers and orchestrators ask."""
     router = APIRouter(tags=["Operation"])
 
@@ -39,5 +42,26 @@ def make_router(services: HttpServices) -> APIRouter:
         if not services.models.is_serving:
             return error_response(Unavailable("no model is served", reason="NO_MODEL_SERVED"))
         return JSONResponse({"status": "serving"})
+
+    return router
+
+
+def make_metrics_router(services: HttpServices) -> APIRouter:
+    """`/metrics`, of this frontend alone: docs/observability.md tells how to scrape several."""
+    router = APIRouter(tags=["Operation"])
+
+    @router.get(
+        "/metrics",
+        summary="Metrics for Prometheus",
+        response_class=Response,
+        responses=ERROR_RESPONSES
+        | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics(caller: Caller) -> Response:
+        """In Prometheus' text format. They tell what all tenants do: with keys in force, it takes
+        an operator's."""
+        caller.check_operator()
+        text = await asyncio.to_thread(metrics_text, services.registry)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     return router

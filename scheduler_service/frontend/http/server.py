@@ -1,6 +1,7 @@
-"""uvicorn in the frontend's event loop: its sockets, its start, its orderly end."""
+"""The HTTP server: uvicorn on sockets of ours, with TLS and timeouts for slow clients."""
 
 import asyncio
+import errno
 import logging
 import socket
 import ssl
@@ -8,15 +9,177 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from scheduler_service.frontend.http import sockets
-from scheduler_service.frontend.http.patience import handshake_timeouts, patient
+from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.services import HttpServices
-from scheduler_service.frontend.http.sockets import BACKLOG
+from service_common.addresses import split_host_port
+from service_common.errors import CannotListen
+from service_common.tls import TlsFiles
+from service_common.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
     import uvicorn
 
 logger = logging.getLogger(__name__)
+
+
+MAX_HEAD_BYTES = 64 << 10
+"""Request line and headers together, also of a request that is sent while the one before it is
+answered; and headers together with the trailers behind a body in chunks."""
+
+HEAD_TIMEOUT_S = 20.0
+"""From the connection, or from a request's first byte, to the end of its head."""
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""From the connection to TLS; before, it does not count as one. asyncio's own is a minute."""
+
+FAREWELL_TIMEOUT_S = 5.0
+"""For a client to say that it has noticed the end of TLS. asyncio's own is half a minute."""
+
+
+def handshake_timeouts() -> dict[str, float]:
+    """As asyncio's servers take them, where they speak TLS."""
+    return {
+        "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
+        "ssl_shutdown_timeout": FAREWELL_TIMEOUT_S,
+    }
+
+
+def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
+    """One of uvicorn's protocols with these limits; who exceeds them is cut off."""
+
+    class Patient(protocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._num_bytes = 0
+            """Of what is being read: a head, or a body with all that is around it."""
+            self._num_field_bytes = 0
+            """Of the present request's headers and trailers."""
+            self._head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if max_connections is not None and len(self.connections) > max_connections:
+                transport.abort()
+            else:
+                self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            cycle: Any = self.cycle if self._is_answering() else None
+            is_body = cycle is not None and cycle.more_body
+            if cycle is None:  # who sends ahead may take their time until the answer has ended
+                self._await_head()
+            self._num_bytes += len(data)
+            super().data_received(data)
+            has_begun = self._is_answering() and self.cycle is not cycle
+            if has_begun or (is_body and not cycle.more_body):
+                self._stop_timer()
+                self._num_bytes = 0
+            elif self._num_bytes > self._max_bytes() and not self.flow.read_paused:
+                self.transport.abort()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(error)
+
+        # What httptools' parser calls; h11 has such limits of its own.
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._num_field_bytes = 0
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            super().on_header(name, value)
+            self._num_field_bytes += len(name) + len(value)
+            if self._num_field_bytes > MAX_HEAD_BYTES:
+                self.transport.abort()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self.cycle.more_body = False  # of one that was refused, too
+            self._num_bytes = 0
+
+        def _is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _max_bytes(self) -> int:
+            """More where a body comes, or the rest of one that was refused: its sender shall read
+            why."""
+            is_body = self.cycle is not None and self.cycle.more_body
+            return 2 * MAX_PUBLIC_MESSAGE_BYTES if is_body else MAX_HEAD_BYTES
+
+        def _await_head(self) -> None:
+            if self._head_timer is None:
+                self._num_bytes = 0
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+
+        def _stop_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _give_up(self) -> None:
+            """Unless a request was answered within the very data that began it."""
+            if not self._is_answering():
+                self.transport.abort()
+
+    return Patient
+
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted; the kernel's own limit may be lower."""
+
+
+def bind(address: str, *, share_port: bool) -> list[socket.socket]:
+    """Sockets that listen on every address of `HOST:PORT`; raises CannotListen, telling why.
+
+    With `share_port` other processes of this user may listen there too, and the kernel spreads
+    connections over them. With port 0 all have the port that the first was given.
+    """
+    host, port = split_host_port(address)
+    bound: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, where in dict.fromkeys(found):
+            chosen = bound[0].getsockname()[1] if bound else port
+            if found_socket := _listen(family, (where[0], chosen, *where[2:]), share_port):
+                bound.append(found_socket)
+        if not bound:
+            raise OSError("no address family of this host can be used")
+    except OSError as error:
+        for listening in bound:
+            listening.close()
+        why = (error.strerror or str(error)).lower()
+        raise CannotListen(f"{address} for HTTP", f"{why}; --http chooses another") from error
+    return bound
+
+
+def address_of(sockets: list[socket.socket], asked: str) -> str:
+    """`HOST:PORT` with the port in effect."""
+    return f"{asked.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
+
+
+def _listen(family: int, where: tuple[object, ...], share_port: bool) -> socket.socket | None:
+    """A listening socket, or None where the machine lacks the family (IPv6, often)."""
+    try:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind(where)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    listening.setblocking(False)
+    return listening
+
 
 IDLE_TIMEOUT_S = 75
 """An idle connection is closed after this; longer than clients and proxies commonly keep one, so
@@ -52,8 +215,8 @@ class HttpServer:
 
     def bind(self) -> None:
         """Listen; raises CannotListen. Connections wait until `start`."""
-        self._sockets = sockets.bind(self.address, share_port=self._share_port)
-        self.address = sockets.address_of(self._sockets, self.address)
+        self._sockets = bind(self.address, share_port=self._share_port)
+        self.address = address_of(self._sockets, self.address)
 
     async def start(self, services: HttpServices) -> None:
         """Import the libraries, off the loop, and answer."""
@@ -137,3 +300,31 @@ def _make_server(
         config.http_protocol_class, max_connections=max_connections
     )
     return Server(config)
+
+
+def http_context(files: TlsFiles) -> ssl.SSLContext:
+    """For an HTTP server: each new connection gets the certificate, and is held to the authority,
+    that are on disk then."""
+    watched = WatchedFiles(files.paths, lambda: _context(files))
+    context = _context(files)
+
+    def use_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        connection.context = watched.get()
+
+    context.sni_callback = use_newest
+    return context
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    files.check()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(files.cert, files.key)
+    if files.ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(files.ca)
+        # Who resumes a session shows no certificate again: the former authority's clients could.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
+    return context

@@ -5,8 +5,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from scheduler_service.frontend.authentication import Authentication
-from scheduler_service.frontend.request_manager import OpenRequests
+from scheduler_service.frontend.auth import Authentication
+from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
 
 
@@ -14,7 +14,7 @@ from scheduler_service.frontend.served_models import ModelDirectory
 class HttpServices:
     """The parts of a frontend that HTTP shares with gRPC."""
 
-    requests: OpenRequests
+    requests: RequestManager
     models: ModelDirectory
     core: Any
     """A stub of the core's SchedulerService."""

@@ -7,13 +7,13 @@ from pydantic import BaseModel, Field
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend import text_calls
-from scheduler_service.frontend.http.callers import Caller
-from scheduler_service.frontend.http.chat_prompt import chat_of
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
+from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.openai.protocol import ChatPrompt
 from scheduler_service.frontend.http.openai.sampling import ListOf, Strict, TokenId
+from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.input import processor
 from service_common.version import VERSION
 
 
@@ -81,7 +81,7 @@ def make_router(services: HttpServices) -> APIRouter:
         else:
             request.chat.CopyFrom(chat_of(body))
         model = services.models.current(body.model, caller)
-        answer = await text_calls.tokenize(request, model)
+        answer = await processor.tokenize(request, model)
         return {
             "count": len(answer.token_ids),
             "max_model_len": answer.max_model_len,
@@ -102,7 +102,7 @@ def make_router(services: HttpServices) -> APIRouter:
         )
         model = services.models.current(body.model, caller)
         try:
-            answer = await text_calls.detokenize(request, model)
+            answer = await processor.detokenize(request, model)
         except InvalidArgument as error:
             field = error.field.replace("token_ids", "tokens")
             raise InvalidArgument(field, error.expected) from None

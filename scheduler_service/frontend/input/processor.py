@@ -1,10 +1,15 @@
-"""A request with nothing left open: tokens instead of text, values instead of defaults."""
+"""The input processor: a request with every default resolved, as the core gets it.
 
+Also a request's fingerprint, and tokenizing and detokenizing without a generation.
+"""
+
+import asyncio
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from hashlib import blake2b
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -13,11 +18,37 @@ from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong
-from scheduler_service.frontend.fingerprint import fingerprint
+from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.input.prompt import chat_tokens, check_chat
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.stop_strings import StopStrings
-from scheduler_service.frontend.served_models import ServedModel
-from scheduler_service.frontend.structured.constraint import constraint_of
+from scheduler_service.frontend.served_models import FrontendModel
+from scheduler_service.frontend.structured_output.constraint import constraint_of
+
+FINGERPRINT_BYTES = 16
+
+
+def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
+    """A hash of the prompt and of all parameters but the seed, which a client may learn only from
+    the first response."""
+    wish = inference_pb.GenerateRequest()
+    wish.CopyFrom(request)
+    wish.ClearField("request_id")
+    wish.ClearField("attempt")
+    wish.ClearField("resume")
+    wish.ClearField("priority")
+    wish.ClearField("max_hold_ms")
+    wish.ClearField("model")  # absent or named; the core compares which it is
+    wish.sampling_params.ClearField("seed")
+    if not wish.sampling_params.ByteSize():  # there for the seed alone, perhaps
+        wish.ClearField("sampling_params")
+    data = wish.SerializeToString(deterministic=True)
+    return blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
+
+
+INLINE_BYTES = 4096
+"""Requests up to this size are settled on the event loop, in about a millisecond at most; a
+thread's hand-over would cost more than it saves."""
 
 T = TypeVar("T")
 
@@ -31,12 +62,12 @@ def draw_request_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SettledRequest:
+class ResolvedRequest:
     """What a stream needs to know of its request, and what the core is told of it."""
 
     submit: scheduler_pb.Submit
     """Complete but for handle, timeout, generated tokens, and what became of it so far."""
-    model: ServedModel
+    model: FrontendModel
     prompt_token_ids: Sequence[int]
     num_choices: int
     """Choices that the core generates."""
@@ -84,9 +115,9 @@ class SettledRequest:
         return "" if tokenizer is None else tokenizer.token_text(token_id)
 
 
-def settle(
-    request: inference_pb.GenerateRequest, request_id: str, model: ServedModel, prompt: list[int]
-) -> SettledRequest:
+def resolve_request(
+    request: inference_pb.GenerateRequest, request_id: str, model: FrontendModel, prompt: list[int]
+) -> ResolvedRequest:
     """Fill in what a checked request leaves open.
 
     Raises PromptTooLong, and UnsupportedByModel for what needs a tokenizer where there is none.
@@ -99,7 +130,7 @@ def settle(
         model.require_tokenizer("sampling_params.stop")
     n = _or(params, "n", 1)
     num_choices = _or(params, "best_of", n)
-    return SettledRequest(
+    return ResolvedRequest(
         submit=scheduler_pb.Submit(
             request_id=request_id,
             model=model.info.name,
@@ -133,7 +164,7 @@ def settle(
     )
 
 
-def _max_tokens(params: sampling_pb2.SamplingParams, model: ServedModel, num_prompt: int) -> int:
+def _max_tokens(params: sampling_pb2.SamplingParams, model: FrontendModel, num_prompt: int) -> int:
     """As asked or as the model's author says, within the room that the prompt leaves."""
     max_model_len = model.info.max_model_len
     room = max_model_len - num_prompt
@@ -149,7 +180,7 @@ def _max_tokens(params: sampling_pb2.SamplingParams, model: ServedModel, num_pro
 
 
 def _stop_tokens(
-    params: sampling_pb2.SamplingParams, model: ServedModel
+    params: sampling_pb2.SamplingParams, model: FrontendModel
 ) -> tuple[frozenset[int], frozenset[int]]:
     """All stop tokens, and those of them that are more than an end of sequence."""
     asked = frozenset(params.stop_token_ids)
@@ -159,7 +190,7 @@ def _stop_tokens(
 
 
 def _constraint(
-    params: sampling_pb2.SamplingParams, model: ServedModel, stop_token_ids: frozenset[int]
+    params: sampling_pb2.SamplingParams, model: FrontendModel, stop_token_ids: frozenset[int]
 ) -> sampling_pb2.Constraint:
     """What the output must match. Ends of sequence that are to be ignored end what cannot go on."""
     if not stop_token_ids:
@@ -174,7 +205,7 @@ def _constraint(
 
 def _sampler_params(
     params: sampling_pb2.SamplingParams,
-    model: ServedModel,
+    model: FrontendModel,
     seed: int,
     stop_token_ids: frozenset[int],
 ) -> sampling_pb2.SamplerParams:
@@ -236,7 +267,7 @@ def _beam_search(params: sampling_pb2.SamplingParams) -> sampling_pb2.BeamSearch
 
 
 def _bad_words(
-    params: sampling_pb2.SamplingParams, model: ServedModel
+    params: sampling_pb2.SamplingParams, model: FrontendModel
 ) -> list[sampling_pb2.TokenSequence]:
     if not params.bad_words:
         return []
@@ -251,3 +282,58 @@ def _bad_words(
 def _or(message: Message, field: str, default: T) -> T:
     """A field's value where it is present, else the default."""
     return cast(T, getattr(message, field)) if message.HasField(field) else default
+
+
+R = TypeVar("R")
+
+
+async def tokenize(
+    request: inference_pb.TokenizeRequest, model: FrontendModel
+) -> inference_pb.TokenizeResponse:
+    """Token ids of a text or a chat. Raises InvalidArgument and UnsupportedByModel."""
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("input", "expected one of text and chat")
+    if kind == "chat":
+        check_chat(request.chat)
+    return await _off_the_loop(request, _tokenize, model)
+
+
+async def detokenize(
+    request: inference_pb.DetokenizeRequest, model: FrontendModel
+) -> inference_pb.DetokenizeResponse:
+    """Text of token ids. Raises InvalidArgument and UnsupportedByModel."""
+    validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
+    return await _off_the_loop(request, _detokenize, model)
+
+
+async def _off_the_loop(request: Any, work: Callable[..., R], model: FrontendModel) -> R:
+    """`work(request, model)`, in a thread when the request is long."""
+    if request.ByteSize() <= INLINE_BYTES:
+        return work(request, model)
+    return await asyncio.to_thread(work, request, model)
+
+
+def _tokenize(
+    request: inference_pb.TokenizeRequest, model: FrontendModel
+) -> inference_pb.TokenizeResponse:
+    tokenizer = model.require_tokenizer("Tokenize")
+    if request.HasField("chat"):
+        token_ids = chat_tokens(request.chat, model)
+    else:
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        token_ids = tokenizer.encode(request.text, add_special_tokens=special)
+    return inference_pb.TokenizeResponse(
+        token_ids=token_ids,
+        tokens=[tokenizer.token_name(token_id) for token_id in token_ids],
+        max_model_len=model.info.max_model_len,
+    )
+
+
+def _detokenize(
+    request: inference_pb.DetokenizeRequest, model: FrontendModel
+) -> inference_pb.DetokenizeResponse:
+    tokenizer = model.require_tokenizer("Detokenize")
+    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    text = tokenizer.decode(request.token_ids, skip_special_tokens=skip)
+    return inference_pb.DetokenizeResponse(text=text)

@@ -1,15 +1,12 @@
-"""A conversation as the model's chat template takes it, and so as token ids.
-
-Templates know OpenAI's shape, but for a call's arguments, which they take parsed: they write them
-with `tojson` or go through them one by one.
-"""
+"""A request's prompt as token ids: given, tokenized, or rendered from a chat."""
 
 import json
 from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.served_models import ServedModel
+from scheduler_service.frontend.served_models import FrontendModel
 
 _END = "\uffff"
 """Put behind the text of a turn that is to be continued, to find its end in what a template makes
@@ -36,7 +33,7 @@ def check_chat(chat: inference_pb.Chat) -> None:
         _check_continued(chat)
 
 
-def chat_tokens(chat: inference_pb.Chat, model: ServedModel) -> list[int]:
+def chat_tokens(chat: inference_pb.Chat, model: FrontendModel) -> list[int]:
     """A checked conversation as token ids.
 
     Raises UnsupportedByModel without tokenizer or template, InvalidArgument if the template refuses
@@ -122,3 +119,41 @@ def _cut_at_end(text: str, content: str) -> str:
             "chat.continue_final_message", "the model's chat template changes the text of turns"
         )
     return text
+
+
+def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
+    """The tokens that the model is given. Tokenizing takes a while for long texts; call it off the
+    loop."""
+    tokens = _whole_prompt(request, model)
+    params = request.sampling_params
+    if not params.HasField("truncate_prompt_tokens"):
+        return tokens
+    return tokens[-(params.truncate_prompt_tokens or _fitting(params, model)) :]
+
+
+def _whole_prompt(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if kind == "text":
+        adds = not request.HasField("add_special_tokens") or request.add_special_tokens
+        tokenizer = model.require_tokenizer("text prompt")
+        tokens = tokenizer.encode(request.text, add_special_tokens=adds)
+    else:
+        tokens = chat_tokens(request.chat, model)
+    if not tokens:
+        field = "text" if kind == "text" else "chat.messages"
+        raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
+    return tokens
+
+
+def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
+    """Most prompt tokens beside which the output has the room that it asks for."""
+    max_model_len = model.info.max_model_len
+    num_output = params.max_tokens if params.HasField("max_tokens") else 1
+    if num_output >= max_model_len:
+        raise InvalidArgument(
+            "sampling_params.max_tokens",
+            f"expected to leave room for a prompt within {max_model_len} tokens",
+        )
+    return max_model_len - num_output

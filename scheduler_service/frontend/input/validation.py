@@ -15,7 +15,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, sampling_pb2, status_pb2
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.input.prompt import check_chat
-from scheduler_service.frontend.structured.constraint import texts_of
+from scheduler_service.frontend.structured_output.constraint import texts_of
 
 MIN_TEMPERATURE = unpack("f", pack("f", 0.01))[0]
 """0.01 as a float32 field holds it, which is a little less."""

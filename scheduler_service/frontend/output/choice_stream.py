@@ -8,7 +8,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.processor import SettledRequest
+from scheduler_service.frontend.input.processor import ResolvedRequest
 from scheduler_service.frontend.output.logprobs import TokenText, token_logprobs
 from scheduler_service.frontend.output.stop_strings import StopMatcher
 
@@ -43,7 +43,7 @@ class ChoiceStream:
     A stop or end-of-sequence token is among the tokens; its text is shown only on request.
     """
 
-    def __init__(self, index: int, request: SettledRequest, token_text: TokenText) -> None:
+    def __init__(self, index: int, request: ResolvedRequest, token_text: TokenText) -> None:
         self.index = index
         self.token_ids: list[int] = []
         """All tokens that count, those of a resumed stream included."""

@@ -1,4 +1,4 @@
-"""One open request: what has come of it, merged until its reader takes it.
+"""One open request: the outputs of its choices, merged until its reader takes them, and its span.
 
 A stream holds no queue of messages. What has not been read is the tail of each choice's tokens and
 text, so that a slow reader costs no more memory than the tokens themselves and then gets them in
@@ -6,19 +6,89 @@ one message.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.sampling_pb2 import SamplingParams
 from scheduler_service.errors import GenerationFailed, InvalidArgument, PagewireError
-from scheduler_service.frontend.best_choices import best_choices
-from scheduler_service.frontend.input.processor import SettledRequest
+from scheduler_service.frontend.input.processor import ResolvedRequest
 from scheduler_service.frontend.metrics import ModelCounts
 from scheduler_service.frontend.output.choice_stream import ChoiceStream
 from scheduler_service.frontend.output.logprobs import PromptLogprobs
-from scheduler_service.frontend.request_trace import RequestTrace
-from scheduler_service.frontend.timings import Stopwatch
+from scheduler_service.frontend.timings import PARTS, Stopwatch
+from service_common.metadata import TRACEPARENT
+from service_common.tracing import Tracing
+
+
+def best_choices(
+    candidates: Sequence[ChoiceStream], request: ResolvedRequest
+) -> list[ChoiceStream]:
+    """The candidates to return, best first, less what a resumed request's client has of them.
+
+    Those of `best_of` are ranked by the sum of their tokens' log probabilities, the first among
+    equals. Raises InvalidArgument if the client cannot have what it says from this request.
+    """
+    returned = list(candidates)
+    if request.is_ranked:
+        returned.sort(key=lambda choice: choice.cumulative_logprob, reverse=True)
+        del returned[request.num_returned :]
+    for position, resumed in enumerate(request.resume):
+        returned[resumed.index].skip(resumed, f"resume[{position}]")
+    return returned
+
+
+GOOD_ENDS = ("ok", "cancelled")
+"""Outcomes that are nobody's failure."""
+
+
+class RequestSpan:
+    """From the request's arrival to its end, under its client's span where it brings one."""
+
+    def __init__(self, tracing: Tracing, stream: "RequestStream") -> None:
+        self._tracing = tracing
+        self._span = tracing.start(
+            "pagewire.generate",
+            TRACEPARENT.get(),
+            stream.stopwatch.arrived,
+            {"pagewire.request_id": stream.request_id, "pagewire.tenant": stream.tenant},
+        )
+        self.traceparent = tracing.traceparent_of(self._span)
+        """For the core; empty if the trace is not recorded."""
+
+    def end(self, stream: "RequestStream", outcome: str) -> None:
+        """The request has ended, one way or another."""
+        if not self.traceparent:
+            return
+        span = self._span
+        self._tell_times(stream.stopwatch, span)
+        span.set_attribute("pagewire.outcome", outcome)
+        if outcome not in GOOD_ENDS:
+            self._tracing.mark_failed(span)
+        span.set_attribute("pagewire.num_worker_losses", stream.num_worker_losses)
+        if stream.handle:  # it was settled
+            span.set_attribute("gen_ai.request.model", stream.model_name)
+        if stream.error is not None:
+            span.set_attribute("error.type", stream.error.reason)
+        if stream.usage is not None:
+            span.set_attribute("gen_ai.usage.input_tokens", stream.usage.prompt_tokens)
+            span.set_attribute("gen_ai.usage.output_tokens", stream.usage.completion_tokens)
+        if stream.timings is not None:
+            for part in PARTS:
+                name = f"{part}_us"
+                span.set_attribute(f"pagewire.{name}", getattr(stream.timings, name))
+        span.end()
+
+    def _tell_times(self, watch: Stopwatch, span: Any) -> None:
+        if watch.tokenize_s:
+            began = watch.arrived + watch.model_wait_s
+            self._tracing.add("tokenize", self.traceparent, began, began + watch.tokenize_s)
+        if watch.first_token_at is not None:
+            self._tracing.add_event(span, "first token", watch.first_token_at)
+        for lost_at in watch.core_losses:
+            self._tracing.add_event(span, "core lost", lost_at)
+
 
 MAX_LOGPROBS_PER_RESPONSE = 32_768
 """Bounds the size of one response (about 1 MB) when a slow reader asked for log probabilities."""
@@ -48,7 +118,7 @@ class RequestStream:
         self.stopwatch = Stopwatch()
         self.counts: ModelCounts | None = None
         """Those of its model, once it is known."""
-        self.trace: RequestTrace | None = None
+        self.trace: RequestSpan | None = None
         """Where spans are exported."""
         self.usage: inference_pb.Usage | None = None
         """Once the last response was taken, as `timings`."""
@@ -68,7 +138,7 @@ class RequestStream:
         self.has_ended_at_core = False
         """Whether the core has no more to say about it."""
         self._on_news = on_news
-        self._request: SettledRequest | None = None
+        self._request: ResolvedRequest | None = None
         self._returned: list[ChoiceStream] = []
         """The choices that the client gets, in its order; none as long as it is not known which."""
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -92,7 +162,7 @@ class RequestStream:
         self._arrived = former._arrived
         self.num_worker_losses = former.num_worker_losses
 
-    def begin(self, request: SettledRequest) -> None:
+    def begin(self, request: ResolvedRequest) -> None:
         """Set up the choices, with what a resumed request brings.
 
         Raises InvalidArgument if that cannot have come of the request. Detokenizes what was

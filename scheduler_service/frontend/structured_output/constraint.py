@@ -1,4 +1,4 @@
-"""Asks the sandbox what is wrong with a constraint, and remembers the answer."""
+"""Constraints as workers get them, and `ConstraintChecker`, which asks the sandbox."""
 
 import asyncio
 import json
@@ -6,14 +6,43 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
 from pagewire.v1 import sampling_pb2
+from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, Unavailable
-from scheduler_service.frontend.structured.constraint import texts_of
 from scheduler_service.frontend.structured_output import framing
+
+
+def texts_of(params: sampling_pb2.SamplingParams) -> list[str]:
+    """What the output must match, as texts: all of a choice, else one."""
+    kind = params.WhichOneof("structured_output")
+    assert kind is not None, "asked for"
+    return list(params.choice.choices) if kind == "choice" else [getattr(params, kind)]
+
+
+def constraint_of(
+    params: sampling_pb2.SamplingParams,
+    *,
+    end_token_ids: Iterable[int],
+    last_token_ids: Iterable[int],
+) -> sampling_pb2.Constraint:
+    """What a worker is told where structured output is asked for."""
+    kind = params.WhichOneof("structured_output")
+    assert kind is not None, "asked for"
+    constraint = sampling_pb2.Constraint(
+        end_token_ids=to_column(sorted(end_token_ids)),
+        last_token_ids=to_column(sorted(last_token_ids)),
+    )
+    if kind == "choice":
+        constraint.choice.CopyFrom(params.choice)
+    else:
+        setattr(constraint, kind, getattr(params, kind))
+    return constraint
+
 
 MAX_REMEMBERED = 4096
 """Constraints whose answers are kept; an application has a few, and uses them over and over."""

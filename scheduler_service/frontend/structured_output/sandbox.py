@@ -1,4 +1,7 @@
-"""A process that tries constraints out: `python -m scheduler_service.frontend.structured_output.sandbox`.
+"""A process that compiles constraints, as a trial.
+
+    python -m scheduler_service.frontend.structured_output.sandbox
+
 
 It reads a constraint from its standard input, forks, and lets the child find what is wrong. What a
 child takes too long or too much memory for, or dies of, is wrong too, and nobody else notices. Ends

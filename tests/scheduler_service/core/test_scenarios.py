@@ -48,7 +48,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
-from scheduler_service.replay.show import show_plan
+from scheduler_service.replay.report import show_plan
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling, undisturbed

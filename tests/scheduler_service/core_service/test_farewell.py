@@ -8,7 +8,7 @@ from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core import SchedulerConfig, SchedulerCore
-from scheduler_service.core_service.counters import Meters
+from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from scheduler_service.core_service.worker_registry import WorkerRegistry
@@ -61,7 +61,7 @@ async def test_a_drained_worker_is_told_to_stop_after_it_was_told_to_drain() -> 
         step_timeout=StepTimeout(),
         on_change=lambda: None,
         dial=partial(Cluster(NO_CLUSTER).dial, WorkerServiceStub),
-        meters=Meters(),
+        counters=CoreCounters(),
     )
     stream = SlowStream()
     serving = asyncio.create_task(registry.serve(cast(Any, stream)))

@@ -14,7 +14,7 @@ from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.request import Request
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.frontend_streams import Attachment
+from scheduler_service.core_service.frontend_streams import FrontendStream
 from scheduler_service.core_service.service import CoreService
 from scheduler_service.errors import Unavailable
 from tests.scheduler_service.core_service.conftest import Fleet
@@ -36,7 +36,7 @@ class SlowReader:
 
 
 async def test_news_for_a_slow_reader_are_merged_in_order() -> None:
-    attachment = Attachment("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
+    attachment = FrontendStream("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
     reader = SlowReader()
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     attachment.deliver(EngineOutputs(token_handles=[1], token_ids=[10]))
@@ -52,7 +52,7 @@ async def test_news_for_a_slow_reader_are_merged_in_order() -> None:
 
 
 async def test_what_is_pending_is_sent_before_the_stream_is_closed() -> None:
-    attachment = Attachment("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
+    attachment = FrontendStream("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
     reader = SlowReader()
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     attachment.deliver(EngineOutputs(accepted=[1]))
@@ -79,7 +79,7 @@ async def test_a_second_stream_of_a_frontend_replaces_the_first(
             worker.may_answer.set()
             await second.wait_finished(1)
             assert second.tokens[1] == counted(3, 4)
-            assert len(service.attachments) == 1
+            assert len(service.frontends) == 1
     assert first.finished == {}
 
 
@@ -94,7 +94,7 @@ class BuggyDriver(CoreDriver):
 
 async def test_a_bug_that_one_request_shows_fails_that_request_alone() -> None:
     driver = BuggyDriver(SchedulerCore(SchedulerConfig()))
-    attachment, reader = Attachment("one", driver), SlowReader()
+    attachment, reader = FrontendStream("one", driver), SlowReader()
     driver.add_frontend("one", attachment)
     attachment.take_in(
         pb.FrontendMessage(submits=[submission("one", 1, [7]), submission("one", 2, [8])])
@@ -147,7 +147,7 @@ async def test_half_closing_ends_the_frontends_requests(service: CoreService, fl
         await frontend.submit(1, [1], max_tokens=400)
         await frontend.wait_tokens(1, 2)
         await frontend.half_close()
-        await until(lambda: len(service.attachments) == 0, "the frontend has left")
+        await until(lambda: len(service.frontends) == 0, "the frontend has left")
     groups = service.driver.core.snapshot().groups
     assert groups[0].num_free_gpu_blocks == worker.num_gpu_blocks
 
@@ -200,7 +200,7 @@ class Writer:
 async def test_a_stream_that_was_replaced_submits_nothing_more() -> None:
     driver = CoreDriver(SchedulerCore(SchedulerConfig()))
     message = pb.FrontendMessage(submits=[submission("again", 1, [10])])
-    replaced, current = Attachment("again", driver), Attachment("again", driver)
+    replaced, current = FrontendStream("again", driver), FrontendStream("again", driver)
     replaced.close(Unavailable("attached anew"))
     await replaced.read_all(cast(Any, Writer(message)))
     assert driver.core.snapshot().num_waiting == 0

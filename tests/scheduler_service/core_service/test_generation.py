@@ -125,7 +125,7 @@ async def test_a_frontend_that_leaves_takes_its_requests_along(
         await frontend.submit(1, range(8), max_tokens=400)
         await frontend.wait_tokens(1, 5)
     await until(lambda: free_blocks(service) == worker.num_gpu_blocks, "all blocks are free")
-    assert len(service.attachments) == 0
+    assert len(service.frontends) == 0
 
 
 async def test_a_stopped_choice_generates_no_more(service: CoreService, fleet: Fleet) -> None:

@@ -14,8 +14,7 @@ from scheduler_service.core.engine_outputs import (
     RequestTimings,
 )
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.frontend_streams import Attachment
-from scheduler_service.core_service.holding import Holding
+from scheduler_service.core_service.frontend_streams import FrontendStream, HoldTimes
 from scheduler_service.core_service.service import CoreService
 from scheduler_service.errors import QueueFull
 from tests.scheduler_service.core_service.conftest import Fleet
@@ -33,41 +32,41 @@ def finished(handle: int) -> EngineOutputs:
 
 
 def test_tokens_wait_as_long_as_the_least_patient_request_allows() -> None:
-    holding = Holding()
-    holding.begin(1, 0.5)
-    assert holding.delay_s(TOKENS) == 0.5
-    holding.begin(2, 0.1)
-    assert holding.delay_s(TOKENS) == 0.1
-    holding.begin(3, 0.0)
-    assert holding.delay_s(TOKENS) == 0
-    holding.end(3)
-    holding.end(3)
-    assert holding.delay_s(TOKENS) == 0.1
+    holds = HoldTimes()
+    holds.begin(1, 0.5)
+    assert holds.delay_s(TOKENS) == 0.5
+    holds.begin(2, 0.1)
+    assert holds.delay_s(TOKENS) == 0.1
+    holds.begin(3, 0.0)
+    assert holds.delay_s(TOKENS) == 0
+    holds.end(3)
+    holds.end(3)
+    assert holds.delay_s(TOKENS) == 0.1
 
 
 def test_all_other_news_are_told_at_once() -> None:
-    holding = Holding()
-    holding.begin(1, 0.5)
-    assert holding.delay_s(EngineOutputs(accepted=[1])) == 0
+    holds = HoldTimes()
+    holds.begin(1, 0.5)
+    assert holds.delay_s(EngineOutputs(accepted=[1])) == 0
     ended = ChoiceFinished(handle=1, reason="stop")
     assert (
-        holding.delay_s(EngineOutputs(token_handles=[1], token_ids=[2], choices_finished=[ended]))
+        holds.delay_s(EngineOutputs(token_handles=[1], token_ids=[2], choices_finished=[ended]))
         == 0
     )
 
 
 def test_requests_whose_end_is_told_do_not_count_any_more() -> None:
-    holding = Holding()
+    holds = HoldTimes()
     for handle, hold_s in enumerate((0.0, 0.2, 0.0, 0.5), start=1):
-        holding.begin(handle, hold_s)
-    holding.delay_s(finished(1))
-    holding.delay_s(EngineOutputs(requests_failed=[(3, QueueFull("full"))]))
-    assert holding.delay_s(TOKENS) == 0.2
-    holding.delay_s(finished(2))
-    assert holding.delay_s(TOKENS) == 0.5
-    holding.delay_s(finished(4))
-    assert len(holding) == 0
-    assert holding.delay_s(TOKENS) == 0
+        holds.begin(handle, hold_s)
+    holds.delay_s(finished(1))
+    holds.delay_s(EngineOutputs(requests_failed=[(3, QueueFull("full"))]))
+    assert holds.delay_s(TOKENS) == 0.2
+    holds.delay_s(finished(2))
+    assert holds.delay_s(TOKENS) == 0.5
+    holds.delay_s(finished(4))
+    assert len(holds) == 0
+    assert holds.delay_s(TOKENS) == 0
 
 
 async def test_a_patient_request_gets_its_tokens_with_its_end(
@@ -94,7 +93,7 @@ class Reader:
 
 async def test_tokens_that_wait_are_told_in_time() -> None:
     driver = CoreDriver(SchedulerCore(SchedulerConfig()))
-    attachment, reader = Attachment("one", driver), Reader()
+    attachment, reader = FrontendStream("one", driver), Reader()
     attachment.take_in(pb.FrontendMessage(submits=[submission("one", 1, [7], max_hold_ms=1)]))
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     for token in range(3):

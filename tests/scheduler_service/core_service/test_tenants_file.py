@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_service.core.config import TenantConfig
-from scheduler_service.core_service.tenants_file import TenantsFile, read_tenants
+from scheduler_service.core_service.config import TenantsFile, read_tenants
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "tenants.toml"
 

@@ -7,7 +7,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.columns import to_column
-from scheduler_service.frontend.fingerprint import fingerprint
+from scheduler_service.frontend.input.processor import fingerprint
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.frontends import (
     error_info,

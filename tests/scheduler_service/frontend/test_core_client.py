@@ -8,10 +8,9 @@ import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
-from scheduler_service.frontend import outgoing
-from scheduler_service.frontend.core_client import MAX_HANDLE, CoreLink
-from scheduler_service.frontend.core_connection import CoreConnection
-from scheduler_service.frontend.input.processor import settle
+from scheduler_service.frontend import core_client
+from scheduler_service.frontend.core_client import MAX_HANDLE, CoreClient, CoreConnection
+from scheduler_service.frontend.input.processor import resolve_request
 from scheduler_service.frontend.output.request_stream import RequestStream
 from scheduler_service.frontend.served_models import build_model
 from service_common.cluster import NO_CLUSTER, Cluster
@@ -103,8 +102,8 @@ async def test_what_has_ended_is_not_submitted_to_the_next_core_for_a_slow_reade
     """It would be computed again, and by whom nobody would tell to stop."""
     model = build_model(model_info(), model_files(byte_level()))
     ended = RequestStream("slow", None, lambda _: None, "")
-    ended.begin(settle(generate_request([5]), "slow", model, [5]))
-    served.frontend.link.submit(ended)
+    ended.begin(resolve_request(generate_request([5]), "slow", model, [5]))
+    served.frontend.core_client.submit(ended)
     request = await served.core.next_request()
     await request.accept()
     await request.send_tokens(letters("ab"))
@@ -126,7 +125,7 @@ async def test_what_has_ended_is_not_submitted_to_the_next_core_for_a_slow_reade
     assert tokens_of([last]) == letters("ab")
     assert last.HasField("usage") is is_good
     assert last.timings.unaccounted_us == last.timings.recovery_us == 0
-    served.frontend.link.close(ended)
+    served.frontend.core_client.close(ended)
 
 
 async def test_a_core_on_its_way_out_does_not_fail_the_request_that_the_next_can_do(
@@ -254,7 +253,7 @@ async def test_a_burst_of_requests_travels_in_one_message(served: Served) -> Non
 async def test_resubmissions_are_spread_over_messages_of_bounded_size(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "MAX_SUBMIT_BYTES", 2000)
+    monkeypatch.setattr(core_client, "MAX_SUBMIT_BYTES", 2000)
     calls = [served.client.Generate(generate_request([5] * 200)) for _ in range(10)]
     requests = [await served.core.next_request() for _ in calls]
     requests[0].attachment.break_off()
@@ -356,7 +355,7 @@ async def test_news_that_cannot_be_understood_end_their_own_request_only(
 async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
     core = CoreConnection(Cluster(NO_CLUSTER), "unix:/nowhere")
     try:
-        link = CoreLink(core, "f", lambda models: None)
+        link = CoreClient(core, "f", lambda models: None)
 
         def submit(num_choices: int) -> int:
             stream = RequestStream("r", None, lambda _: None, "")
@@ -398,7 +397,7 @@ class BreakingCore:
 
 async def test_a_link_that_is_cancelled_while_its_stream_breaks_ends() -> None:
     core = BreakingCore()
-    running = asyncio.create_task(CoreLink(cast(Any, core), "f", lambda _: None).run())
+    running = asyncio.create_task(CoreClient(cast(Any, core), "f", lambda _: None).run())
     for _ in range(5):
         await asyncio.sleep(0)
     core.breaks.set()

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.multiplexer import MAX_ERRORS, ManyRequests
+from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.multiplexer import MAX_ERRORS, RequestMultiplexer
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
@@ -247,6 +247,6 @@ async def test_no_more_is_read_from_a_client_that_leaves_refusals_unread(served:
         assert bad_field(response.error.status) == "request_id"
         num_written += 1
 
-    await ManyRequests(served.frontend.requests, None, Tenant).run(read, write)
+    await RequestMultiplexer(served.frontend.requests, None, Principal).run(read, write)
     assert num_written == 3 * MAX_ERRORS
     assert most_unwritten < MAX_ERRORS

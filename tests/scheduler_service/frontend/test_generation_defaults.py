@@ -3,10 +3,7 @@ import logging
 
 import pytest
 
-from scheduler_service.frontend.generation_defaults import (
-    GenerationDefaults,
-    parse_generation_config,
-)
+from scheduler_service.frontend.served_models import GenerationDefaults, parse_generation_config
 
 
 def parse(**config: object) -> GenerationDefaults:

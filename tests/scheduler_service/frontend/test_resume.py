@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.processor import settle
+from scheduler_service.frontend.input.processor import resolve_request
 from scheduler_service.frontend.output.choice_stream import ChoiceStream
 from scheduler_service.frontend.served_models import build_model
 from tests.scheduler_service.frontend.conftest import Served
@@ -24,7 +24,7 @@ MODELS = [
 
 
 def new_choice(model: Any, **fields: Any) -> ChoiceStream:
-    request = settle(generate_request([5], **fields), "r", model, [5])
+    request = resolve_request(generate_request([5], **fields), "r", model, [5])
     return ChoiceStream(0, request, request.token_text)
 
 

@@ -12,13 +12,13 @@ from scheduler_service.errors import (
     UnsupportedByModel,
 )
 from scheduler_service.frontend import served_models
-from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.served_models import ModelDirectory, build_model
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
 
 FILES = model_files(byte_level())
-ANYBODY = Tenant()
+ANYBODY = Principal()
 
 
 class Fetch:

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, WorkerGroupCapacity
+from scheduler_service.errors import CannotRecord
 from scheduler_service.replay import recording_file
-from scheduler_service.replay.exact_replay import Replay
-from scheduler_service.replay.reader import BadRecording, RecordingReader
+from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import CODEC
-from scheduler_service.replay.recording_file import CannotRecord, Output
+from scheduler_service.replay.recording_file import BadRecording, RecordingReader, RecordingWriter
 from tests.support.core_driver import make_capacity
 
 
 def record(path: Path, capacity: WorkerGroupCapacity | None = None) -> RecordingCore:
-    core = RecordingCore(SchedulerConfig(), Output(path))
+    core = RecordingCore(SchedulerConfig(), RecordingWriter(path))
     core.add_group(capacity or make_capacity(), 1.0)
     core.schedule("g0", 2.0)
     core.expire(3.5)
@@ -38,14 +38,14 @@ def test_what_is_recorded_is_read_back(tmp_path: Path, name: str) -> None:
         (4, "expire", 3.5),
     ]
     assert not reader.is_truncated
-    summary = Replay(reader.header.config, CODEC).run(reader.entries())
+    summary = ExactReplay(reader.header.config, CODEC).run(reader.entries())
     assert summary.is_exact
     assert (summary.num_inputs, summary.seconds) == (3, 2.5)
 
 
 def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl", "a.jsonl", "b.tar.jsonl.gz", "b.tar.jsonl.gz", "c", "c"):
-        Output(tmp_path / name).close()
+        RecordingWriter(tmp_path / name).close()
     names = ["a.2.jsonl", "a.3.jsonl", "a.jsonl", "b.tar.2.jsonl.gz", "b.tar.jsonl.gz", "c", "c.2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -53,7 +53,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none" / "a.jsonl"
     with pytest.raises(CannotRecord, match=f"cannot record to {path}: No such file or directory"):
-        Output(path)
+        RecordingWriter(path)
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])

@@ -1,4 +1,4 @@
-"""`replay` as a command: what it prints, draws and refuses."""
+"""`python -m tools.what_if`: what it prints, draws and refuses."""
 
 import logging
 import sys
@@ -9,14 +9,14 @@ from typing import TypeAlias
 import pytest
 from typer.testing import CliRunner, Result
 
-from scheduler_service.__main__ import make_app
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.replay.overrides import apply_overrides
 from tests.support.virtual import make_trace, record, script
+from tools.what_if.__main__ import app
+from tools.what_if.comparison import apply_overrides
 from tools.what_if.cost_model import StepSample, StepSize, fit
 
-Replay: TypeAlias = Callable[..., Result]
+WhatIf: TypeAlias = Callable[..., Result]
 
 
 @pytest.fixture
@@ -30,25 +30,26 @@ def recording(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch) -> Replay:
+def what_if(monkeypatch: pytest.MonkeyPatch) -> WhatIf:
     """Runs the command; its switch for the process's log is left alone."""
     monkeypatch.setattr(logging, "disable", lambda level: None)
 
     def run(*arguments: object) -> Result:
-        return CliRunner().invoke(make_app(), ["replay", *map(str, arguments)])
+        return CliRunner().invoke(app, [*map(str, arguments)])
 
     return run
 
 
-def test_without_options_it_replays(replay: Replay, recording: Path) -> None:
-    result = replay(recording)
+def test_the_recording_is_replayed_first(what_if: WhatIf, recording: Path) -> None:
+    result = what_if(recording)
     assert result.exit_code == 0
     assert "requests: 20 accepted" in result.stdout
-    assert "configuration" not in result.stdout
+    assert "recorded, predicted" in result.stdout
 
 
-def test_configurations_are_compared(replay: Replay, recording: Path) -> None:
-    result = replay(recording, "--with", "max_num_seqs=1", "--with", "pipeline-depth=1,watermark=0")
+def test_configurations_are_compared(what_if: WhatIf, recording: Path) -> None:
+    options = ["--with", "max_num_seqs=1", "--with", "pipeline-depth=1,watermark=0"]
+    result = what_if(recording, *options)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     # Once for all requests, and once for each tenant.
@@ -65,9 +66,9 @@ def test_configurations_are_compared(replay: Replay, recording: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_a_comparison_is_drawn(replay: Replay, recording: Path, suffix: str) -> None:
+def test_a_comparison_is_drawn(what_if: WhatIf, recording: Path, suffix: str) -> None:
     picture = recording.with_suffix(f".{suffix}")
-    result = replay(recording, "--with", "max_num_seqs=1", "--plot", picture)
+    result = what_if(recording, "--with", "max_num_seqs=1", "--plot", picture)
     assert result.exit_code == 0, result.output
     data = picture.read_bytes()
     assert data.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in data
@@ -90,21 +91,21 @@ def test_a_comparison_is_drawn(replay: Replay, recording: Path, suffix: str) -> 
     ],
 )
 def test_what_cannot_be_compared_is_said(
-    replay: Replay, recording: Path, arguments: list[str], message: str
+    what_if: WhatIf, recording: Path, arguments: list[str], message: str
 ) -> None:
-    result = replay(recording, *arguments)
+    result = what_if(recording, *arguments)
     assert result.exit_code == 2
     assert "error: " in result.stderr
     assert message in result.stderr
 
 
 def test_a_plot_without_matplotlib_tells_what_to_install(
-    replay: Replay, recording: Path, monkeypatch: pytest.MonkeyPatch
+    what_if: WhatIf, recording: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = replay(recording, "--plot", "trace.svg")
+    result = what_if(recording, "--plot", "trace.svg")
     assert result.exit_code == 2
     assert "plots need matplotlib: pip install 'pagewire[plot]'" in result.stderr
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from scheduler_service.core import GeneratedTokens, SchedulerConfig, SchedulerCore, StepResult
-from scheduler_service.replay.lives import Life
 from scheduler_service.replay.recorder import RecordingCore
 from tests.support.core_driver import make_capacity
 from tests.support.recorded import Recording
@@ -13,14 +12,16 @@ from tests.support.virtual import COSTS, OPAQUE, entry, join, make_trace, read_t
 from tools.what_if.comparison import PREDICTED, RECORDED, compare
 from tools.what_if.cost_model import CostModel
 from tools.what_if.simulation import simulate
-from tools.what_if.trace import Stop, Trace
+from tools.what_if.trace import RequestHistory, Stop, Trace
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=1)
 STEP = CostModel(base=0.01, per_row=0.0, per_token=0.0, per_block=0.0)
 """Every step takes 10 ms."""
 
 
-def run(trace: Trace, config: SchedulerConfig = CONFIG, costs: CostModel = STEP) -> list[Life]:
+def run(
+    trace: Trace, config: SchedulerConfig = CONFIG, costs: CostModel = STEP
+) -> list[RequestHistory]:
     return simulate(trace, SchedulerCore(config), {"g0": costs}).lives
 
 

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from scheduler_service.errors import UnknownModel
-from scheduler_service.frontend.http.callers import Caller
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
+from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.services import HttpServices
 
 

@@ -1,26 +1,30 @@
-"""How every generation is answered: whole, as JSON, or in chunks, as server-sent events."""
+"""What both serving endpoints share: whole responses as JSON, or chunks as server-sent events."""
 
 import json
 import logging
 import re
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
-from scheduler_service.frontend.authentication import Tenant
+from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import error_body, error_response
 from scheduler_service.frontend.http.openai.sampling import REQUEST_ID, SamplingFields
-from scheduler_service.frontend.http.running import RunningRequests
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input.processor import draw_request_id
+from scheduler_service.frontend.multiplexer import RequestBatch
 
 logger = logging.getLogger(__name__)
+
 
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -33,7 +37,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 DONE = b"data: [DONE]\n\n"
 
 
-class AnswerForm(Protocol):
+class ResponseBuilder(Protocol):
     """How one endpoint words what comes of its requests. Called in order, for each response."""
 
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
@@ -60,7 +64,7 @@ def request_id_of(http_request: Request, body: SamplingFields) -> str:
     return given
 
 
-class Answer(Response):
+class CompletionResponse(Response):
     """Runs requests and answers as they come, or once they have ended.
 
     What goes wrong before the first byte is an error with its HTTP code. What goes wrong later is
@@ -71,9 +75,9 @@ class Answer(Response):
         self,
         services: HttpServices,
         requests: Sequence[inference_pb.GenerateRequest],
-        form: AnswerForm,
+        form: ResponseBuilder,
         *,
-        tenant: Tenant,
+        tenant: Principal,
         request_id: str,
         stream: bool,
         constraint_field: str | None,
@@ -90,7 +94,7 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with RunningRequests(self._services.requests, receive) as running:
+            async with RequestBatch(self._services.requests, receive) as running:
                 if not await self._run(running, send):
                     return
             response = JSONResponse(self._form.whole())
@@ -99,7 +103,7 @@ class Answer(Response):
         response.headers["X-Request-Id"] = self._request_id
         await response(scope, receive, send)
 
-    async def _run(self, running: RunningRequests, send: Send) -> bool:
+    async def _run(self, running: RequestBatch, send: Send) -> bool:
         """Run the requests; whether the whole answer is still to be sent."""
         running.open(self._requests, self._request_id, self._tenant)
         if self._stream:
@@ -117,7 +121,7 @@ class Answer(Response):
             return error
         return InvalidArgument(self._constraint_field, error.expected)
 
-    async def _send_chunks(self, running: RunningRequests, send: Send) -> None:
+    async def _send_chunks(self, running: RequestBatch, send: Send) -> None:
         item = await running.next()
         await send(self._start())
         try:
@@ -148,3 +152,217 @@ class Answer(Response):
 
 def _event(data: Any) -> bytes:
     return b"data: " + _to_json(data).encode() + b"\n\n"
+
+
+class UsageSum:
+    """What all requests of one call have used, from their first response on."""
+
+    def __init__(self, *, has_output: bool) -> None:
+        """`has_output`: whether output tokens are anybody's wish, and counted."""
+        self._has_output = has_output
+        self._by_request: dict[int, inference_pb.Usage] = {}
+
+    def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
+        """Count one more response of request `index`. What its tokens add up to is told at its end:
+        those of candidates that are not returned count too."""
+        usage = self._by_request.setdefault(index, inference_pb.Usage())
+        if response.HasField("started"):
+            usage.prompt_tokens = len(response.started.prompt_token_ids)
+        usage.completion_tokens += sum(len(delta.token_ids) for delta in response.choices)
+        if response.HasField("usage"):
+            usage.CopyFrom(response.usage)
+        if not self._has_output:
+            usage.completion_tokens = 0
+
+    def body(self) -> dict[str, Any]:
+        """As answers tell it."""
+        prompt, cached, completion = (
+            sum(getattr(usage, name) for usage in self._by_request.values())
+            for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class Envelope:
+    """Puts the choices of one call's answer, or of a chunk of it, into what is around them."""
+
+    def __init__(
+        self, request: SamplingFields, answer_id: str, kind: str, *, has_output: bool = True
+    ) -> None:
+        options = request.stream_options
+        self._tells_usage = options is not None and options.include_usage
+        self._tells_usage_so_far = options is not None and options.continuous_usage_stats
+        self._usage = UsageSum(has_output=has_output)
+        self._head = {
+            "id": answer_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": request.model or "",
+        }
+
+    def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
+        """Count one more response of request `index`."""
+        if response.HasField("started"):
+            self._head["model"] = response.started.model
+        self._usage.take(index, response)
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A part of a stream."""
+        chunk: dict[str, Any] = self._head | {"choices": [choice]}
+        if self._tells_usage:
+            chunk["usage"] = self._usage.body() if self._tells_usage_so_far else None
+        return chunk
+
+    def last_chunks(self) -> Iterable[dict[str, Any]]:
+        """The usage, where it was asked for."""
+        if self._tells_usage:
+            yield self.whole([])
+
+    def whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """All choices and the usage."""
+        return self._head | {"choices": list(choices), "usage": self._usage.body()}
+
+
+FINISH_REASONS = {
+    inference_pb.FINISH_REASON_UNSPECIFIED: None,
+    inference_pb.FINISH_REASON_STOP: "stop",
+    inference_pb.FINISH_REASON_LENGTH: "length",
+}
+
+
+def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:
+    """vLLM's field: what ended the choice, if it was no end-of-sequence token."""
+    kind = delta.WhichOneof("stop_reason")
+    return getattr(delta, kind) if kind is not None else None
+
+
+HOLD_MS = 1000
+"""Where the answer is sent as a whole, tokens may come to the frontend in fewer messages."""
+
+
+def make_request(
+    body: SamplingFields, params: sampling_pb2.SamplingParams
+) -> inference_pb.GenerateRequest:
+    """The request without its prompt. Raises InvalidArgument."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidArgument("stream_options", "expected stream beside it")
+    request = inference_pb.GenerateRequest(sampling_params=params)
+    if body.model is not None:
+        request.model = body.model
+    if body.priority is not None:
+        request.priority = body.priority
+    if not body.stream:
+        request.max_hold_ms = HOLD_MS
+    return request
+
+
+def streamed_or_whole(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -> Any:
+    """How the OpenAPI document tells of an answer that is JSON, or chunks with `stream`."""
+    told = (chunk or answer).__name__
+    event_stream = {
+        "schema": {
+            "type": "string",
+            "description": f"Server-sent events: `data:` and a {told} each, at last `[DONE]`.",
+        }
+    }
+    return {
+        200: {
+            "model": answer,
+            "description": "The answer; with `stream`, chunks as they come",
+            "content": {"text/event-stream": event_stream},
+        }
+    }
+
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot tell; vLLM's choice."""
+
+
+def token_name(token: inference_pb.TokenLogprob, *, as_id: bool) -> str:
+    """A token's text, or its id where texts would not tell tokens apart."""
+    return f"token_id:{token.token_id}" if as_id else token.text
+
+
+def finite(logprob: float) -> float:
+    """A log probability that JSON can tell."""
+    return max(logprob, LEAST)
+
+
+class LegacyLogprobs:
+    """`logprobs` of /v1/completions: parallel lists over the tokens of one choice."""
+
+    def __init__(self, *, as_ids: bool) -> None:
+        self._as_ids = as_ids
+        self._offset = 0
+
+    def write(self, positions: Iterable[inference_pb.TokenLogprobs]) -> dict[str, Any]:
+        """The lists for the next positions; offsets count from the choice's first token."""
+        lists: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for position in positions:
+            token = position.token
+            lists["text_offset"].append(self._offset)
+            lists["tokens"].append(token_name(token, as_id=self._as_ids))
+            is_known = token.HasField("logprob")
+            lists["token_logprobs"].append(finite(token.logprob) if is_known else None)
+            lists["top_logprobs"].append(self._top(position) if is_known else None)
+            self._offset += len(token.text)
+        return lists
+
+    def _top(self, position: inference_pb.TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens, and the one that stands there; of several tokens with one text
+        the most probable counts."""
+        found: dict[str, float] = {}
+        for token in (*position.top, position.token):
+            found.setdefault(token_name(token, as_id=self._as_ids), finite(token.logprob))
+        return found
+
+
+def chat_logprobs(
+    positions: Iterable[inference_pb.TokenLogprobs], *, as_ids: bool
+) -> dict[str, Any]:
+    """`logprobs` of /v1/chat/completions."""
+    content = [
+        _chat_token(position.token, as_ids)
+        | {"top_logprobs": [_chat_token(token, as_ids) for token in position.top]}
+        for position in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> dict[str, Any]:
+    """`bytes` are those of the text; None where the token is part of a character."""
+    is_whole = "\ufffd" not in token.text
+    return {
+        "token": token_name(token, as_id=as_id),
+        "logprob": finite(token.logprob),
+        "bytes": list(token.text.encode()) if is_whole else None,
+    }
+
+
+def prompt_logprobs(
+    positions: Sequence[inference_pb.TokenLogprobs],
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; None for the first."""
+    return [
+        {
+            str(token.token_id): {
+                "logprob": finite(token.logprob),
+                "rank": token.rank,
+                "decoded_token": token.text,
+            }
+            for token in (position.token, *position.top)
+        }
+        if position.token.HasField("logprob")
+        else None
+        for position in positions
+    ]

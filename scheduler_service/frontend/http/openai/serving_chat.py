@@ -1,27 +1,228 @@
-"""Words answers as `/v1/chat/completions` does."""
+"""`/v1/chat/completions`: requests, tool choice, and messages with tool calls."""
 
-from collections.abc import Iterable
+import json
+import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.frontend.http.ending import FINISH_REASONS, stop_reason
-from scheduler_service.frontend.http.envelope import Envelope
-from scheduler_service.frontend.http.logprobs import chat_logprobs, prompt_logprobs
-from scheduler_service.frontend.http.message import Message, Piece
-from scheduler_service.frontend.http.openai.protocol import ChatRequest
-from scheduler_service.frontend.http.tool_choice import ToolPlan
+from pagewire.v1 import sampling_pb2
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES
+from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.openai.protocol import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatMessageBody,
+    ChatPrompt,
+    ChatRequest,
+    NamedToolChoice,
+    ToolBody,
+)
+from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
+from scheduler_service.frontend.http.openai.serving import (
+    FINISH_REASONS,
+    CompletionResponse,
+    Envelope,
+    chat_logprobs,
+    make_request,
+    prompt_logprobs,
+    request_id_of,
+    stop_reason,
+    streamed_or_whole,
+)
+from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.tool_parsers.base import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    ToolCallParser,
+)
+from scheduler_service.frontend.http.tool_parsers.constrained import (
+    NamedParser,
+    RequiredParser,
+    named_schema,
+    required_schema,
+)
+from scheduler_service.frontend.http.tool_parsers.formats import ToolCallFormat, detect_format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolPlan:
+    """How one request treats tools."""
+
+    shows_tools: bool = False
+    """Whether the template is given them."""
+    json_schema: str | None = None
+    """What the output must be, where a call is required."""
+    make_parser: Callable[[], ToolCallParser] | None = None
+    """For each choice; None: text is text."""
+    is_named: bool = False
+    """Whether the request itself names the function."""
+    keeps_special_tokens: bool = False
+
+
+def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> ToolPlan:
+    """Raises InvalidArgument for a choice that the tools do not allow.
+
+    `find_format` tells how the model writes calls, where that matters.
+    """
+    choice = body.tool_choice or "auto"
+    functions = {tool.function.name: tool.function for tool in body.tools or ()}
+    if not functions:
+        if choice == "required" or isinstance(choice, NamedToolChoice):
+            raise InvalidArgument("tool_choice", "expected tools beside it")
+        return ToolPlan()
+    if choice == "none":
+        return ToolPlan()
+    names = frozenset(functions)
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        if name not in names:
+            raise InvalidArgument("tool_choice.function.name", f"expected one of {sorted(names)}")
+        return ToolPlan(
+            shows_tools=True,
+            json_schema=named_schema(functions[name].parameters),
+            make_parser=lambda: NamedParser(name),
+            is_named=True,
+        )
+    if choice == "required":
+        tools = [(name, function.parameters) for name, function in functions.items()]
+        return ToolPlan(
+            shows_tools=True,
+            json_schema=required_schema(tools, one=body.parallel_tool_calls is False),
+            make_parser=lambda: RequiredParser(names),
+        )
+    found = find_format()
+    return ToolPlan(
+        shows_tools=True,
+        make_parser=lambda: found.make_parser(names),
+        keeps_special_tokens=found.uses_special_tokens,
+    )
+
+
+Piece = dict[str, Any]
+"""A `delta` of OpenAI's chunks."""
+
+_ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+class AssistantMessage:
+    """Text in, pieces out; `body` is all of them joined."""
+
+    def __init__(self, plan: ToolPlan, *, one_call: bool) -> None:
+        self._parser = plan.make_parser() if plan.make_parser is not None else None
+        self._one_call = one_call
+        self._texts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []
+        self._drops_call = False
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the model asks for a call."""
+        return bool(self._calls)
+
+    def push(self, text: str) -> list[Piece]:
+        """What the next text tells."""
+        if self._parser is None:
+            self._texts.append(text)
+            return [{"content": text}]
+        return self._pieces(self._parser.push(text))
+
+    def finish(self) -> list[Piece]:
+        """What the end tells."""
+        return self._pieces(self._parser.finish()) if self._parser is not None else []
+
+    def body(self) -> dict[str, Any]:
+        """The whole message."""
+        text = "".join(self._texts)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text or (None if self._calls else ""),
+            "refusal": None,
+        }
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": "".join(arguments)},
+                }
+                for call, arguments in zip(self._calls, self._arguments, strict=True)
+            ]
+        return message
+
+    def _pieces(self, events: Iterable[Event]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for event in _merged(events):
+            if isinstance(event, Content):
+                self._texts.append(event.text)
+                pieces.append({"content": event.text})
+            elif isinstance(event, CallStart):
+                pieces += self._start_call(event)
+            elif not self._drops_call:
+                self._arguments[-1].append(event.text)
+                pieces.append(self._call_piece({"function": {"arguments": event.text}}))
+        return pieces
+
+    def _start_call(self, event: CallStart) -> list[Piece]:
+        self._drops_call = self._one_call and self.has_calls
+        if self._drops_call:
+            return []
+        call_id = _draw_call_id()
+        self._calls.append({"id": call_id, "name": event.name})
+        self._arguments.append([])
+        function = {"name": event.name, "arguments": ""}
+        return [self._call_piece({"id": call_id, "type": "function", "function": function})]
+
+    def _call_piece(self, call: dict[str, Any]) -> Piece:
+        return {"tool_calls": [{"index": len(self._calls) - 1} | call]}
+
+
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """The same with pieces of arguments, and of text, that follow each other in one."""
+    merged: list[Event] = []
+    run: list[str] = []
+    for event in events:
+        former = merged[-1] if merged else None
+        if isinstance(event, CallArguments | Content) and type(event) is type(former):
+            run.append(event.text)
+            continue
+        _close_run(merged, run)
+        merged.append(event)
+        if isinstance(event, CallArguments | Content):
+            run.append(event.text)
+    _close_run(merged, run)
+    return merged
+
+
+def _close_run(merged: list[Event], run: list[str]) -> None:
+    if run:
+        merged[-1] = type(merged[-1])("".join(run))
+        run.clear()
+
+
+def _draw_call_id() -> str:
+    """Nine letters and digits: Mistral's templates refuse anything else, the others do not care."""
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
 
 
 @dataclass(slots=True)
-class _Choice:
-    message: Message
+class _ChatChoice:
+    message: AssistantMessage
     logprobs: list[inference_pb.TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
 
 
-class ChatForm:
+class ChatResponseBuilder:
     """Answers to a conversation; see `AnswerForm`."""
 
     def __init__(self, request: ChatRequest, request_id: str, plan: ToolPlan) -> None:
@@ -30,7 +231,9 @@ class ChatForm:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._envelope = Envelope(request, f"chatcmpl-{request_id}", kind)
         one_call = request.parallel_tool_calls is False
-        self._choices = [_Choice(Message(plan, one_call=one_call)) for _ in range(request.n or 1)]
+        self._choices = [
+            _ChatChoice(AssistantMessage(plan, one_call=one_call)) for _ in range(request.n or 1)
+        ]
         self._of_prompt: dict[str, Any] = {}
         """What is to be told of the prompt: in a stream, with the next chunk."""
 
@@ -119,3 +322,115 @@ class ChatForm:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         of_prompt, self._of_prompt = self._of_prompt, {}
         return self._envelope.chunk(choice | rest) | of_prompt
+
+
+PART_SEPARATOR = "\n"
+"""Between the parts of one turn's content, as templates take it as one text."""
+
+
+def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
+    """The conversation; tools are left out where the model is not to know them."""
+    chat = inference_pb.Chat(messages=[_message(message) for message in body.messages])
+    if body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
+    if body.continue_final_message is not None:
+        chat.continue_final_message = body.continue_final_message
+    if with_tools:
+        chat.tools.extend(_tool(tool) for tool in body.tools or ())
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if variables:
+        chat.template_arguments_json = json.dumps(variables)
+    return chat
+
+
+def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
+    role = "system" if body.role == "developer" else body.role
+    message = inference_pb.ChatMessage(role=role, content=_text(body))
+    for name in ("name", "tool_call_id"):
+        value = getattr(body, name)
+        if value is not None:
+            setattr(message, name, value)
+    thoughts = body.reasoning if body.reasoning_content is None else body.reasoning_content
+    if thoughts is not None:
+        message.reasoning_content = thoughts
+    for call in body.tool_calls or ():
+        function = call.function
+        message.tool_calls.add(id=call.id, name=function.name, arguments_json=function.arguments)
+    return message
+
+
+def _text(body: ChatMessageBody) -> str:
+    if isinstance(body.content, list):
+        return PART_SEPARATOR.join(part.text for part in body.content)
+    return body.content or ""
+
+
+def _tool(body: ToolBody) -> inference_pb.Tool:
+    tool = inference_pb.Tool(name=body.function.name)
+    if body.function.description is not None:
+        tool.description = body.function.description
+    if body.function.parameters is not None:
+        tool.parameters_json = json.dumps(body.function.parameters)
+    return tool
+
+
+def make_router(services: HttpServices) -> APIRouter:
+    """The endpoint."""
+    router = APIRouter(tags=["OpenAI"])
+
+    def format_of(name: str | None, tenant: Principal) -> ToolCallFormat:
+        tokenizer = services.models.current(name, tenant).tokenizer
+        return detect_format(tokenizer.tool_template_source if tokenizer is not None else None)
+
+    @router.post(
+        "/v1/chat/completions",
+        summary="Answer a conversation",
+        responses=ERROR_RESPONSES | streamed_or_whole(ChatCompletion, ChatCompletionChunk),
+        response_model=None,
+    )
+    async def create(body: ChatRequest, http_request: Request, caller: Caller) -> Response:
+        """A conversation, by the model's chat template."""
+        request_id = request_id_of(http_request, body)
+        plan = plan_tools(body, lambda: format_of(body.model, caller))
+        return CompletionResponse(
+            services,
+            [generate_request(body, plan)],
+            ChatResponseBuilder(body, request_id, plan),
+            tenant=caller,
+            request_id=request_id,
+            stream=bool(body.stream),
+            constraint_field="tools" if plan.json_schema else constraint_field(body),
+        )
+
+    return router
+
+
+def generate_request(body: ChatRequest, plan: ToolPlan) -> inference_pb.GenerateRequest:
+    """What a gRPC client would send for the same. Raises InvalidArgument."""
+    request = make_request(body, chat_params(body, plan))
+    request.chat.CopyFrom(chat_of(body, with_tools=plan.shows_tools))
+    return request
+
+
+def chat_params(body: ChatRequest, plan: ToolPlan) -> sampling_pb2.SamplingParams:
+    """The sampling parameters. Raises InvalidArgument."""
+    params = sampling_params(body)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is not None:
+        params.max_tokens = max_tokens
+    if body.logprobs:
+        params.logprobs = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise InvalidArgument("top_logprobs", "expected logprobs beside it")
+    if plan.json_schema is not None:
+        kind = params.WhichOneof("structured_output")
+        if kind is not None:
+            raise InvalidArgument("tool_choice", "expected no other constraint on the output")
+        params.json_schema = plan.json_schema
+    if plan.keeps_special_tokens and body.skip_special_tokens is None:
+        params.skip_special_tokens = False
+    return params

@@ -1,12 +1,14 @@
-"""Calls of functions in what a model writes, found while it writes.
+"""Tool parsers: tool calls in a model's output, found while it is streamed.
 
-Every family of models has its own way to write a call. A parser takes the text piece by piece and
-gives events: text for the reader, the start of a call, pieces of its arguments. Text is held back
-only as long as it may turn out to belong to a call, and what looks like one and is none is given as
-text.
+Every family of models has its own syntax for a call. A parser gets the text piece by piece and
+returns events: content, the start of a call, pieces of its arguments. Text is held back only as
+long as it may turn out to belong to a call; text that looks like a call and is none is content.
 
+- `base`: the events, and the interface of parsers.
+- `partial_json`: a call that is written as JSON, as it is streamed.
 - `hermes`: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen and many more).
 - `llama`: the answer is `{"name": …, "parameters": {…}}` (Llama 3).
 - `mistral`: `[TOOL_CALLS]` and a list of calls, or a name and its arguments.
-- `constrained`: what a schema made of the answer, where a call was required.
+- `constrained`: output that follows a JSON schema, where a call was required.
+- `formats`: which of these a model uses.
 """

@@ -1,4 +1,4 @@
-from scheduler_service.frontend import metric_list
+from scheduler_service.frontend import metrics
 from tests.support.http_frontends import http_served
 from tests.support.scrapes import OF_PROMETHEUS_2, Scrape
 
@@ -9,7 +9,7 @@ async def test_a_frontends_metrics_are_on_its_http_port() -> None:
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
     told = Scrape(response.text)
-    names = {metric.name.removesuffix("_total") for metric in metric_list.ALL}
+    names = {metric.name.removesuffix("_total") for metric in metrics.ALL}
     assert {name.removesuffix("_total") for name in told.own_families} == names
     assert told.sum("pagewire_frontend_attached") == 1
 

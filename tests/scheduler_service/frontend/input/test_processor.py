@@ -5,9 +5,9 @@ import pytest
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
-from scheduler_service.frontend.input.processor import SEED_BITS, SettledRequest, settle
-from scheduler_service.frontend.prompt import prompt_tokens
-from scheduler_service.frontend.served_models import ServedModel, build_model
+from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedRequest, resolve_request
+from scheduler_service.frontend.input.prompt import prompt_tokens
+from scheduler_service.frontend.served_models import FrontendModel, build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
 from tests.support.tokenizers import EOS, byte_level, model_files
@@ -17,16 +17,16 @@ MODEL = build_model(model_info(), model_files(byte_level()))
 BARE = build_model(model_info(), {})
 
 
-def settled(model: ServedModel = MODEL, prompt: int = 10, **fields: Any) -> SettledRequest:
-    return settle(generate_request(**fields), "r", model, list(range(3, 3 + prompt)))
+def resolved(model: FrontendModel = MODEL, prompt: int = 10, **fields: Any) -> ResolvedRequest:
+    return resolve_request(generate_request(**fields), "r", model, list(range(3, 3 + prompt)))
 
 
-def with_defaults(**config: object) -> ServedModel:
+def with_defaults(**config: object) -> FrontendModel:
     return build_model(model_info(), model_files(byte_level(), **config))
 
 
 def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
-    request = settled()
+    request = resolved()
     sampling = request.submit.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
     assert (sampling.repetition_penalty, sampling.presence_penalty) == (1, 0)
@@ -41,88 +41,88 @@ def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
 
 def test_the_models_author_fills_in_what_the_request_leaves_open() -> None:
     model = with_defaults(temperature=0.5, top_k=9, max_new_tokens=20, eos_token_id=[7])
-    request = settled(model, top_k=3)
+    request = resolved(model, top_k=3)
     assert request.submit.sampling.temperature == 0.5
     assert request.submit.sampling.top_k == 3
     assert request.max_tokens == 20
     assert request.stop_token_ids == {EOS_ID, 7}
-    assert settled(model, temperature=0.0).submit.sampling.temperature == 0
+    assert resolved(model, temperature=0.0).submit.sampling.temperature == 0
 
 
 def test_tokens_may_wait_at_the_core_unless_stop_strings_are_looked_for_here() -> None:
-    assert settled(max_hold_ms=50).submit.max_hold_ms == 50
-    assert settled(max_hold_ms=50, stop=["x"]).submit.max_hold_ms == 0
-    assert settled().submit.max_hold_ms == 0
+    assert resolved(max_hold_ms=50).submit.max_hold_ms == 50
+    assert resolved(max_hold_ms=50, stop=["x"]).submit.max_hold_ms == 0
+    assert resolved().submit.max_hold_ms == 0
 
 
 def test_a_seed_is_drawn_once_and_fits_a_double() -> None:
-    seeds = {settled().seed for _ in range(50)}
+    seeds = {resolved().seed for _ in range(50)}
     assert len(seeds) == 50
     assert max(seeds) < 2**SEED_BITS
-    assert settled(seed=2**64 - 1).submit.sampling.seed == 2**64 - 1
-    assert settled(seed=0).seed == 0
+    assert resolved(seed=2**64 - 1).submit.sampling.seed == 2**64 - 1
+    assert resolved(seed=0).seed == 0
 
 
 def test_output_is_limited_to_the_room_the_prompt_leaves() -> None:
-    assert settled(max_tokens=10_000).max_tokens == 246
-    assert settled(prompt=255).max_tokens == 1
+    assert resolved(max_tokens=10_000).max_tokens == 246
+    assert resolved(prompt=255).max_tokens == 1
 
 
 def test_a_prompt_without_room_for_a_token_is_too_long_and_numbers_tell_why() -> None:
     with pytest.raises(PromptTooLong) as caught:
-        settled(prompt=256)
+        resolved(prompt=256)
     assert caught.value.details == {"prompt_tokens": "256", "max_model_len": "256"}
 
 
 def test_stop_tokens_come_beside_the_ends_of_sequence() -> None:
-    request = settled(stop_token_ids=[9, EOS_ID])
+    request = resolved(stop_token_ids=[9, EOS_ID])
     assert request.stop_token_ids == {9, EOS_ID}
     assert request.reported_stop_token_ids == {9}
 
 
 def test_ends_of_sequence_can_be_ignored() -> None:
-    assert settled(ignore_eos=True).submit.stop_token_ids == b""
-    request = settled(ignore_eos=True, stop_token_ids=[EOS_ID])
+    assert resolved(ignore_eos=True).submit.stop_token_ids == b""
+    request = resolved(ignore_eos=True, stop_token_ids=[EOS_ID])
     assert request.reported_stop_token_ids == {EOS_ID}
 
 
 def test_min_tokens_holds_every_stop_token_back() -> None:
-    request = settled(min_tokens=4, stop_token_ids=[9])
+    request = resolved(min_tokens=4, stop_token_ids=[9])
     assert request.submit.sampling.min_tokens == 4
     assert set(from_column(request.submit.sampling.suppressed_token_ids, "")) == {9, EOS_ID}
-    assert settled().submit.sampling.suppressed_token_ids == b""
+    assert resolved().submit.sampling.suppressed_token_ids == b""
 
 
 def test_bad_words_travel_as_token_sequences() -> None:
-    words = settled(bad_words=["fox"]).submit.sampling.bad_words
+    words = resolved(bad_words=["fox"]).submit.sampling.bad_words
     sequences = [from_column(word.token_ids, "") for word in words]
     assert [byte_level().decode(ids) for ids in sequences] == ["fox", " fox"]
 
 
 def test_log_probabilities_travel_with_their_zero() -> None:
-    sampling = settled(logprobs=0, prompt_logprobs=3).submit.sampling
+    sampling = resolved(logprobs=0, prompt_logprobs=3).submit.sampling
     assert sampling.HasField("logprobs")
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 3)
 
 
 def test_candidates_are_as_many_choices_with_log_probabilities() -> None:
-    request = settled(n=2, best_of=5)
+    request = resolved(n=2, best_of=5)
     assert (request.submit.num_choices, request.num_returned) == (5, 2)
     assert request.submit.sampling.HasField("logprobs")
     assert request.num_logprobs is None
     assert not request.is_streamed
-    assert settled(n=2, best_of=5, logprobs=3).submit.sampling.logprobs == 3
+    assert resolved(n=2, best_of=5, logprobs=3).submit.sampling.logprobs == 3
 
 
 def test_as_many_candidates_as_choices_are_just_choices() -> None:
-    request = settled(n=2, best_of=2)
+    request = resolved(n=2, best_of=2)
     assert request.is_streamed
     assert not request.submit.sampling.HasField("logprobs")
 
 
 def test_a_search_is_settled_with_candidates_and_without_what_the_author_says_of_sampling() -> None:
     model = with_defaults(temperature=0.5, top_k=9, top_p=0.5, eos_token_id=[7])
-    request = settled(model, n=2, beam_search={"width": 4})
+    request = resolved(model, n=2, beam_search={"width": 4})
     beam, sampling = request.submit.beam_search, request.submit.sampling
     assert (beam.width, beam.length_penalty) == (4, 1.0)
     assert beam.early_stopping == sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS
@@ -133,17 +133,17 @@ def test_a_search_is_settled_with_candidates_and_without_what_the_author_says_of
 
 
 def test_a_search_has_candidates_for_the_log_probabilities_asked_for() -> None:
-    sampling = settled(beam_search={"width": 2}, logprobs=17).submit.sampling
+    sampling = resolved(beam_search={"width": 2}, logprobs=17).submit.sampling
     assert sampling.num_candidates == 17
 
 
 def test_more_candidates_than_the_vocabulary_has_are_the_vocabulary() -> None:
     model = build_model(model_info(vocab_size=30), model_files(byte_level()))
-    assert settled(model, beam_search={"width": 64}).submit.sampling.num_candidates == 30
+    assert resolved(model, beam_search={"width": 64}).submit.sampling.num_candidates == 30
 
 
 def test_a_single_beam_is_greedy() -> None:
-    request = settled(beam_search={"width": 1})
+    request = resolved(beam_search={"width": 1})
     assert not request.submit.HasField("beam_search")
     assert not request.submit.sampling.HasField("num_candidates")
     assert request.submit.sampling.temperature == 0
@@ -151,7 +151,7 @@ def test_a_single_beam_is_greedy() -> None:
 
 
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
-    assert settled(top_k=2**32 - 1).submit.sampling.top_k == model_info().vocab_size
+    assert resolved(top_k=2**32 - 1).submit.sampling.top_k == model_info().vocab_size
 
 
 @pytest.mark.parametrize(
@@ -160,25 +160,25 @@ def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
 def test_without_a_tokenizer_what_needs_text_is_refused(prompt: Any, fields: Any) -> None:
     request = generate_request(prompt, **fields)
     with pytest.raises(UnsupportedByModel, match="no tokenizer") as caught:
-        settle(request, "r", BARE, prompt_tokens(request, BARE))
+        resolve_request(request, "r", BARE, prompt_tokens(request, BARE))
     assert caught.value.reason == "NO_TOKENIZER"
 
 
 def test_without_a_tokenizer_token_ids_work_and_there_is_no_text() -> None:
-    request = settled(BARE)
+    request = resolved(BARE)
     assert request.make_detokenizer().push(5) == request.make_detokenizer().flush() == ""
     assert request.token_text(5) == ""
 
 
 def test_tokenizer_files_that_cannot_be_used_leave_token_ids_working() -> None:
     model = build_model(model_info(), {"tokenizer.json": b"{}"})
-    assert settled(model).submit.prompt_token_ids == to_column(range(3, 13))
+    assert resolved(model).submit.prompt_token_ids == to_column(range(3, 13))
     with pytest.raises(UnsupportedByModel, match="cannot be used"):
         model.require_tokenizer("text")
 
 
-def constraint_of(model: ServedModel = MODEL, **fields: Any) -> sampling_pb2.Constraint:
-    sampling = settled(model, **fields).submit.sampling
+def constraint_of(model: FrontendModel = MODEL, **fields: Any) -> sampling_pb2.Constraint:
+    sampling = resolved(model, **fields).submit.sampling
     assert sampling.suppressed_token_ids == b""
     assert sampling.HasField("constraint")
     return sampling.constraint
@@ -192,7 +192,7 @@ def ends_of(constraint: sampling_pb2.Constraint) -> tuple[set[int], set[int]]:
 
 
 def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> None:
-    assert not settled().submit.sampling.HasField("constraint")
+    assert not resolved().submit.sampling.HasField("constraint")
     constraint = constraint_of(regex="a+", stop_token_ids=[9], min_tokens=4)
     assert (constraint.regex, ends_of(constraint)) == ("a+", ({9, EOS_ID}, set()))
     assert constraint_of(json_schema="{}").json_schema == "{}"
@@ -206,13 +206,13 @@ def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:
     assert ends_of(asked) == ({9}, {EOS_ID})
     also = constraint_of(regex="a", ignore_eos=True, stop_token_ids=[EOS_ID])
     assert EOS_ID in ends_of(also)[0]
-    request = settled(regex="a", ignore_eos=True)
+    request = resolved(regex="a", ignore_eos=True)
     assert EOS_ID in request.stop_token_ids
 
 
 def test_structured_output_needs_a_token_that_ends_it() -> None:
     endless = build_model(model_info(eos_token_ids=b""), model_files(byte_level()))
     with pytest.raises(InvalidArgument, match="no end of sequence") as caught:
-        settled(endless, regex="a")
+        resolved(endless, regex="a")
     assert caught.value.field == "sampling_params.stop_token_ids"
     assert ends_of(constraint_of(endless, regex="a", stop_token_ids=[9])) == ({9}, set())

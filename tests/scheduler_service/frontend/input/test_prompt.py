@@ -2,8 +2,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.prompt import check_chat
-from scheduler_service.frontend.prompt import prompt_tokens
+from scheduler_service.frontend.input.prompt import check_chat, prompt_tokens
 from scheduler_service.frontend.served_models import build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request

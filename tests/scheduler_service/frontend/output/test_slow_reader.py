@@ -4,7 +4,7 @@ import struct
 
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
-from scheduler_service.frontend.input.processor import settle
+from scheduler_service.frontend.input.processor import resolve_request
 from scheduler_service.frontend.output import request_stream
 from scheduler_service.frontend.output.request_stream import RequestStream
 from scheduler_service.frontend.served_models import build_model
@@ -27,7 +27,7 @@ HELLO = byte_level().token_to_id("hello")
 def new_stream(**fields: object) -> RequestStream:
     model = build_model(MODEL, model_files(byte_level()))
     stream = RequestStream("r", None, lambda _: None, "")
-    stream.begin(settle(generate_request([5], **fields), "r", model, [5]))
+    stream.begin(resolve_request(generate_request([5], **fields), "r", model, [5]))
     stream.receive_accepted()
     return stream
 

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_service.columns import from_column, to_column
-from scheduler_service.frontend.http.dashboard.changes import (
-    changes,
-    merge_patch,
-    runs,
-    splice,
-)
-from scheduler_service.frontend.http.dashboard.view import View
+from scheduler_service.frontend.http.dashboard.view import View, changes, merge_patch, runs, splice
 
 SCALARS = st.one_of(st.integers(-3, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2)))
 FACTS = st.dictionaries(

@@ -14,11 +14,10 @@ from prometheus_client import CollectorRegistry
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from scheduler_service.errors import Unauthenticated
-from scheduler_service.frontend.authentication import Tenant
-from scheduler_service.frontend.core_connection import CoreConnection
+from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.app import make_app
-from scheduler_service.frontend.http.dashboard.hub import Hub
-from scheduler_service.frontend.http.dashboard.router import FILE_PATHS
+from scheduler_service.frontend.http.dashboard.hub import FILE_PATHS, Hub
 from scheduler_service.frontend.http.services import HttpServices
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.support.fake_core import FakeCore
@@ -50,10 +49,10 @@ class Keys:
 
     asks_for_key = True
 
-    def tenant_of(self, authorization: str | None) -> Tenant:
+    def authenticate(self, authorization: str | None) -> Principal:
         if authorization not in ("Bearer operator", "Bearer user"):
             raise Unauthenticated("a key is needed")
-        return Tenant(name="t", is_operator=authorization == "Bearer operator")
+        return Principal(name="t", is_operator=authorization == "Bearer operator")
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.http.chat import generate_request
 from scheduler_service.frontend.http.openai.protocol import ChatRequest
-from scheduler_service.frontend.http.tool_choice import plan_tools
+from scheduler_service.frontend.http.openai.serving_chat import generate_request, plan_tools
 from scheduler_service.frontend.http.tool_parsers.formats import LLAMA
 from tests.support.fake_core import FakeCore
 from tests.support.http_frontends import http_served

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from scheduler_service.frontend.http.completion_schema import CompletionRequest
-from scheduler_service.frontend.http.openai.protocol import ChatRequest
+from scheduler_service.frontend.http.openai.protocol import ChatRequest, CompletionRequest
 from scheduler_service.frontend.http.openai.sampling import MAX_ENTRIES
 from scheduler_service.frontend.http.tokenize import DetokenizeBody, TokenizeChat, TokenizeText
 

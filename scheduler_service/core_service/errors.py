@@ -1,0 +1,31 @@
+"""Why the core's session with a worker group ends."""
+
+from collections.abc import Sequence
+
+
+class SessionFailed(Exception):
+    """The line to a worker broke, or the worker does not keep to the contract."""
+
+
+class StepOverdue(SessionFailed):
+    """A step takes much longer than it should, though the worker is there."""
+
+    def __init__(self, step_id: int, limit_s: float) -> None:
+        super().__init__(f"step {step_id} is overdue: not all results within {limit_s:.3g} s")
+        self.limit_s = limit_s
+
+
+class GroupHung(Exception):
+    """The group is of no use until `ranks` of it have registered anew."""
+
+    def __init__(self, reason: str, ranks: Sequence[int]) -> None:
+        super().__init__(reason)
+        self.ranks = ranks
+
+
+class CannotServe(Exception):
+    """The worker is sound, but this core can never use it; trying again would not help."""
+
+
+class WorkerTakenOver(Exception):
+    """Another core plans for the worker."""

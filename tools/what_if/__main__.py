@@ -1,0 +1,90 @@
+"""`python -m tools.what_if FILE`: a recorded load under other policies and configurations."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from scheduler_service.command_line import EXIT_BAD_CONFIG, exit_with
+from scheduler_service.replay.cli import replay_exactly
+from scheduler_service.replay.recording_file import BadRecording, RecordingReader
+from tools.what_if.comparison import apply_overrides, compare
+from tools.what_if.report import (
+    CannotPlot,
+    check_plot,
+    comparison_table,
+    fit_lines,
+    population_line,
+    tenants_table,
+    write_plot,
+)
+from tools.what_if.trace import TraceReader
+
+_ANY_WIDTH = 10_000
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def what_if(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `--record` wrote.", show_default=False)
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Compare with this policy; may be repeated."),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="FIELD=VALUE,…",
+            help="Compare with this configuration, such as "
+            "max_num_seqs=64,enable_prefix_caching=false; may be repeated.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the comparison; .svg, .png, .pdf, …"),
+    ] = None,
+) -> None:
+    """Predict how a recorded load would have fared under other policies or configurations.
+
+    Replays the recording exactly, then runs its requests in virtual time, with step times learned
+    from it. Exits with 1 if the replay differs from the recording, and with 2 if the file cannot
+    be read or a configuration is not valid.
+    """
+    logging.disable(logging.CRITICAL)  # the core logs again what it logged when it was recorded
+    console = Console(highlight=False, soft_wrap=True)
+    variants = [f"policy={name}" for name in policy or ()] + (config or [])
+    try:
+        reader = RecordingReader(file)
+        recorded = reader.header.config
+        others = {text: apply_overrides(recorded, text) for text in variants}
+        if plot is not None:
+            check_plot(plot)
+        trace_reader = TraceReader()
+        replay_exactly(console, reader, trace_reader.observe)
+        comparison = compare(trace_reader.trace(), recorded, others)
+        lines = [*fit_lines(comparison), population_line(comparison)]
+        console.print("\n".join(lines), markup=False)
+        _print_whole(comparison_table(comparison.rows))
+        if comparison.rows[0].by_tenant:
+            _print_whole(tenants_table(comparison.rows))
+        if plot is not None:
+            write_plot(plot, comparison.rows)
+            console.print(f"plot: {plot}", markup=False)
+    except (BadRecording, CannotPlot, OSError, ValueError) as error:
+        exit_with(error, EXIT_BAD_CONFIG)
+
+
+def _print_whole(table: Table) -> None:
+    """Print a table at its own width, even where the terminal is narrower."""
+    Console(width=Console(width=_ANY_WIDTH).measure(table).maximum, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m tools.what_if")
