@@ -110,7 +110,7 @@ def beams_and_sampling_rows_share_a_batch(worker: Worker) -> None:
         expect("a token beside beams", result.token(each), worker.alone(prompt, 1).tokens[0])
 
 
-@case("sampling", "biases, penalties, min_tokens and bad_words change are then log probabilities")
+@case("sampling", "Biases, penalties, min_tokens and bad_words then apply to log probabilities")
 def a_bias_changes_a_candidates_log_probability(worker: Worker) -> None:
     prompt = worker.prompt(1)
     expected = top(worker, prompt)
@@ -127,7 +127,7 @@ def a_bias_changes_a_candidates_log_probability(worker: Worker) -> None:
         expect_true(difference <= tolerance, f"expected {wanted:.5f}, it differs by {difference}")
 
 
-@case("plan", "fewer where the vocabulary is smaller or the sequence's constraints exclude")
+@case("plan", "fewer if the vocabulary is smaller or the sequence's constraints exclude")
 def excluded_tokens_are_no_candidates(worker: Worker) -> None:
     prompt = worker.prompt(2)
     first, second, *_ = top(worker, prompt).ids
@@ -173,7 +173,7 @@ def a_token_for_a_sequence_that_samples_is_refused(worker: Worker) -> None:
     _refuses_append(worker, [1, 0], is_beam=False)
 
 
-@case("model", "Token ids are below this.")
+@case("model", "token ids are less than this.")
 def an_appended_token_beyond_the_vocabulary_is_refused(worker: Worker) -> None:
     _refuses_append(worker, [1, worker.vocab_size])
 

@@ -27,7 +27,7 @@ def borrowed(stream: StepStream, worker: Worker, tokens: list[int], blocks: list
     )
 
 
-@case("plan", "Tokens whose KV is already in the blocks below (a cached prefix")
+@case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
 def another_sequences_blocks_serve_as_a_prefix(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         prompt = worker.prompt(number)
@@ -40,7 +40,7 @@ def another_sequences_blocks_serve_as_a_prefix(worker: Worker) -> None:
         worker.expect_as_alone("a sequence with a cached prefix", found, prompt)
 
 
-@case("plan", "Tokens whose KV is already in the blocks below (a cached prefix")
+@case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
 def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker) -> None:
     prompt = worker.prompt(1)
     with worker.open() as stream:
@@ -51,7 +51,7 @@ def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker) -> None:
     worker.expect_as_alone("a sequence with a cached prefix", found, prompt)
 
 
-@case("plan", "Tokens whose KV is already in the blocks below (a cached prefix")
+@case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
 def the_blocks_contents_matter(worker: Worker) -> None:
     """The negative control: without it, a worker that recomputes everything would pass all else."""
     differences = 0

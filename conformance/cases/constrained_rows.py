@@ -70,7 +70,10 @@ def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
     expect_true(num_predicted > NUM_DRAWS // 2, "hardly any draw could be predicted")
 
 
-@case("sampling", "the tokens allowed are a function of the constraint and the output tokens")
+@case(
+    "sampling",
+    "The allowed tokens are therefore a function of the constraint and the output tokens",
+)
 def steps_planned_ahead_follow_the_constraint(worker: Worker) -> None:
     params = letters(worker).params(seed=5)
     prompt = worker.prompt(2)
@@ -83,7 +86,7 @@ def steps_planned_ahead_follow_the_constraint(worker: Worker) -> None:
     worker.expect_as_alone("four steps sent at once", Generation(steps), prompt, params)
 
 
-@case("sampling", "goes on where the other left off")
+@case("sampling", "continues where the other worker stopped")
 def a_recomputed_sequence_goes_on_where_it_was(worker: Worker) -> None:
     params = letters(worker).params(seed=7, temperature=2.0)
     prompt = worker.prompt(3)
@@ -96,7 +99,10 @@ def a_recomputed_sequence_goes_on_where_it_was(worker: Worker) -> None:
     worker.expect_as_alone("a recomputed sequence", found, prompt, params, start=2)
 
 
-@case("sampling", "the tokens allowed are a function of the constraint and the output tokens")
+@case(
+    "sampling",
+    "The allowed tokens are therefore a function of the constraint and the output tokens",
+)
 def a_fork_follows_its_own_output(worker: Worker) -> None:
     known = texts_of(worker)
     words = ["ab", "cd"]
@@ -143,7 +149,7 @@ def log_probabilities_are_those_of_before_the_constraint(worker: Worker) -> None
     expect_letters(worker, "a constrained sequence", bound.tokens)
 
 
-@case("sampling", "What comes after such a token does not matter.")
+@case("sampling", "Tokens after such a token are irrelevant.")
 def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
     end, prompt = end_of(worker), worker.prompt(0)
     known = texts_of(worker)
@@ -159,7 +165,7 @@ def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
     worker.expect_as_alone("a row beside one that has ended", Generation(steps), prompt)
 
 
-@case("plan", "or the tokens generated elsewhere do not follow it.")
+@case("plan", "or tokens generated on another worker do not match it.")
 def an_output_that_does_not_follow_fails_alone(worker: Worker) -> None:
     known, prompt = texts_of(worker), worker.prompt(0)
     wrong = [*worker.prompt(1), *spell(known, "zz")]

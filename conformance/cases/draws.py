@@ -60,7 +60,7 @@ def a_low_temperature_sharpens(worker: Worker) -> None:
     check_draws(worker, temperature=0.4)
 
 
-@case("sampling", "Any other divides the logits")
+@case("sampling", "Any other temperature divides the logits")
 def a_high_temperature_flattens(worker: Worker) -> None:
     check_draws(worker, temperature=3.0)
 

@@ -72,7 +72,7 @@ def a_negative_bias_pushes_a_token_down(worker: Worker) -> None:
             expect(f"the token chosen with bias {-value:.3f} on the first", got, token)
 
 
-@case("sampling", "Until this many output tokens, the logits of suppressed_token_ids are -inf.")
+@case("sampling", "Before this many output tokens, the logits of suppressed_token_ids are -inf.")
 def min_tokens_holds_suppressed_tokens_back(worker: Worker) -> None:
     prompt = worker.prompt(1)
     alone = worker.alone(prompt, 3)

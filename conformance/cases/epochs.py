@@ -26,7 +26,7 @@ def a_stream_of_a_greater_epoch_ends_the_older_one(worker: Worker) -> None:
     worker.expect_as_alone("the stream that took over", found, prompt)
 
 
-@case("plan", "A worker that has seen a greater one ends the stream with ABORTED.")
+@case("plan", "A worker that has seen a greater epoch ends the stream with ABORTED.")
 def a_stream_of_an_older_epoch_is_refused(worker: Worker) -> None:
     with worker.open() as newer:
         newer.step(newer.new(worker.prompt(1)).row())
@@ -74,7 +74,7 @@ def a_plan_of_another_epoch_ends_the_stream(worker: Worker) -> None:
     expect_true(code in allowed, f"expected ABORTED or FAILED_PRECONDITION, got {code.name}")
 
 
-@case("worker_service", "Makes the KV caches and forgets all sequences.")
+@case("worker_service", "Creates the KV caches and forgets all sequences.")
 def sequences_of_an_older_epoch_are_unknown(worker: Worker) -> None:
     with worker.open() as older:
         sequence = older.new(worker.prompt(1))

@@ -42,7 +42,7 @@ def the_rest_of_the_batch_goes_on(worker: Worker) -> None:
         worker.expect_as_alone("a row beside a failed one", Generation([one, *more]), prompt)
 
 
-@case("plan", "rows of it in later plans, which may be on their way already, fail")
+@case("plan", "its rows in later plans, which may be in flight already, fail")
 def a_failed_sequence_fails_again_until_forgotten(worker: Worker) -> None:
     prompt = worker.prompt(2)
     with worker.open() as stream:

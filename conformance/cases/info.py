@@ -18,7 +18,7 @@ LIST_SERVICES = b"\x3a\x00"
 """A ServerReflectionRequest with list_services set."""
 
 
-@case("worker_service", "Who the worker is and what it holds.")
+@case("worker_service", "Returns the worker's identity and its model.")
 def get_info_tells_who_the_worker_is(worker: Worker) -> None:
     info = worker.get_info()
     expect_true(bool(info.worker_id), "worker_id is empty")
@@ -37,7 +37,7 @@ def the_model_is_described_completely(worker: Worker) -> None:
         expect_true(getattr(model, field) >= 1, f"model.{field} is 0")
 
 
-@case("model", "Token ids are below this.")
+@case("model", "token ids are less than this.")
 def special_tokens_are_in_the_vocabulary(worker: Worker) -> None:
     model = worker.info.model
     special = columns.unpack(model.eos_token_ids)
@@ -53,7 +53,7 @@ def get_info_tells_the_greatest_epoch(worker: Worker) -> None:
         expect("last_epoch after InitializeCache", worker.get_info().last_epoch, worker.epoch)
 
 
-@case("model", "Pieces of one file follow each other in order")
+@case("model", "The chunks of one file arrive in order")
 def the_models_files_come_in_pieces(worker: Worker) -> None:
     complete: set[str] = set()
     current = ""

@@ -67,7 +67,7 @@ def the_rank_counts_more_probable_tokens(worker: Worker) -> None:
             expect_true(entry.sampled_rank > better, f"sampled_rank is {entry.sampled_rank}")
 
 
-@case("sampling", "Number of most probable tokens reported besides the sampled one.")
+@case("sampling", "Number of most probable tokens reported in addition to the sampled one.")
 def logprobs_of_0_reports_the_sampled_token_alone(worker: Worker) -> None:
     with worker.open() as stream:
         sequence = stream.new(worker.prompt(1), sampling=sampler_params(logprobs=0))
@@ -76,7 +76,7 @@ def logprobs_of_0_reports_the_sampled_token_alone(worker: Worker) -> None:
     expect("number of log probabilities", len(columns.unpack_floats(entry.logprobs)), 1)
 
 
-@case("plan", "For sampling rows that asked for them, in row order.")
+@case("plan", "For sampling rows that request them, in row order.")
 def only_rows_that_asked_get_log_probabilities(worker: Worker) -> None:
     silent = sampler_params()
     silent.ClearField("logprobs")

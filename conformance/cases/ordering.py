@@ -12,7 +12,8 @@ DEPTH = 12
 
 
 @case(
-    "worker_service", "Executes plans in order and answers each, whether or not the next has come."
+    "worker_service",
+    "Executes plans in order and answers each, whether or not the next has arrived.",
 )
 def plans_are_taken_before_earlier_results_are_read(worker: Worker) -> None:
     prompt = worker.prompt(1)
@@ -25,7 +26,8 @@ def plans_are_taken_before_earlier_results_are_read(worker: Worker) -> None:
 
 
 @case(
-    "worker_service", "Executes plans in order and answers each, whether or not the next has come."
+    "worker_service",
+    "Executes plans in order and answers each, whether or not the next has arrived.",
 )
 def a_result_does_not_wait_for_the_next_plan(worker: Worker) -> None:
     with worker.open() as stream:
@@ -34,7 +36,7 @@ def a_result_does_not_wait_for_the_next_plan(worker: Worker) -> None:
             stream.step(sequence.row())
 
 
-@case("worker_service", "What to do next, in order.")
+@case("worker_service", "The plans of the following steps, in order.")
 def plans_in_one_message_are_executed_in_order(worker: Worker) -> None:
     if not worker.info.takes_several_plans:
         raise Skipped("it takes one plan at a time")

@@ -63,7 +63,7 @@ def they_are_those_of_sampling_in_that_place(worker: Worker) -> None:
         expect_true(difference <= TOLERANCE, f"its log probability differs by {difference:.4f}")
 
 
-@case("plan", "For rows that computed prompt tokens and asked for them, in row order.")
+@case("plan", "For rows that computed prompt tokens and request them, in row order.")
 def chunks_report_their_own_tokens(worker: Worker) -> None:
     prompt = worker.prompt(3)
     whole = matrix(wished(worker, prompt, [])[0].message.prompt_logprobs[0])

@@ -28,7 +28,7 @@ def the_first_heartbeat_carries_the_registration(worker: Worker) -> None:
     expect("heartbeats with a registration", carries[:2], [True, False])
 
 
-@case("scheduler_service", "Who a worker is.")
+@case("scheduler_service", "The identity and properties of a worker.")
 def the_registration_is_complete(worker: Worker) -> None:
     registration = registration_server_of(worker).wait(worker.timeout_s)
     for field in ("worker_id", "group_id", "address", "version"):
@@ -44,7 +44,7 @@ def the_registration_says_what_get_info_says(worker: Worker) -> None:
     expect("registration.model", registration.model, worker.info.model)
 
 
-@case("scheduler_service", "Time without a heartbeat after which it counts as lost")
+@case("scheduler_service", "Time without a heartbeat after which the worker counts as lost")
 def heartbeats_keep_the_lease(worker: Worker) -> None:
     server = registration_server_of(worker)
     so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
@@ -77,7 +77,7 @@ def a_worker_that_serves_says_ready(worker: Worker) -> None:
     expect("state", last.state, status_pb2.WORKER_STATE_READY)
 
 
-@case("scheduler_service", "Finish what runs, take nothing new.")
+@case("scheduler_service", "Finish running sequences and accept no new ones.")
 def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
     server = registration_server_of(worker)
     prompt = worker.prompt(1)
@@ -98,7 +98,7 @@ def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
     worker.expect_as_alone("what ran when the worker was told to drain", found, prompt)
 
 
-@case("scheduler_service", "End the process.")
+@case("scheduler_service", "Exit.")
 def a_worker_told_to_stop_ends_its_stream(worker: Worker) -> None:
     server = registration_server_of(worker)
     server.send(pb.WorkerDirective(stop=pb.Stop(reason="the conformance kit is done")))

@@ -37,7 +37,7 @@ def after_a_stream_that_broke_off_a_new_epoch_works(worker: Worker) -> None:
     worker.expect_healthy()
 
 
-@case("worker_service", "When the core sends no more, the stream ends with OK")
+@case("worker_service", "When the core half-closes the stream, it ends with OK")
 def a_stream_without_a_plan_ends_well(worker: Worker) -> None:
     with worker.open() as stream:
         stream.finish()
@@ -68,7 +68,7 @@ def fields_of_a_newer_contract_are_ignored(worker: Worker) -> None:
     worker.expect_as_alone("a plan with an unknown field", found, prompt)
 
 
-@case("worker_service", "Most sequences in a step.")
+@case("worker_service", "Maximum number of sequences in a step.")
 def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker) -> None:
     sampling = sampler_params(temperature=0.0)
     prompts = [worker.prompt(number, 3) for number in range(MAX_NUM_SEQS)]
@@ -82,7 +82,7 @@ def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker) -> None:
         worker.expect_as_alone("one of many", found, prompts[number], sampling)
 
 
-@case("plan", "Sequences the worker drops all state of.")
+@case("plan", "Sequences whose state the worker drops.")
 def sequences_come_and_go_for_long(worker: Worker) -> None:
     prompt = worker.prompt(1, 4)
     with worker.open() as stream:
@@ -95,7 +95,7 @@ def sequences_come_and_go_for_long(worker: Worker) -> None:
     worker.expect_as_alone("the last of 50 sequences in the same blocks", found, prompt)
 
 
-@case("worker_service", "Makes the KV caches and forgets all sequences.")
+@case("worker_service", "Creates the KV caches and forgets all sequences.")
 def calls_may_come_beside_a_step_stream(worker: Worker) -> None:
     prompt = worker.prompt(1)
     with worker.open() as stream:

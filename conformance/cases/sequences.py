@@ -45,7 +45,7 @@ def _known(stream: StepStream, worker: Worker) -> Sequence:
     return sequence
 
 
-@case("plan", "Sequences the worker has not seen (or was told to forget)")
+@case("plan", "Sequences that the worker does not know (or has been instructed to forget)")
 def a_row_of_an_unknown_sequence_is_refused(worker: Worker) -> None:
     def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:
         plan.seq_ids = columns.pack([sequence.seq_id + 7])
@@ -61,7 +61,7 @@ def two_rows_of_one_sequence_are_refused(worker: Worker) -> None:
     refuses(worker, change, "seq_ids")
 
 
-@case("plan", "Sequences the worker drops all state of.")
+@case("plan", "Sequences whose state the worker drops.")
 def a_forgotten_sequence_is_unknown(worker: Worker) -> None:
     with worker.open() as stream:
         sequence = _known(stream, worker)
@@ -111,7 +111,7 @@ def the_greatest_sequence_id_works(worker: Worker) -> None:
     worker.expect_as_alone("sequence 2^31 - 1", found, prompt)
 
 
-@case("model", "Token ids are below this.")
+@case("model", "token ids are less than this.")
 def a_token_beyond_the_vocabulary_is_refused(worker: Worker) -> None:
     for token in (worker.vocab_size, -1):
         with worker.open() as stream:
@@ -119,7 +119,7 @@ def a_token_beyond_the_vocabulary_is_refused(worker: Worker) -> None:
             stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
 
 
-@case("plan", "How many of token_ids are prompt")
+@case("plan", "Number of prompt tokens in token_ids")
 def more_prompt_tokens_than_tokens_are_refused(worker: Worker) -> None:
     def change(new: plan_pb2.NewSequence) -> None:
         new.num_prompt_tokens = len(new.token_ids) // 4 + 1
@@ -127,7 +127,7 @@ def more_prompt_tokens_than_tokens_are_refused(worker: Worker) -> None:
     refuses_new(worker, change, "new_sequences")
 
 
-@case("plan", "Tokens whose KV is already in the blocks below")
+@case("plan", "Number of tokens whose KV is already in the blocks below")
 def more_computed_tokens_than_tokens_are_refused(worker: Worker) -> None:
     def change(new: plan_pb2.NewSequence) -> None:
         new.num_computed_tokens = len(new.token_ids) // 4 + 1
@@ -135,7 +135,7 @@ def more_computed_tokens_than_tokens_are_refused(worker: Worker) -> None:
     refuses_new(worker, change, "new_sequences")
 
 
-@case("plan", "Tokens whose KV is already in the blocks below")
+@case("plan", "Number of tokens whose KV is already in the blocks below")
 def more_computed_tokens_than_blocks_hold_are_refused(worker: Worker) -> None:
     def change(new: plan_pb2.NewSequence) -> None:
         new.num_computed_tokens = len(new.token_ids) // 4 - 1

@@ -17,7 +17,7 @@ def a_stream_before_the_first_cache_is_refused(worker: Worker) -> None:
         stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
-@case("worker_service", "How many KV blocks fit")
+@case("worker_service", "Measures how many KV blocks fit")
 def at_least_one_block_fits(worker: Worker) -> None:
     expect_true(worker.blocks.num_gpu_blocks >= 1, "ProfileBlocks found room for no block")
 

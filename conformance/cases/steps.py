@@ -57,7 +57,7 @@ def a_row_that_does_not_sample_appends_nothing(worker: Worker) -> None:
     worker.expect_as_alone("the last token computed by itself", found, prompt)
 
 
-@case("plan", "Prompt, then tokens generated so far (after a preemption or a worker's loss).")
+@case("plan", "Prompt, then tokens generated so far (after a preemption or the loss of a worker).")
 def a_recomputed_sequence_goes_on_as_before(worker: Worker) -> None:
     for number in range(2):
         prompt = worker.prompt(number)
@@ -86,14 +86,14 @@ def a_steps_times_follow_each_other(worker: Worker) -> None:
             finished_us = timings.finished_us
 
 
-@case("worker_service", "When the core sends no more, the stream ends with OK")
+@case("worker_service", "When the core half-closes the stream, it ends with OK")
 def a_stream_ends_with_ok_when_the_core_has_no_more_plans(worker: Worker) -> None:
     with worker.open() as stream:
         stream.step(stream.new(worker.prompt(1)).row())
         stream.finish()
 
 
-@case("worker_service", "the stream ends with OK after its last result")
+@case("worker_service", "it ends with OK after the last result")
 def results_due_are_sent_before_the_stream_ends(worker: Worker) -> None:
     with worker.open() as stream:
         sequence = stream.new(worker.prompt(1))

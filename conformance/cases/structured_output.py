@@ -23,7 +23,7 @@ OBJECT = """{"type": "object", "additionalProperties": false, "required": ["b", 
 "properties": {"b": {"type": "boolean"}, "a": {"type": "boolean"}}}"""
 
 
-@case("model", "Whether the worker keeps to SamplerParams.constraint.")
+@case("model", "Whether the worker implements SamplerParams.constraint.")
 def who_keeps_to_constraints_has_a_tokenizer(worker: Worker) -> None:
     expect_true(any(texts_of(worker)), "no token of tokenizer.json has a text")
 
@@ -67,7 +67,7 @@ def a_schema_allows_the_json_texts_that_it_describes(worker: Worker) -> None:
     expect_allowed(worker, asked, "", '"', '"re', '"red"', "t", "true", "7")
 
 
-@case("sampling", "Properties come in the order in which the schema names them.")
+@case("sampling", "Properties appear in the order in which the schema names them.")
 def properties_come_in_the_schemas_order(worker: Worker) -> None:
     asked = known_constraint(worker, {"json_schema": OBJECT}, json_object_language("ba"))
     begun = ["", '{"', '{"b":', '{"b":true', '{"b":true,"', '{"b":true,"a":false']
@@ -93,7 +93,7 @@ def a_character_may_come_in_several_tokens(worker: Worker) -> None:
     expect_allowed(worker, asked, *(tokens[:end] for end in range(len(tokens) + 1)))
 
 
-@case("sampling", "have none and are never allowed as text")
+@case("sampling", "have no text and are never allowed as text")
 def a_token_without_a_text_is_never_allowed(worker: Worker) -> None:
     known = texts_of(worker)
     asked = known_constraint(worker, {"regex": r"(?s:.){8}"}, texts())
@@ -120,7 +120,7 @@ def an_end_token_is_never_text(worker: Worker) -> None:
     expect_allowed(worker, asked, "", "b")
 
 
-@case("sampling", "at least min_tokens output tokens are there or no token is allowed as text")
+@case("sampling", "contains at least min_tokens tokens or no token is allowed as text")
 def min_tokens_holds_the_end_back_while_there_is_more(worker: Worker) -> None:
     words = ("ab", "abcd")
     for min_tokens in (2, 3, 9):
@@ -128,7 +128,7 @@ def min_tokens_holds_the_end_back_while_there_is_more(worker: Worker) -> None:
         expect_allowed(worker, asked, "ab", "abcd")
 
 
-@case("sampling", "suppressed_token_ids therefore has no meaning beside a constraint")
+@case("sampling", "suppressed_token_ids therefore has no meaning with a constraint")
 def suppressed_tokens_are_not_looked_at(worker: Worker) -> None:
     suppressed = {"suppressed_token_ids": columns.pack([end_of(worker)])}
     asked = known_constraint(worker, choice("ab"), texts("ab"), min_tokens=9, others=suppressed)

@@ -40,7 +40,7 @@ def blocks_come_back_from_the_host_as_they_were(worker: Worker) -> None:
         worker.expect_as_alone("a sequence swapped out and in", found, prompt, start=3)
 
 
-@case("plan", "So a block freed by a swap-out may be a target of the same step.")
+@case("plan", "A block freed by a swap-out may therefore be a target of the same step.")
 def a_block_swapped_out_may_be_written_in_the_same_step(worker: Worker) -> None:
     first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
     with worker.open() as stream:
@@ -95,7 +95,7 @@ def a_block_may_be_swapped_out_before_a_copy_overwrites_it(worker: Worker) -> No
     worker.expect_as_alone("the sequence copied over it", copied, second_prompt)
 
 
-@case("plan", "A step may have no rows, if it has cache operations.")
+@case("plan", "A step with cache operations may have no rows.")
 def a_step_without_rows_moves_blocks(worker: Worker) -> None:
     prompt = worker.prompt(1)
     with worker.open() as stream:
@@ -119,7 +119,7 @@ def a_step_without_rows_moves_blocks(worker: Worker) -> None:
     worker.expect_as_alone("a sequence moved in steps without rows", found, prompt, start=2)
 
 
-@case("plan", "with what swap_out has just written")
+@case("plan", "copy host to device, after swap_out has written")
 def a_swap_in_reads_what_its_own_step_swapped_out(worker: Worker) -> None:
     prompt = worker.prompt(2)
     with worker.open() as stream:
@@ -140,7 +140,7 @@ def a_swap_in_reads_what_its_own_step_swapped_out(worker: Worker) -> None:
     worker.expect_as_alone("a sequence that went out and in at once", found, prompt)
 
 
-@case("plan", "A swap-out's source may be read by a row of this step")
+@case("plan", "The source of a swap-out may be read by a row of this step")
 def a_block_may_be_read_while_it_is_swapped_out(worker: Worker) -> None:
     prompt = worker.prompt(1)
     count = full_blocks(worker, prompt)
@@ -157,7 +157,7 @@ def a_block_may_be_read_while_it_is_swapped_out(worker: Worker) -> None:
     worker.expect_as_alone("a sequence with the blocks swapped out then", found, prompt)
 
 
-@case("plan", "What is swapped in is used from the next step on")
+@case("plan", "Blocks that are swapped in may be used from the next step on")
 def the_next_step_finds_what_was_swapped_in(worker: Worker) -> None:
     """The plans are sent without waiting, so that a worker has every chance to overlap them."""
     prompt, other = worker.prompt(1), worker.prompt(2)
@@ -179,7 +179,7 @@ def the_next_step_finds_what_was_swapped_in(worker: Worker) -> None:
     worker.expect_as_alone("a row beside swaps", Generation(steps), other)
 
 
-@case("plan", "So a host block that this frees may be a target of swap_out from the next plan on.")
+@case("plan", "A host block that this frees may be a target of swap_out from the next plan on.")
 def a_host_block_serves_again_in_the_next_step(worker: Worker) -> None:
     first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
     count = full_blocks(worker, first_prompt)

@@ -96,7 +96,7 @@ def test_cases_are_listed_with_their_promises() -> None:
     run = run_kit("--list", "--only", "swap")
     assert run.returncode == 0, run.stderr
     assert "swaps: a block swapped out may be written in the same step" in run.stdout
-    assert "plan.proto: So a block freed by a swap-out may be a target" in run.stdout
+    assert "plan.proto: A block freed by a swap-out may therefore be a target" in run.stdout
     assert "epochs:" not in run.stdout
 
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Text generation, and what belongs to it.
+    """Text generation, with tokenization, model information and status.
     """
 
     def __init__(self, channel):
@@ -78,22 +78,22 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Text generation, and what belongs to it.
+    """Text generation, with tokenization, model information and status.
     """
 
     def Generate(self, request, context):
-        """Runs one request and streams its tokens. The stream ends with OK only after
-        every choice's finish reason and the usage were sent; cancelling the call frees
-        all that the request held. The call's deadline bounds the request.
+        """Runs one request and streams its tokens. The stream ends with OK only after every
+        choice's finish reason and the usage were sent; cancelling the call frees all
+        resources of the request. The call's deadline bounds the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Runs many requests on one stream, for offline work and gateways. One request's
-        error does not end the stream. Half-closing the stream lets the accepted
-        requests finish.
+        """Runs many requests on one stream, for batch jobs and gateways. The error of one
+        request does not end the stream. Half-closing the stream lets the accepted requests
+        finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,35 +107,36 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids of a text or a chat, with the model's own tokenizer and template.
+        """Returns the token ids of a text or a chat, by the model's own tokenizer and
+        template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Text of token ids.
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Facts about a served model.
+        """Information about a served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """A snapshot of the deployment.
+        """Returns a snapshot of the deployment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """The snapshot again and again.
+        """Snapshots at a regular interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +194,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Text generation, and what belongs to it.
+    """Text generation, with tokenization, model information and status.
     """
 
     @staticmethod

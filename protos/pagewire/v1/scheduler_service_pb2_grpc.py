@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub(object):
-    """The core's side of every internal link that is dialled to it.
+    """The calls that frontends, workers and operators make to the core.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class SchedulerServiceStub(object):
 
 
 class SchedulerServiceServicer(object):
-    """The core's side of every internal link that is dialled to it.
+    """The calls that frontends, workers and operators make to the core.
     """
 
     def Attach(self, request_iterator, context):
@@ -85,22 +85,22 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterWorker(self, request_iterator, context):
-        """One worker's registration, heartbeat and lease. When the stream breaks or no
-        heartbeat comes for the lease's time, the worker is lost.
+        """One worker's registration, heartbeat and lease. When the stream breaks, or when no
+        heartbeat arrives for the duration of the lease, the worker is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelAssets(self, request, context):
-        """A served model's files, as a worker holds them.
+        """Returns the files of a served model, read from a worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a tenant's live request of whichever frontend; its stream ends with CANCELLED.
+        """Ends a live request of a tenant on any frontend; its stream ends with CANCELLED.
         NOT_FOUND if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -108,26 +108,27 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """A snapshot of core and workers.
+        """Returns a snapshot of core and workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """The snapshot again and again.
+        """Snapshots at a regular interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """A worker group takes no new sequences, and those it has go on in other groups of
-        its model, by recompute, as soon as the results of its steps under way are in.
-        What no other group can hold goes on here, until one joins that can or it ends.
-        Then the group's workers are told to stop; a process that is to serve again is
-        started again. Answered at once; until it is gone, GetStatus has the group as
-        DRAINING, with the sequences that still run. NOT_FOUND if there is no such group.
+        """Drains a worker group: it accepts no new sequences, and its sequences continue in
+        other groups of its model, by recompute, as soon as the results of its steps in
+        flight have arrived. A request that no other group can hold continues here until
+        such a group joins or the request ends. Then the group's workers are instructed to
+        stop; a supervisor has to restart a process that shall serve again. The call
+        returns at once; until the group is gone, GetStatus lists it as DRAINING, with the
+        sequences that still run. NOT_FOUND if there is no such group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +181,7 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
-    """The core's side of every internal link that is dialled to it.
+    """The calls that frontends, workers and operators make to the core.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GetInfoRequest(_message.Message):
-    """Asks who the worker is."""
+    """Requests the worker's identity."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -39,7 +39,7 @@ Global___GetInfoRequest: _TypeAlias = GetInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetInfoResponse(_message.Message):
-    """Who the worker is."""
+    """The worker's identity and model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -55,22 +55,22 @@ class GetInfoResponse(_message.Message):
     worker_id: _builtins.str
     """Unique per process."""
     device: _builtins.str
-    """Such as `cpu` or `cuda:0`."""
+    """For example `cpu` or `cuda:0`."""
     attention_backend: _builtins.str
     """The attention backend in use."""
     pid: _builtins.int
     """Operating system process id."""
     num_weight_loads: _builtins.int
-    """Times weights were loaded since the process started."""
+    """How often weights were loaded since the process started."""
     last_epoch: _builtins.int
     """The greatest epoch seen, 0 if none."""
     busy_us: _builtins.int
-    """How long the worker has been at what it is doing now, such as one step, in
-    microseconds; 0 when idle, or when it does not tell.
+    """How long the worker has been busy with its current operation, such as one step, in
+    microseconds; 0 when idle, or if it does not report it.
     """
     takes_several_plans: _builtins.bool
-    """Whether the worker takes several plans in one ExecuteStepsRequest. All ranks of a
-    group are to say so before they get any.
+    """Whether the worker accepts several plans in one ExecuteStepsRequest. The core sends
+    several only if all ranks of the group set this.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
@@ -99,7 +99,7 @@ Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
 
 @_typing.final
 class WorkerServiceGetModelAssetsRequest(_message.Message):
-    """Asks for the model's files."""
+    """Requests the model's files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -116,14 +116,14 @@ Global___WorkerServiceGetModelAssetsRequest: _TypeAlias = WorkerServiceGetModelA
 
 @_typing.final
 class WorkerServiceGetModelAssetsResponse(_message.Message):
-    """A piece of the model's files."""
+    """A chunk of the model's files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> _model_pb2.ModelAssetChunk:
-        """The piece."""
+        """The chunk."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class ProfileBlocksRequest(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
-    """Most sequences in a step."""
+    """Maximum number of sequences in a step."""
     max_num_batched_tokens: _builtins.int
-    """Most tokens in a step."""
+    """Maximum number of tokens in a step."""
     def __init__(
         self,
         *,
@@ -166,7 +166,7 @@ Global___ProfileBlocksRequest: _TypeAlias = ProfileBlocksRequest  # noqa: Y015
 
 @_typing.final
 class ProfileBlocksResponse(_message.Message):
-    """How many blocks fit."""
+    """The number of blocks that fit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -192,7 +192,9 @@ Global___ProfileBlocksResponse: _TypeAlias = ProfileBlocksResponse  # noqa: Y015
 
 @_typing.final
 class InitializeCacheRequest(_message.Message):
-    """The caches to make: over all ranks of a group the least of what they profiled."""
+    """The sizes of the caches to create: the minimum over what the ranks of a group
+    profiled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -222,7 +224,7 @@ Global___InitializeCacheRequest: _TypeAlias = InitializeCacheRequest  # noqa: Y0
 
 @_typing.final
 class InitializeCacheResponse(_message.Message):
-    """The caches are there."""
+    """The caches are created."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -239,7 +241,7 @@ Global___InitializeCacheResponse: _TypeAlias = InitializeCacheResponse  # noqa: 
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):
-    """One plan, or several for steps that follow each other."""
+    """One plan, or several of consecutive steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,11 +249,13 @@ class ExecuteStepsRequest(_message.Message):
     LATER_PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> _plan_pb2.StepPlan:
-        """What to do."""
+        """The plan of a step."""
 
     @_builtins.property
     def later_plans(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepPlan]:
-        """What to do next, in order. Empty unless the worker has said that it takes several."""
+        """The plans of the following steps, in order. Empty unless the worker set
+        takes_several_plans.
+        """
 
     def __init__(
         self,
@@ -269,7 +273,7 @@ Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsResponse(_message.Message):
-    """One result, or those of several steps that follow each other."""
+    """One result, or those of several consecutive steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -277,12 +281,12 @@ class ExecuteStepsResponse(_message.Message):
     LATER_RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def result(self) -> _plan_pb2.StepResult:
-        """What came of a step."""
+        """The result of a step."""
 
     @_builtins.property
     def later_results(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepResult]:
-        """What came of the steps after it, in order. Empty unless `result` was allowed to wait
-        (StepPlan.max_results_together), and so were all of these but the last.
+        """The results of the following steps, in order. Empty unless `result` was allowed to
+        wait (StepPlan.max_results_together), and so were all of these but the last.
         """
 
     def __init__(

@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
+    """The calls that the core makes to a worker, in this order: GetInfo, ProfileBlocks,
     InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
-    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
-    says SERVING once the model is loaded, and server reflection.
+    them with UNAVAILABLE. In addition to this service it serves grpc.health.v1.Health,
+    which reports SERVING once the model is loaded, and server reflection.
     """
 
     def __init__(self, channel):
@@ -76,36 +76,37 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
+    """The calls that the core makes to a worker, in this order: GetInfo, ProfileBlocks,
     InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
-    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
-    says SERVING once the model is loaded, and server reflection.
+    them with UNAVAILABLE. In addition to this service it serves grpc.health.v1.Health,
+    which reports SERVING once the model is loaded, and server reflection.
     """
 
     def GetInfo(self, request, context):
-        """Who the worker is and what it holds.
+        """Returns the worker's identity and its model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelAssets(self, request, context):
-        """The model's files that frontends need.
+        """Returns the model's files that frontends need.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProfileBlocks(self, request, context):
-        """How many KV blocks fit, after a forward pass of the largest batch to be planned.
-        Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+        """Measures how many KV blocks fit, by a forward pass of the largest batch to be
+        planned. Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <=
+        max_num_batched_tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InitializeCache(self, request, context):
-        """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+        """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
         that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
         than any before, with INVALID_ARGUMENT if there are no device blocks.
         """
@@ -114,16 +115,16 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExecuteSteps(self, request_iterator, context):
-        """Executes plans in order and answers each, whether or not the next has come. A
-        result waits for others only as its plan allows. One stream at a time: a stream
+        """Executes plans in order and answers each, whether or not the next has arrived. A
+        result waits for later ones only as its plan allows. One stream at a time: a stream
         with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
-        second one is refused with FAILED_PRECONDITION, and so is a stream before the
-        first InitializeCache.
+        second one is refused with FAILED_PRECONDITION, and so is a stream before the first
+        InitializeCache.
 
         A plan that is malformed, or contradicts what the worker knows, ends the stream
-        with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+        with INVALID_ARGUMENT; the message of the status begins with the name of the plan's
         field and a colon. Results of the plans before it are sent first. When the core
-        sends no more, the stream ends with OK after its last result. However a stream
+        half-closes the stream, it ends with OK after the last result. However a stream
         ends, its sequences are forgotten and the worker is ready for a greater epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -191,10 +192,10 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
+    """The calls that the core makes to a worker, in this order: GetInfo, ProfileBlocks,
     InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
-    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
-    says SERVING once the model is loaded, and server reflection.
+    them with UNAVAILABLE. In addition to this service it serves grpc.health.v1.Health,
+    which reports SERVING once the model is loaded, and server reflection.
     """
 
     @staticmethod

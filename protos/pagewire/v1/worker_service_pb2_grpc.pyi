@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
+    """The calls that the core makes to a worker, in this order: GetInfo, ProfileBlocks,
     InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
-    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
-    says SERVING once the model is loaded, and server reflection.
+    them with UNAVAILABLE. In addition to this service it serves grpc.health.v1.Health,
+    which reports SERVING once the model is loaded, and server reflection.
     """
 
     @_typing.overload
@@ -38,29 +38,30 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetInfoRequest, _worker_service_pb2.GetInfoResponse]
-    """Who the worker is and what it holds."""
+    """Returns the worker's identity and its model."""
     GetModelAssets: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WorkerServiceGetModelAssetsRequest, _worker_service_pb2.WorkerServiceGetModelAssetsResponse]
-    """The model's files that frontends need."""
+    """Returns the model's files that frontends need."""
     ProfileBlocks: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.ProfileBlocksRequest, _worker_service_pb2.ProfileBlocksResponse]
-    """How many KV blocks fit, after a forward pass of the largest batch to be planned.
-    Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+    """Measures how many KV blocks fit, by a forward pass of the largest batch to be
+    planned. Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <=
+    max_num_batched_tokens.
     """
     InitializeCache: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]
-    """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+    """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
     that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
     than any before, with INVALID_ARGUMENT if there are no device blocks.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]
-    """Executes plans in order and answers each, whether or not the next has come. A
-    result waits for others only as its plan allows. One stream at a time: a stream
+    """Executes plans in order and answers each, whether or not the next has arrived. A
+    result waits for later ones only as its plan allows. One stream at a time: a stream
     with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
-    second one is refused with FAILED_PRECONDITION, and so is a stream before the
-    first InitializeCache.
+    second one is refused with FAILED_PRECONDITION, and so is a stream before the first
+    InitializeCache.
 
     A plan that is malformed, or contradicts what the worker knows, ends the stream
-    with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+    with INVALID_ARGUMENT; the message of the status begins with the name of the plan's
     field and a colon. Results of the plans before it are sent first. When the core
-    sends no more, the stream ends with OK after its last result. However a stream
+    half-closes the stream, it ends with OK after the last result. However a stream
     ends, its sequences are forgotten and the worker is ready for a greater epoch.
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.StartProfileRequest, _worker_service_pb2.StartProfileResponse]
@@ -70,37 +71,38 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
+    """The calls that the core makes to a worker, in this order: GetInfo, ProfileBlocks,
     InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
-    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
-    says SERVING once the model is loaded, and server reflection.
+    them with UNAVAILABLE. In addition to this service it serves grpc.health.v1.Health,
+    which reports SERVING once the model is loaded, and server reflection.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetInfoRequest, _worker_service_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Who the worker is and what it holds."""
+    """Returns the worker's identity and its model."""
     GetModelAssets: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WorkerServiceGetModelAssetsRequest, _worker_service_pb2.WorkerServiceGetModelAssetsResponse]  # type: ignore[assignment]
-    """The model's files that frontends need."""
+    """Returns the model's files that frontends need."""
     ProfileBlocks: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.ProfileBlocksRequest, _worker_service_pb2.ProfileBlocksResponse]  # type: ignore[assignment]
-    """How many KV blocks fit, after a forward pass of the largest batch to be planned.
-    Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+    """Measures how many KV blocks fit, by a forward pass of the largest batch to be
+    planned. Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <=
+    max_num_batched_tokens.
     """
     InitializeCache: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]  # type: ignore[assignment]
-    """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+    """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
     that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
     than any before, with INVALID_ARGUMENT if there are no device blocks.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
-    """Executes plans in order and answers each, whether or not the next has come. A
-    result waits for others only as its plan allows. One stream at a time: a stream
+    """Executes plans in order and answers each, whether or not the next has arrived. A
+    result waits for later ones only as its plan allows. One stream at a time: a stream
     with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
-    second one is refused with FAILED_PRECONDITION, and so is a stream before the
-    first InitializeCache.
+    second one is refused with FAILED_PRECONDITION, and so is a stream before the first
+    InitializeCache.
 
     A plan that is malformed, or contradicts what the worker knows, ends the stream
-    with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+    with INVALID_ARGUMENT; the message of the status begins with the name of the plan's
     field and a colon. Results of the plans before it are sent first. When the core
-    sends no more, the stream ends with OK after its last result. However a stream
+    half-closes the stream, it ends with OK after the last result. However a stream
     ends, its sequences are forgotten and the worker is ready for a greater epoch.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.StartProfileRequest, _worker_service_pb2.StartProfileResponse]  # type: ignore[assignment]
@@ -109,10 +111,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Ends the trace and writes it to the worker's disk."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What the core asks of a worker. Order of calls: GetInfo, ProfileBlocks,
+    """The calls that the core makes to a worker, in this order: GetInfo, ProfileBlocks,
     InitializeCache, ExecuteSteps. Before its model is loaded a worker answers all of
-    them with UNAVAILABLE. Beside this service it serves grpc.health.v1.Health, which
-    says SERVING once the model is loaded, and server reflection.
+    them with UNAVAILABLE. In addition to this service it serves grpc.health.v1.Health,
+    which reports SERVING once the model is loaded, and server reflection.
     """
 
     @_abc_1.abstractmethod
@@ -121,7 +123,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.GetInfoResponse, _abc.Awaitable[_worker_service_pb2.GetInfoResponse]]:
-        """Who the worker is and what it holds."""
+        """Returns the worker's identity and its model."""
 
     @_abc_1.abstractmethod
     def GetModelAssets(
@@ -129,7 +131,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.WorkerServiceGetModelAssetsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.WorkerServiceGetModelAssetsResponse], _abc.AsyncIterator[_worker_service_pb2.WorkerServiceGetModelAssetsResponse]]:
-        """The model's files that frontends need."""
+        """Returns the model's files that frontends need."""
 
     @_abc_1.abstractmethod
     def ProfileBlocks(
@@ -137,8 +139,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.ProfileBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.ProfileBlocksResponse, _abc.Awaitable[_worker_service_pb2.ProfileBlocksResponse]]:
-        """How many KV blocks fit, after a forward pass of the largest batch to be planned.
-        Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <= max_num_batched_tokens.
+        """Measures how many KV blocks fit, by a forward pass of the largest batch to be
+        planned. Refused with INVALID_ARGUMENT unless 1 <= max_num_seqs <=
+        max_num_batched_tokens.
         """
 
     @_abc_1.abstractmethod
@@ -147,7 +150,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.InitializeCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.InitializeCacheResponse, _abc.Awaitable[_worker_service_pb2.InitializeCacheResponse]]:
-        """Makes the KV caches and forgets all sequences. Weights stay loaded. A step stream
+        """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
         that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
         than any before, with INVALID_ARGUMENT if there are no device blocks.
         """
@@ -158,16 +161,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_service_pb2.ExecuteStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_worker_service_pb2.ExecuteStepsResponse]]:
-        """Executes plans in order and answers each, whether or not the next has come. A
-        result waits for others only as its plan allows. One stream at a time: a stream
+        """Executes plans in order and answers each, whether or not the next has arrived. A
+        result waits for later ones only as its plan allows. One stream at a time: a stream
         with a greater epoch ends an older one with ABORTED. An epoch has one stream: a
-        second one is refused with FAILED_PRECONDITION, and so is a stream before the
-        first InitializeCache.
+        second one is refused with FAILED_PRECONDITION, and so is a stream before the first
+        InitializeCache.
 
         A plan that is malformed, or contradicts what the worker knows, ends the stream
-        with INVALID_ARGUMENT; the status's message begins with the name of the plan's
+        with INVALID_ARGUMENT; the message of the status begins with the name of the plan's
         field and a colon. Results of the plans before it are sent first. When the core
-        sends no more, the stream ends with OK after its last result. However a stream
+        half-closes the stream, it ends with OK after the last result. However a stream
         ends, its sequences are forgotten and the worker is ready for a greater epoch.
         """
 
