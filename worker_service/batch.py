@@ -13,16 +13,14 @@ position 5 with table [2, 9]:
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import BoolArray, Int32Array, StepPlan
+from worker_service.plan import StepPlan
 from worker_service.sequence_state import SequenceTable
-
-Int64Array = npt.NDArray[np.int64]
 
 _NO_ROWS = np.empty(0, np.int64)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pagewire_kernels.block_pairs import is_chained
 from pagewire_kernels.cpu.native import Library, library, move_blocks
 from pagewire_kernels.reference import swap_blocks
-from worker_service.plan import Int32Array
+from worker_service.array_types import Int32Array
 
 MIN_COPY_BYTES = 8 * 2**20
 """A run of neighbours from this size on is as fast by a copy as by the kernel."""

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_service.array_types import Int32Array
 from worker_service.block_moves import BlockMover, mover_for
 from worker_service.clock import monotonic_us
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
-from worker_service.plan import Int32Array, StepPlan
+from worker_service.plan import StepPlan
 
 _ALIGNMENT = 4096
 

@@ -8,15 +8,13 @@ interpreter's lock, which other threads of a worker wait for.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import Int64Array
 from worker_service.batch import ForwardInputs
 from worker_service.sequence_state import NO_BLOCK, SequenceTable
-
-Int64Array = npt.NDArray[np.int64]
 
 _LEAST_ROOM = 16
 

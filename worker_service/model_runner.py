@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagewire_kernels.computed import Computed, HeadOutput
+from worker_service.array_types import Int64Array
 from worker_service.batch import ForwardInputs, StepRows, build_inputs, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
@@ -29,8 +29,6 @@ from worker_service.structured.masks import ConstrainedRow, MaskedRows, TokenMas
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,9 @@ into these and back.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-import numpy as np
-import numpy.typing as npt
-
+from worker_service.array_types import BoolArray, Int32Array
 from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampler.params import SamplerParams
-
-Int32Array = npt.NDArray[np.int32]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

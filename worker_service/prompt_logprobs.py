@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from worker_service.array_types import Int32Array
 from worker_service.models.interface import Model
-from worker_service.plan import Int32Array
 from worker_service.sampler.entries import PromptLogprobs
 from worker_service.sampler.logprobs import joined, logprob_table
 from worker_service.sampler.upload import upload

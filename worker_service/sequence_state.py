@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import Int32Array, NewSequence, RowErrorReason
+from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.sampler.edits import EditedRow
 from worker_service.sampler.table import SamplingTable
-
-Int64Array = npt.NDArray[np.int64]
 
 NO_BLOCK = -1
 UNKNOWN_TOKEN = -1

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from service_common.tracing import Attributes, Tracing
+from worker_service.array_types import BoolArray
 from worker_service.clock import monotonic_us
 from worker_service.metrics.meter import StepMeter
-from worker_service.plan import BoolArray, NewSequence, StepPlan, StepResult
+from worker_service.plan import NewSequence, StepPlan, StepResult
 
 SPAN = "pagewire.execute"
 IDLE_US = 1_000_000

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
+from worker_service.array_types import Int32Array
 from worker_service.errors import InvalidPlan
 from worker_service.executor import ModelFacts
 from worker_service.plan import (
     ROW_ERROR_MESSAGES,
-    Int32Array,
     NewSequence,
     RowErrorReason,
     StepPlan,

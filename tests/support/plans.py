@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from worker_service.plan import Int32Array, StepPlan
+from worker_service.array_types import Int32Array
+from worker_service.plan import StepPlan
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker_service.array_types import Int64Array
 from worker_service.clock import monotonic_us
 from worker_service.device.marks import Mark
 from worker_service.device.sampler import LogprobTensors
@@ -24,8 +25,6 @@ from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTiming
 from worker_service.sampler.entries import TokenLogprobs
 from worker_service.sampler.logprobs import table_of
 from worker_service.sequence_state import SequenceTable
-
-Int64Array = npt.NDArray[np.int64]
 
 _NOBODY = -1
 _INITIAL_ROWS = 512

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.batch import HostInputs
 from worker_service.device.sampler import DeviceSampler, SamplingRows
 from worker_service.device.slots import DeviceSlots
@@ -33,8 +33,6 @@ from worker_service.sequence_state import UNKNOWN_TOKEN
 
 logger = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 Replay = Callable[[], None]
 
 _NUM_COLUMNS = 6

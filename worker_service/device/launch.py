@@ -7,6 +7,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.batch import HostInputs
 from worker_service.device.flight import Buffers, FetchedLogprobs
 from worker_service.device.sampler import SamplingRows
@@ -16,9 +17,6 @@ from worker_service.models.interface import Model
 from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.upload import upload
 from worker_service.sequence_state import UNKNOWN_TOKEN
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 class StepLaunch:

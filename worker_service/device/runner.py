@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from worker_service.array_types import Int64Array
 from worker_service.batch import StepRows, lay_out, resolve_rows
 from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
@@ -43,8 +43,6 @@ from worker_service.structured.masks import MaskedRows
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class DeviceRunner(ModelRunner):

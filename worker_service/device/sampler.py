@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.metadata import SamplingMetadata
+from worker_service.array_types import Int64Array
 from worker_service.device.penalties import DevicePenalties
 from worker_service.device.slots import NO_CANDIDATES, OFF_CONSTRAINT, DeviceSlots
 from worker_service.sampler.draw import largest
@@ -23,8 +23,6 @@ from worker_service.sampler.logprobs import window
 from worker_service.sampler.sampler import SamplingBatch
 from worker_service.sampler.upload import upload
 from worker_service.structured.masks import MaskedRows
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class SamplingKernels(Protocol):

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.metadata import SamplingMetadata
+from worker_service.array_types import Int64Array
 from worker_service.device.staging import Column
 from worker_service.plan import RowErrorReason
 from worker_service.sampler.table import SamplingTable
 from worker_service.sequence_state import NO_BLOCK, SequenceTable
-
-Int64Array = npt.NDArray[np.int64]
 
 NON_FINITE = -1
 """In place of a token: what the sampling kernels say of a row whose largest logit is not finite."""

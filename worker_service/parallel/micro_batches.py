@@ -21,13 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import Int32Array, StepPlan
+from worker_service.plan import StepPlan
 from worker_service.sequence_state import SequenceTable
-
-Int64Array = npt.NDArray[np.int64]
 
 LEAST_TOKENS = 16
 """The least piece that is cut off: about so much longer may a part be than the mean."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from worker_service.array_types import Int64Array
 from worker_service.batch import StepRows
 from worker_service.cache_engine import CacheEngine
 from worker_service.errors import GroupBroken
@@ -21,8 +21,6 @@ from worker_service.structured.masks import ConstrainedRow, MaskedRows
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class RankRunner(ModelRunner):

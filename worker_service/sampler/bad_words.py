@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from worker_service.array_types import Int32Array
 
 
 class BadWords:

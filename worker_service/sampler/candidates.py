@@ -1,17 +1,13 @@
 """Rows whose tokens the core chooses: log probabilities for logits, and the best of them told."""
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.sampler.entries import Candidates
 from worker_service.sampler.logprobs import most_probable
 from worker_service.sampler.upload import upload
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 
 
 def to_logprobs(logits: Tensor, rows: Int64Array) -> None:

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker_service.array_types import Int32Array
 from worker_service.sampler.bad_words import BadWords
 from worker_service.sampler.occurrences import Occurrences
 from worker_service.sampler.params import SamplerParams
 from worker_service.sampler.upload import upload
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

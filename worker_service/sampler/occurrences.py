@@ -1,9 +1,8 @@
 """Which tokens occurred in a sequence, kept up to date token by token."""
 
 import numpy as np
-import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from worker_service.array_types import Int32Array
 
 
 class Occurrences:

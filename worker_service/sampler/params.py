@@ -3,12 +3,9 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from worker_service.array_types import Float32Array, Int32Array
 from worker_service.structured.constraint import Constraint
-
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
 
 
 def _no_ids() -> Int32Array:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.sampler.candidates import offer, to_logprobs
 from worker_service.sampler.draw import Filters, draw, draw_unfiltered
 from worker_service.sampler.edits import EditedRow, apply_edits
@@ -31,10 +32,6 @@ from worker_service.sampler.philox import uniform
 from worker_service.sampler.table import NO_LOGPROBS, SamplingTable
 from worker_service.sampler.upload import upload
 from worker_service.structured.masks import MaskedRows
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 

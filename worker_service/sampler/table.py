@@ -3,10 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.array_types import Int32Array
 from worker_service.sampler.edits import LogitEdits
 from worker_service.sampler.params import SamplerParams
-
-Int32Array = npt.NDArray[np.int32]
 
 NO_LOGPROBS = -1
 

@@ -3,8 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.array_types import Int32Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import Int32Array, NewSequence, RowErrorReason
+from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.sampler.entries import Candidates
 from worker_service.sampler.params import SamplerParams
 from worker_service.simulation.memory import MemoryModel

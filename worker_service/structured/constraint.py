@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
-Int32Array = npt.NDArray[np.int32]
+from worker_service.array_types import Int32Array
 
 
 class ConstraintKind(Enum):

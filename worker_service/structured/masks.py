@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.structured.constraint import Constraint
 from worker_service.structured.matching import OutputMatcher
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from worker_service.structured.grammars import Grammars
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

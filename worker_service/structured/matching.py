@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.array_types import Int32Array, UInt32Array
 from worker_service.structured.constraint import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-Int32Array = npt.NDArray[np.int32]
-UInt32Array = npt.NDArray[np.uint32]
 
 
 class OutputMatcher:
