@@ -12,8 +12,8 @@ from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service import wire as core_wire
 from scheduler_service.core import StepPlan
-from worker_service import wire as worker_wire
 from worker_service.plan import StepResult, StepTimings
+from worker_service.service import wire as worker_wire
 
 TIMINGS = StepTimings(
     received_us=3_600_000_000,

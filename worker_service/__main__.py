@@ -13,25 +13,25 @@ import typer
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
+from worker_service.cli.model_flags import ModelFlags
+from worker_service.cli.options import takes_flags
+from worker_service.cli.ranks import Place, StartRanks, find_place
+from worker_service.cli.service_flags import ServiceFlags
 from worker_service.command_line.cache_flags import CacheFlags
 from worker_service.command_line.cluster_flags import ClusterFlags
-from worker_service.command_line.model_flags import ModelFlags
 from worker_service.command_line.rank_flags import LauncherName, RankFlags
 from worker_service.command_line.ray_flags import RayFlags
 from worker_service.command_line.runner_flags import RunnerFlags
-from worker_service.command_line.service_flags import ServiceFlags
-from worker_service.command_line.signature import takes_flags
 from worker_service.command_line.simulation_flags import SimulationFlags
 from worker_service.config import DEFAULT_LISTEN, WorkerConfig
+from worker_service.cpu_cores import limit_spinning
 from worker_service.errors import InvalidOption, WorkerError
+from worker_service.launcher.launcher import LocalConfig, LocalHost
 from worker_service.launchers.launcher import RankHost, launch
-from worker_service.launchers.local import LocalConfig, LocalHost
 from worker_service.launchers.rank_process import end_with
-from worker_service.parallel.place import Place, StartRanks, find_place
-from worker_service.processor import limit_spinning
 
 if TYPE_CHECKING:
-    from worker_service.executor import Executor
+    from worker_service.engine.executor import Executor
 
 app = typer.Typer(add_completion=False)
 
@@ -98,7 +98,7 @@ def _host_of(
                 first_local_rank=place.first_local_rank,
             )
         )
-    from worker_service.launchers.ray_cluster import RayConfig, RayHost, connect
+    from worker_service.launcher.ray_cluster import RayConfig, RayHost, connect
 
     config = RayConfig(
         arguments=sys.argv[1:],
@@ -115,7 +115,7 @@ def _host_of(
 
 
 async def _run(config: WorkerConfig) -> None:
-    from worker_service.lifecycle import Worker
+    from worker_service.service.lifecycle import Worker
 
     worker = Worker(config, _executor_of(config))
     worker.handle_signals()
@@ -139,13 +139,13 @@ def _executor_of(config: WorkerConfig) -> "Executor":
 
         return SimulatedExecutor(model, config.cache.block_size or DEFAULT_BLOCK_SIZE)
     from worker_service.loader import load_model
-    from worker_service.model_executor import ModelExecutor
     from worker_service.profiler import Profiler
+    from worker_service.runner.model_executor import ModelExecutor
 
     profiler = Profiler(Path(config.profile_dir))
     store, rendezvous = config.group.store_address, None
     if store is not None:
-        from worker_service.parallel.rendezvous import Rendezvous
+        from worker_service.distributed.rendezvous import Rendezvous
 
         rendezvous = Rendezvous(store, config.group.layout)
     return ModelExecutor(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
+from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.parallel.layout import Layout
 
 if TYPE_CHECKING:  # imports torch, which a simulation does without
     from worker_service.loader import ModelConfig

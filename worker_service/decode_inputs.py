@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.array_types import Int64Array
-from worker_service.batch import ForwardInputs
-from worker_service.sequence_state import NO_BLOCK, SequenceTable
+from worker_service.runner.batch import ForwardInputs
+from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
 
 _LEAST_ROOM = 16
 

@@ -1,6 +1,6 @@
 """A step's plan and its result inside the worker: numpy columns, no protobuf.
 
-`protos/pagewire/v1/plan.proto` tells what each field means; `worker_service/wire.py` turns messages
+`protos/pagewire/v1/plan.proto` tells what each field means; `worker_service/service/wire.py` turns messages
 into these and back.
 """
 
@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from worker_service.array_types import BoolArray, Int32Array
 from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
-from worker_service.sampler.params import SamplerParams
+from worker_service.sampling_params import SamplerParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

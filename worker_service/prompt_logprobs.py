@@ -5,8 +5,8 @@ from torch import Tensor
 from worker_service.array_types import Int32Array
 from worker_service.models.interface import Model
 from worker_service.sampler.entries import PromptLogprobs
-from worker_service.sampler.logprobs import joined, logprob_table
 from worker_service.sampler.upload import upload
+from worker_service.sampling.logprobs import joined, logprob_table
 
 MAX_LOGITS_BYTES = 64 * 2**20
 """Logits computed at once. They need a whole vocabulary's row per token, so a long prompt's would

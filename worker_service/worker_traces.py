@@ -5,8 +5,8 @@ import asyncio
 from service_common.tracing import Attributes, Tracing, make_tracing
 from service_common.version import VERSION
 from worker_service.config import WorkerConfig
-from worker_service.metrics.meter import StepMeter
-from worker_service.stream_traces import StreamTraces
+from worker_service.engine.step_stats import StepMeter
+from worker_service.engine.tracing import StreamTraces
 
 
 class WorkerTraces:

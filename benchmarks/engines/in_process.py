@@ -20,14 +20,14 @@ from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from service_common.version import VERSION
-from worker_service import wire as worker_wire
 from worker_service.config import CacheConfig
-from worker_service.executor import Step
+from worker_service.cpu_cores import limit_spinning
+from worker_service.engine.executor import Step
 from worker_service.loader import ModelConfig, load_model
-from worker_service.model_executor import ModelExecutor
 from worker_service.plan import StepResult
-from worker_service.processor import limit_spinning
 from worker_service.profiler import Profiler
+from worker_service.runner.model_executor import ModelExecutor
+from worker_service.service import wire as worker_wire
 
 NAME = "pagewire in-process"
 GROUP, MODEL, FRONTEND, EPOCH = "group", "model", "frontend", 1

@@ -11,7 +11,7 @@ from scheduler_service.frontend import metrics as frontend_metrics
 from tests.support.cluster import Cluster
 from tests.support.scrapes import Scrape, scrape
 from tests.support.waiting import wait_until
-from worker_service.metrics import metric_list as worker_metrics
+from worker_service.service import metrics as worker_metrics
 
 METRICS = ("--metrics-port", "0")
 NUM_REQUESTS, NUM_CHOICES = 5, 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NO_CACHE = ("-p", "no:cacheprovider")
-INTERPRETED = ("tests/kernels/gpu", "tests/worker_service/device/test_device_sampler.py")
+INTERPRETED = ("tests/kernels/gpu", "tests/worker_service/runner/device/test_device_sampler.py")
 
 
 def test_the_kernels_agree_with_the_reference_in_the_interpreter() -> None:

@@ -29,7 +29,7 @@ from tests.support.frontends import client_of, error_of, eventually, generate_re
 from worker_service.command_line.cluster_flags import ClusterFlags
 from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import InvalidOption
-from worker_service.lifecycle import Worker
+from worker_service.service.lifecycle import Worker
 from worker_service.simulation.config import SimulationConfig
 from worker_service.simulation.executor import SimulatedExecutor
 

@@ -16,13 +16,13 @@ from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig
+from worker_service.distributed.layout import Layout
+from worker_service.distributed.rendezvous import Rendezvous
 from worker_service.loader import LoadedModel, ModelConfig, load_model
-from worker_service.model_executor import ModelExecutor
-from worker_service.model_runner import ModelRunner
 from worker_service.models.interface import Model
-from worker_service.parallel.layout import Layout
-from worker_service.parallel.rendezvous import Rendezvous
 from worker_service.profiler import Profiler
+from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.model_runner import ModelRunner
 
 Result = TypeVar("Result")
 Wrap = Callable[[Model, Layout], Model]

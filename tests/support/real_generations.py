@@ -9,12 +9,12 @@ import torch
 
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
-from worker_service import wire
-from worker_service.cache_engine import CacheEngine
-from worker_service.executor import Step
+from worker_service.engine.executor import Step
+from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel
-from worker_service.model_runner import ModelRunner
 from worker_service.plan import StepResult
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.service import wire
 
 BLOCK_SIZE = 16
 NUM_STEPS = 6

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.vocabularies import grammars
-from worker_service.cache_engine import CacheEngine
 from worker_service.clock import monotonic_us
-from worker_service.device.graphs import CudaRecorder, EagerTwin
 from worker_service.device.marks import Mark
-from worker_service.device.runner import DeviceRunner
-from worker_service.device.state import DeviceState
-from worker_service.model_runner import ModelRunner
+from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
+from worker_service.runner.cuda_graphs import CudaRecorder, EagerTwin
+from worker_service.runner.device_runner import DeviceRunner
+from worker_service.runner.device_state import DeviceState
+from worker_service.runner.model_runner import ModelRunner
 
 SIZES = [1, 2, 4, 8]
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from scheduler_service.core_service import metrics as core
 from scheduler_service.frontend import metrics as frontend
-from worker_service.metrics import metric_list as worker
+from worker_service.service import metrics as worker
 
 HEAD = """\
 # Metrics

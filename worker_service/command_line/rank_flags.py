@@ -7,8 +7,8 @@ from typing import Annotated
 from typer import Option
 
 from worker_service.command_line.options import env
+from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.parallel.layout import Layout
 
 
 class LauncherName(StrEnum):

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.batch import HostInputs
-from worker_service.device.flight import Buffers, FetchedLogprobs
-from worker_service.device.sampler import SamplingRows
-from worker_service.device.staging import Column
-from worker_service.device.state import Changes, DeviceState
 from worker_service.models.interface import Model
-from worker_service.sampler.sampler import SamplingBatch
+from worker_service.pinned_memory import Column
+from worker_service.runner.batch import HostInputs
+from worker_service.runner.device_sampler import SamplingRows
+from worker_service.runner.device_state import Changes, DeviceState
+from worker_service.runner.pending_tokens import Buffers, FetchedLogprobs
+from worker_service.runner.sequence_table import UNKNOWN_TOKEN
 from worker_service.sampler.upload import upload
-from worker_service.sequence_state import UNKNOWN_TOKEN
+from worker_service.sampling.sampler import SamplingBatch
 
 
 class StepLaunch:

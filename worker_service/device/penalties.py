@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker_service.device.staging import Column
-from worker_service.sampler.edits import EditedRow
-from worker_service.sampler.table import SamplingTable
+from worker_service.pinned_memory import Column
 from worker_service.sampler.upload import upload
+from worker_service.sampling.logit_edits import EditedRow
+from worker_service.sampling.sampling_table import SamplingTable
 
 MAX_BYTES = 256 * 2**20
 _INITIAL_ROWS = 8

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.models.interface import Model
-from worker_service.parallel.layout import Layout
 from worker_service.parallel.ranks import Ranks
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -28,7 +28,7 @@ class ModelConfig:
     """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one."""
 
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`; see `worker_service.loader.placement`."""
+    """`auto`, `float32`, `bfloat16` or `float16`; see `worker_service.loader.device`."""
 
     load_format: str = "safetensors"
     """`safetensors`, or `dummy`: seeded random weights from `config.json` alone."""

@@ -11,27 +11,22 @@ import torch
 
 from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
 from worker_service.config import CacheConfig
+from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.config import LoadedModel, ModelConfig
+from worker_service.loader.device import pin_threads, resolve_device, resolve_dtype, set_threads
 from worker_service.loader.eager_packing import EagerPacking
 from worker_service.loader.fingerprint import fingerprint
 from worker_service.loader.host_memory import freed_memory_returns
 from worker_service.loader.kv_scales import load_kv_scales
+from worker_service.loader.model_files import read_config, resolve_model, special_tokens
 from worker_service.loader.needs import FP8, attention_needs
-from worker_service.loader.placement import (
-    pin_threads,
-    resolve_device,
-    resolve_dtype,
-    set_threads,
-)
-from worker_service.loader.resolve import read_config, resolve_model, special_tokens
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
 from worker_service.models.placement import Placement
 from worker_service.models.registry import NATIVE_MODELS, build_native_model
-from worker_service.parallel.layout import Layout
 from worker_service.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -205,7 +200,7 @@ def _build_through_transformers(
     if config.load_format != "dummy":
         open_checkpoint(model_dir)  # damaged files are told of before the library reads them
     # The library takes seconds to import, which native models do not pay for.
-    from worker_service.models.transformers_route import build_transformers_model
+    from worker_service.models.transformers_backend import build_transformers_model
 
     return build_transformers_model(
         model_dir,

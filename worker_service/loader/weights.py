@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.resolve import read_json
+from worker_service.loader.model_files import read_json
 from worker_service.models.native import NativeModel, WeightSlot
 
 _INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from worker_service.metrics import metric_list as metric
-from worker_service.metrics.meter import StepMeter
+from worker_service.engine.step_stats import StepMeter
+from worker_service.service import metrics as metric
 
 Samples = Mapping[tuple[str, ...], float]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.backends import Kernels
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.distributed.layout import Share
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
@@ -17,7 +18,6 @@ from worker_service.models.linear import Linear
 from worker_service.models.native import NativeModel, WeightSlot, norm_slots, vocab_slots
 from worker_service.models.placement import Placement
 from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
-from worker_service.parallel.layout import Share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from pagewire_kernels.backends import Kernels, Whole
 from pagewire_kernels.computed import Computed
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.distributed.layout import Share
 from worker_service.models.interface import KVCacheSpec
 from worker_service.models.layers import PagedAttention
 from worker_service.models.linear import Linear
 from worker_service.models.placement import Placement
 from worker_service.parallel.layers import VocabEmbedding, VocabHead
-from worker_service.parallel.layout import Share
 from worker_service.parallel.ranks import Ranks
 
 KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"

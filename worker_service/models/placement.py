@@ -5,7 +5,7 @@ from typing import TypedDict
 
 import torch
 
-from worker_service.parallel.layout import Layout
+from worker_service.distributed.layout import Layout
 from worker_service.parallel.ranks import Ranks
 
 

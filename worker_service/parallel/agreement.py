@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from worker_service.array_types import Int64Array
+from worker_service.distributed.communicator import Lines, Transfer
 from worker_service.errors import GroupBroken
-from worker_service.parallel.lines import Lines, Transfer
 from worker_service.plan import RowErrorReason
-from worker_service.sequence_state import SequenceTable
+from worker_service.runner.sequence_table import SequenceTable
 
 _NOTHING = -1
 """Of a row that neither sampled nor failed, or for whose token the core has candidates."""

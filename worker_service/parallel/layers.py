@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from pagewire_kernels.cpu.native import NativeWeight
 from pagewire_kernels.layer_kernels import LayerKernels
+from worker_service.distributed.layout import Share
 from worker_service.models.linear import Linear, TiedLinear
 from worker_service.models.packed_weight import PackedWeight
 from worker_service.models.placement import Placement
-from worker_service.parallel.layout import Share
 
 
 class RowParallelLinear(Linear):

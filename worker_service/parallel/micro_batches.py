@@ -25,7 +25,7 @@ import numpy as np
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.plan import StepPlan
-from worker_service.sequence_state import SequenceTable
+from worker_service.runner.sequence_table import SequenceTable
 
 LEAST_TOKENS = 16
 """The least piece that is cut off: about so much longer may a part be than the mean."""

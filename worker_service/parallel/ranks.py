@@ -10,10 +10,10 @@ import threading
 import torch
 from torch import Tensor
 
+from worker_service.distributed.communicator import Lines
+from worker_service.distributed.layout import Layout
+from worker_service.distributed.rendezvous import Rendezvous
 from worker_service.errors import GroupBroken
-from worker_service.parallel.layout import Layout
-from worker_service.parallel.lines import Lines
-from worker_service.parallel.rendezvous import Rendezvous
 
 
 class Ranks:

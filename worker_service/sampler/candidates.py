@@ -6,8 +6,8 @@ from torch import Tensor
 
 from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.sampler.entries import Candidates
-from worker_service.sampler.logprobs import most_probable
 from worker_service.sampler.upload import upload
+from worker_service.sampling.logprobs import most_probable
 
 
 def to_logprobs(logits: Tensor, rows: Int64Array) -> None:

@@ -1,6 +1,6 @@
 """The draw of sampling.proto, one at a time and in plain integers.
 
-`worker_service/sampler/philox.py` draws for whole batches with numpy, which for a single draw takes
+`worker_service/sampling/philox.py` draws for whole batches with numpy, which for a single draw takes
 ten times as long.
 """
 

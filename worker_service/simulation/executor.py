@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
+from worker_service.engine.executor import BlockCounts, ModelFacts
 from worker_service.errors import OutOfOrder
-from worker_service.executor import BlockCounts, ModelFacts
+from worker_service.simulated.executor import SimulatedRunner
 from worker_service.simulation.config import SimulationConfig
-from worker_service.simulation.runner import SimulatedRunner
 
 
 class SimulatedExecutor:
-    """Implements `worker_service.executor.Executor`."""
+    """Implements `worker_service.engine.executor.Executor`."""
 
     def __init__(self, config: SimulationConfig, block_size: int) -> None:
         self._config = config

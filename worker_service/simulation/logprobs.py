@@ -3,8 +3,8 @@
 import numpy as np
 
 from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.simulated.model import NextToken
 from worker_service.simulation.sequence import SimulatedSequence
-from worker_service.simulation.tokens import NextToken
 
 
 def token_logprobs(distribution: NextToken, token: int, num_top: int) -> TokenLogprobs:

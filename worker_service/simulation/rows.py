@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from worker_service.errors import InvalidPlan
 from worker_service.plan import StepPlan
-from worker_service.simulation.table import KnownSequence, SequenceTable
+from worker_service.simulated.sequences import KnownSequence, SequenceTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

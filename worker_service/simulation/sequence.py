@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from worker_service.simulation.tokens import START, History, extend
+from worker_service.simulated.model import START, History, extend
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from pagewire_kernels.layer_kernels import TorchLayerKernels
 from tests.support.checkpoints import checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver
-from worker_service.loader.resolve import read_config
+from worker_service.loader.model_files import read_config
 from worker_service.loader.weights import load_weights, open_checkpoint
 from worker_service.models.linear import Linear
 from worker_service.models.native import NativeModel

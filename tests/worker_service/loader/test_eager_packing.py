@@ -7,14 +7,14 @@ import torch
 
 from pagewire_kernels.backends import AttentionNeeds, select_kernels
 from tests.support.checkpoints import checkpoint
+from worker_service.distributed.layout import Layout
 from worker_service.loader.eager_packing import EagerPacking
-from worker_service.loader.resolve import read_config
+from worker_service.loader.model_files import read_config
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
 from worker_service.models.linear import Linear
 from worker_service.models.native import NativeModel, WeightSlot
 from worker_service.models.placement import Placement
 from worker_service.models.registry import build_native_model
-from worker_service.parallel.layout import Layout
 from worker_service.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")

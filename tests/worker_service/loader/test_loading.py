@@ -20,8 +20,8 @@ from tests.support.paged_driver import PagedDriver
 from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, ModelConfig, load_model
 from worker_service.loader.assets import iter_assets
+from worker_service.loader.device import gpu_number, resolve_dtype, set_threads
 from worker_service.loader.fingerprint import fingerprint
-from worker_service.loader.placement import gpu_number, resolve_dtype, set_threads
 
 TOKENS = list(range(3, 30))
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from typing import Any
 
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
-from worker_service.models.transformers_route.attention import AttentionCall
+from worker_service.models.transformers_backend.attention import AttentionCall
 
 
 def cache_spec(architecture: str, config: Any, calls: list[AttentionCall]) -> KVCacheSpec:

@@ -1,0 +1,232 @@
+"""`python -m worker_service` as a process."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pagewire.v1 import worker_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from tests.support.checkpoints import checkpoint
+from tests.support.cluster import SERVING, health
+from tests.support.worker_driver import PlanBuilder
+from tools.launch import environment
+from worker_service.__main__ import app
+from worker_service.cli.options import takes_flags
+from worker_service.command_line.cache_flags import CacheFlags
+from worker_service.command_line.options import parse_bytes
+from worker_service.command_line.runner_flags import RunnerFlags
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("512MiB", 512 * 2**20),
+        ("4GiB", 4 * GIB),
+        ("1.5 GiB", GIB * 3 // 2),
+        ("2gb", 2 * 10**9),
+        ("0", 0),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4GiBs", "4 apples", "-1GiB", "nan", "inf", "1e400"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected a size such as 512MiB"):
+        parse_bytes(text)
+
+
+class Process:
+    """A worker's process and what it has said so far."""
+
+    def __init__(self, *flags: str, **variables: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "worker_service", *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment() | variables,
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for line in stream:
+                with self._news:
+                    self.lines.append(line)
+                    self._news.notify_all()
+
+    def wait_for(self, text: str) -> str:
+        """The first line with this text."""
+        with self._news:
+            found = self._news.wait_for(
+                lambda: next((line for line in self.lines if text in line), None), timeout=60
+            )
+        assert found, "".join(self.lines)
+        return found
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
+
+    def exit_code(self) -> int:
+        return self._process.wait(timeout=60)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+
+@contextmanager
+def process(*flags: str, **variables: str) -> Iterator[Process]:
+    running = Process(*flags, **variables)
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[Process, WorkerServiceStub]]:
+    """A worker with a tiny model on a free port, and a stub that reaches it once it is loaded."""
+    with process("--model", str(checkpoint("llama")), "--listen", "127.0.0.1:0", *flags) as running:
+        address = running.wait_for("listening address=").split("address=")[1].strip()
+        running.wait_for("model loaded")
+        deadline = time.monotonic() + 30
+        while health(address) != SERVING:  # the line comes a moment before the event loop knows
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with grpc.insecure_channel(address) as channel:
+            yield running, WorkerServiceStub(channel)
+
+
+def test_flags_reach_the_worker_and_sigterm_ends_it_well() -> None:
+    flags = ["--served-model-name", "tiny", "--block-size", "8", "--max-model-len", "64"]
+    with serving(*flags, "--kv-cache-memory", "1MiB", "--threads", "1") as (running, stub):
+        info = stub.GetInfo(pb.GetInfoRequest(), timeout=30, wait_for_ready=True)
+        assert (info.model.name, info.model.block_size) == ("tiny", 8)
+        assert info.model.max_model_len == 64
+        blocks = stub.ProfileBlocks(
+            pb.ProfileBlocksRequest(max_num_seqs=4, max_num_batched_tokens=64), timeout=60
+        )
+        assert blocks.num_gpu_blocks == 2**20 // info.model.block_bytes
+        running.signal()
+        assert running.exit_code() == 0
+
+
+def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
+    with serving() as (running, stub):
+        request = pb.InitializeCacheRequest(num_gpu_blocks=4, epoch=1)
+        stub.InitializeCache(request, timeout=30, wait_for_ready=True)
+        may_end = threading.Event()
+
+        def plans() -> Iterator[pb.ExecuteStepsRequest]:
+            yield pb.ExecuteStepsRequest(plan=PlanBuilder(epoch=1).plan([]))
+            may_end.wait(60)
+
+        results = stub.ExecuteSteps(plans())
+        assert next(results).result.step_id == 1
+        running.signal()
+        running.wait_for("draining")
+        running.signal()
+        assert running.exit_code() == 1
+        with pytest.raises(grpc.RpcError):
+            next(results)
+        may_end.set()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--listen", "nowhere"], 2, "listen: expected HOST:PORT or unix:PATH, got 'nowhere'"),
+        (["--core", "nowhere"], 2, "core: expected HOST:PORT or unix:PATH, got 'nowhere'"),
+        (["--advertise", "x"], 2, "advertise: expected HOST:PORT or unix:PATH, got 'x'"),
+        (["--block-size", "12"], 2, "block_size: expected a power of two, got 12"),
+        (["--dtype", "float8"], 2, "dtype: expected one of"),
+        (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
+        (["--cpu-affinity", "0-x"], 2, "cpu_affinity: expected a list such as 0,2-5, got '0-x'"),
+        (["--cpu-affinity", "0,0"], 2, "cpu_affinity: expected each once of"),
+        (["--cpu-affinity", "0", "--threads", "2"], 2, "threads: expected at most the 1 of"),
+        (["--cpu-affinity", "0", "--tensor-parallel-size", "2"], 2, "cpu_affinity: expected --ra"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_an_exit_code(
+    flags: list[str], code: int, message: str
+) -> None:
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == code
+    assert result.output.startswith(f"error: {message}")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--kv-cache-memory", "--swap-space"])
+def test_a_size_that_is_none_names_its_flag(flag: str) -> None:
+    result = CliRunner().invoke(app, [flag, "much"])
+    assert result.exit_code == 2
+    assert flag in result.output
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["--listen", address])
+    assert result.exit_code == 1
+    assert result.output == f"error: cannot listen on {address}: address already in use\n"
+
+
+def test_the_environment_stands_in_for_flags() -> None:
+    variables = {"PAGEWIRE_MODEL": "/from/environment", "PAGEWIRE_LISTEN": "127.0.0.1:0"}
+    result = CliRunner().invoke(app, env=variables)
+    assert result.exit_code == 1
+    assert result.output.startswith("error: /from/environment: ")
+
+
+def test_a_process_that_cannot_load_its_model_says_so_without_a_traceback() -> None:
+    with process("--model", "/nowhere", "--listen", "127.0.0.1:0") as running:
+        assert running.exit_code() == 1
+        assert "error: /nowhere: " in running.wait_for("error: ")
+        assert not any("Traceback" in line for line in running.lines)
+
+
+def test_help_names_the_environment_variables() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "PAGEWIRE_KV_CACHE_MEMORY" in result.output
+    assert "--gpu-memory-utilization" in result.output
+
+
+def test_a_command_is_called_with_records_of_its_flags() -> None:
+    calls: list[tuple[CacheFlags, RunnerFlags]] = []
+
+    def command(cache: CacheFlags, runner: RunnerFlags) -> None:
+        """What it does."""
+        calls.append((cache, runner))
+
+    app = typer.Typer()
+    app.command()(takes_flags(command))
+    flags = ["--block-size", "8", "--no-cuda-graphs"]
+    result = CliRunner().invoke(app, flags, env={"PAGEWIRE_SWAP_SPACE": "1KiB"})
+    assert result.exit_code == 0, result.output
+    assert calls == [(CacheFlags(block_size=8, swap_space=1024), RunnerFlags(cuda_graphs=False))]
+    assert "What it does." in CliRunner().invoke(app, ["--help"]).output

@@ -1,0 +1,163 @@
+"""Which rank a process is, and where each rank listens."""
+
+import pytest
+
+from worker_service.cli.ranks import Place, StartRanks, find_place
+from worker_service.command_line.rank_flags import LauncherName, RankFlags
+from worker_service.distributed.layout import Layout
+from worker_service.errors import InvalidOption
+from worker_service.launcher.launcher import LocalConfig, address_of
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "host-a",
+    "MASTER_PORT": "29500",
+}
+
+
+def flags(**settings: object) -> RankFlags:
+    defaults: dict[str, object] = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "rank": None,
+        "local_rank": 0,
+        "distributed_init": None,
+        "group_id": None,
+    }
+    return RankFlags(**(defaults | settings))  # type: ignore[arg-type]
+
+
+def test_one_rank_is_itself_whatever_the_environment_says() -> None:
+    alone = flags(tensor_parallel_size=1, pipeline_parallel_size=1)
+    for variables in ({}, TORCHRUN):
+        place = find_place(alone, variables)
+        assert isinstance(place, Place)
+        assert place.group.layout == Layout()
+        assert place.group.store_address is None
+
+
+def test_without_a_rank_all_are_started() -> None:
+    all_of_them = StartRanks(ranks=range(4))
+    assert find_place(flags(), {}) == all_of_them
+    assert find_place(flags(), {"RANK": "3"}) == all_of_them, "not all of torchrun's variables"
+
+
+def test_a_node_starts_its_part() -> None:
+    given = flags(num_nodes=2, node_rank=1, distributed_init="host-a:29500")
+    place = find_place(given, TORCHRUN)
+    assert isinstance(place, StartRanks)
+    assert place.ranks == range(2, 4)
+    assert place.distributed_init == "host-a:29500"
+    assert place.group_id == "nodes-host-a:29500", "the same on all nodes"
+    named = flags(num_nodes=4, node_rank=0, distributed_init="host-a:29500", group_id="big")
+    assert find_place(named, {}) == StartRanks(
+        ranks=range(1), distributed_init="host-a:29500", group_id="big"
+    )
+
+
+def test_ranks_take_the_gpus_from_the_one_that_was_told_on() -> None:
+    nodes = {"num_nodes": 2, "node_rank": 0, "distributed_init": "host-a:29500"}
+    for settings in ({}, nodes):
+        place = find_place(flags(local_rank=4, **settings), {})
+        assert isinstance(place, StartRanks)
+        assert place.first_local_rank == 4
+
+
+def test_ray_starts_even_one() -> None:
+    for sizes, ranks in (((2, 2), range(4)), ((1, 1), range(1))):
+        given = flags(
+            tensor_parallel_size=sizes[0],
+            pipeline_parallel_size=sizes[1],
+            launcher=LauncherName.ray,
+        )
+        assert find_place(given, TORCHRUN) == StartRanks(ranks=ranks, launcher=LauncherName.ray)
+
+
+def test_whoever_is_told_its_rank_starts_none() -> None:
+    given = flags(
+        rank=0,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        launcher=LauncherName.ray,
+    )
+    assert isinstance(find_place(given, {}), Place)
+
+
+def test_flags_place_a_rank() -> None:
+    given = flags(rank=2, distributed_init="host-a:29500", group_id="big", local_rank=1)
+    place = find_place(given, TORCHRUN)
+    assert isinstance(place, Place)
+    assert place.group.layout.rank == 2
+    assert str(place.group.store_address) == "host-a:29500"
+    assert (place.group_id, place.local_rank, place.address_offset) == ("big", 1, 0)
+
+
+def test_torchrun_places_a_rank() -> None:
+    place = find_place(flags(), TORCHRUN)
+    assert isinstance(place, Place)
+    assert place.group.layout.rank == 3
+    assert str(place.group.store_address) == "host-a:29500"
+    assert place.group_id == "torchrun-host-a:29500"
+    assert (place.local_rank, place.address_offset) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "problem"),
+    [
+        ({"rank": 1}, {}, "group_id: expected the same name on every rank"),
+        ({"rank": 1, "group_id": "g"}, {}, "distributed_init: expected HOST:PORT of rank 0"),
+        ({"rank": 4, "group_id": "g"}, {}, "rank: expected 0 to 3 with 2 x 2 ranks, got 4"),
+        (
+            {"rank": 1, "group_id": "g", "distributed_init": "unix:/a"},
+            {},
+            "distributed_init: expected HOST:PORT, got 'unix:/a'",
+        ),
+        ({"tensor_parallel_size": 3}, TORCHRUN, "make 6 ranks, but the environment's WORLD_SIZE"),
+        ({}, TORCHRUN | {"RANK": "x"}, "RANK: expected a number in the environment, got 'x'"),
+        ({"tensor_parallel_size": 0}, {}, "tensor_parallel_size: expected at least 1, got 0"),
+        ({"num_nodes": 3}, {}, "num_nodes: expected a divisor of 4, the ranks that tensor_par"),
+        ({"num_nodes": 0}, {}, "num_nodes: expected a divisor of 4"),
+        ({"num_nodes": 2}, {}, "node_rank: expected 0 to 1, got none"),
+        ({"num_nodes": 2, "node_rank": 2}, {}, "node_rank: expected 0 to 1, got 2"),
+        ({"num_nodes": 2, "node_rank": 0}, {}, "distributed_init: expected HOST:PORT of node 0"),
+        ({"launcher": LauncherName.ray, "num_nodes": 2}, {}, "num_nodes: expected none with"),
+        (
+            {"launcher": LauncherName.ray, "distributed_init": "host-a:29500"},
+            {},
+            "distributed_init: expected none with --launcher ray",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_told(
+    settings: dict[str, object], variables: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(InvalidOption, match=problem):
+        find_place(flags(**settings), variables)
+
+
+def test_a_simulation_is_one_rank() -> None:
+    with pytest.raises(InvalidOption, match="simulate: expected one rank, got tensor_parallel"):
+        flags().require_one_rank("simulate")
+    flags(tensor_parallel_size=1, pipeline_parallel_size=1).require_one_rank("simulate")
+
+
+def test_ranks_listen_one_after_the_other() -> None:
+    assert address_of("0.0.0.0:7620", 3, "listen") == "0.0.0.0:7623"
+    assert address_of("[::1]:7620", 1, "listen") == "[::1]:7621"
+    assert address_of("unix:/run/w.sock", 0, "listen") == "unix:/run/w.sock"
+    assert address_of("unix:/run/w.sock", 2, "listen") == "unix:/run/w.sock.2"
+    assert address_of("127.0.0.1:0", 2, "listen") == "127.0.0.1:0", "each takes a free one"
+
+
+def test_ranks_without_room_for_their_ports_are_not_started() -> None:
+    with pytest.raises(InvalidOption, match="listen: expected room for 3 more ports"):
+        LocalConfig(
+            arguments=(),
+            ranks=range(4, 8),
+            group_id="g",
+            listen="127.0.0.1:65533",
+            advertise=None,
+            distributed_init="host-a:29500",
+        )

@@ -1,0 +1,77 @@
+"""What the engine remembers for the core that comes after this one."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.counting_model import loaded_counting_model
+from worker_service.config import CacheConfig
+from worker_service.engine.engine import Engine
+from worker_service.engine.executor import BlockCounts
+from worker_service.errors import StaleEpoch
+from worker_service.profiler import Profiler
+from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.model_runner import ModelRunner
+
+
+class CountingExecutor(ModelExecutor):
+    """Counts how often memory is measured, and remembers for which epochs there were runners."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            CacheConfig(block_size=4),
+            Profiler(Path()),
+            lambda: loaded_counting_model(None, block_size=4),
+        )
+        self.num_profiles = 0
+        self.epochs: list[int] = []
+
+    def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        self.num_profiles += 1
+        return super().profile_blocks(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
+        self.epochs.append(epoch)
+        return super().make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+
+async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
+    executor = CountingExecutor()
+    engine = Engine(executor)
+    await engine.load()
+    try:
+        counts = [(await engine.profile_blocks(n, 64)).num_gpu_blocks for n in (3, 3, 4, 3)]
+    finally:
+        engine.stop()
+    assert counts == [192, 192, 256, 192]
+    assert executor.num_profiles == 2
+
+
+async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhile() -> None:
+    """A rank would wait for others that are at the newer one already."""
+    executor = CountingExecutor()
+    engine = Engine(executor)
+    await engine.load()
+    may_go_on = threading.Event()
+
+    def be_at_something() -> None:
+        may_go_on.wait(20)
+
+    try:
+        engine._thread.post(be_at_something)
+        older = asyncio.create_task(engine.initialize_cache(4, 0, epoch=1))
+        newer = asyncio.create_task(engine.initialize_cache(4, 0, epoch=2))
+        await asyncio.sleep(0)
+        assert engine.last_epoch == 2
+        may_go_on.set()
+        with pytest.raises(StaleEpoch):
+            await older
+        await newer
+    finally:
+        may_go_on.set()
+        engine.stop()
+    assert executor.epochs == [2]

@@ -1,0 +1,91 @@
+"""Jobs are done in order, and what follows them is done in order too, on a thread of its own."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.support.waiting import until
+from worker_service.engine.model_thread import ModelThread
+
+
+async def test_what_follows_jobs_is_done_in_order_beside_them() -> None:
+    thread = ModelThread()
+    done: list[tuple[int, str]] = []
+    ended = threading.Event()
+
+    def job(number: int) -> None:
+        thread.follow_up(lambda: done.append((number, threading.current_thread().name)))
+
+    for number in range(100):
+        thread.post(lambda number=number: job(number))
+    thread.post(lambda: thread.follow_up(ended.set))
+    assert await asyncio.to_thread(ended.wait, 10)
+    thread.stop(wait_s=10)
+    assert done == [(number, "model-sequels") for number in range(100)]
+
+
+async def test_jobs_go_on_while_what_follows_one_waits() -> None:
+    thread = ModelThread()
+    may_end = threading.Event()
+    order: list[str] = []
+
+    def wait() -> None:
+        assert may_end.wait(10)
+        order.append("followed")
+
+    thread.post(lambda: thread.follow_up(wait))
+    await thread.run(lambda: order.append("next job"))
+    may_end.set()
+    ended = threading.Event()
+    thread.post(lambda: thread.follow_up(ended.set))
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert order == ["next job", "followed"]
+    thread.stop(wait_s=10)
+
+
+async def test_an_error_in_what_follows_stops_nothing() -> None:
+    thread = ModelThread()
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    thread.post(lambda: thread.follow_up(fail))
+    thread.post(lambda: thread.follow_up(ended.set))
+    assert await asyncio.to_thread(ended.wait, 10)
+    thread.stop(wait_s=10)
+
+
+class Hang:
+    """A job that lasts until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(10)
+
+
+@pytest.mark.parametrize("where", ["job", "sequel"])
+async def test_it_tells_how_long_it_has_been_at_one_thing(where: str) -> None:
+    thread, hang = ModelThread(), Hang()
+    assert thread.busy_s == 0
+    thread.post(hang if where == "job" else lambda: thread.follow_up(hang))
+    assert await asyncio.to_thread(hang.begun.wait, 10)
+    if where == "sequel":
+        await thread.run(lambda: None)
+    assert 0 < thread.busy_s <= thread.busy_s
+    hang.may_end.set()
+    await until(lambda: thread.busy_s == 0, "it is done")
+    assert thread.stop(wait_s=10)
+
+
+async def test_a_thread_that_is_stuck_is_not_waited_for() -> None:
+    thread, hang = ModelThread(), Hang()
+    thread.post(hang)
+    assert not thread.stop(wait_s=0.01)
+    hang.may_end.set()
+    assert thread.stop(wait_s=10)

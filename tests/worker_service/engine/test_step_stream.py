@@ -1,0 +1,217 @@
+"""Steps are launched ahead of their results, and results come in order, then what ended them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.step_stats import StepMeter
+from worker_service.engine.step_stream import MAX_PENDING_PLANS, StepStream
+from worker_service.errors import InvalidPlan, StepFailed, WorkerError
+from worker_service.plan import StepPlan, StepResult, StepTimings
+
+SOON_S = 10.0
+
+
+class Launched:
+    """A step whose device is done when the test says so."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.is_done = threading.Event()
+        self.breaks = False
+
+    def collect(self) -> StepResult:
+        assert self.is_done.wait(SOON_S)
+        if self.breaks:
+            raise RuntimeError("the device is gone")
+        timings = StepTimings(
+            received_us=0, started_us=0, finished_us=0, cache_ops_us=0, forward_us=0, sample_us=0
+        )
+        return StepResult(
+            epoch=1,
+            step_id=self.plan.step_id,
+            token_ids=np.zeros(0, np.int32),
+            timings=timings,
+        )
+
+
+class Launcher:
+    """A runner that notes what it is told. Refuses step `bad_step`."""
+
+    def __init__(self, bad_step: int | None = None) -> None:
+        self.bad_step = bad_step
+        self.steps: list[Launched] = []
+        self.num_resets = 0
+
+    def launch(self, plan: StepPlan) -> Launched:
+        if plan.step_id == self.bad_step:
+            raise InvalidPlan("seq_ids", "made up")
+        self.steps.append(Launched(plan))
+        return self.steps[-1]
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+class AtOnce(Launcher):
+    """A device that is done with a step as soon as it is launched."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        step = super().launch(plan)
+        step.is_done.set()
+        return step
+
+
+def empty_plan(step_id: int, max_results_together: int = 0) -> StepPlan:
+    nothing = np.zeros(0, np.int32)
+    pairs = np.zeros((0, 2), np.int32)
+    return StepPlan(
+        epoch=1,
+        step_id=step_id,
+        forget_seq_ids=nothing,
+        swap_out=pairs,
+        swap_in=pairs,
+        copy=pairs,
+        new_sequences=(),
+        block_updates=np.zeros((0, 3), np.int32),
+        seq_ids=nothing,
+        num_tokens=nothing,
+        sample=np.zeros(0, np.bool_),
+        appended_tokens=pairs,
+        max_results_together=max_results_together,
+    )
+
+
+@pytest.fixture
+async def thread() -> AsyncIterator[ModelThread]:
+    thread = ModelThread()
+    yield thread
+    thread.stop(wait_s=10)
+
+
+async def submit(
+    stream: StepStream, thread: ModelThread, count: int, max_results_together: int = 0
+) -> None:
+    for step_id in range(1, count + 1):
+        await stream.submit(empty_plan(step_id, max_results_together))
+    await thread.run(lambda: None)
+
+
+async def collected(stream: StepStream) -> tuple[list[int], WorkerError | None]:
+    """The steps whose results came, one by one, and the error after them."""
+    together, error = await collected_together(stream)
+    assert all(len(step_ids) == 1 for step_ids in together)
+    return list(chain.from_iterable(together)), error
+
+
+async def collected_together(stream: StepStream) -> tuple[list[list[int]], WorkerError | None]:
+    """The steps whose results came together, and the error after them."""
+    together = []
+    try:
+        async with asyncio.timeout(SOON_S):
+            async for results in stream.results():
+                together.append([result.step_id for result in results])
+    except WorkerError as error:
+        return together, error
+    return together, None
+
+
+async def test_steps_are_launched_while_an_earlier_one_is_under_way(thread: ModelThread) -> None:
+    runner = Launcher()
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 3)
+    assert len(runner.steps) == 3
+    for step in reversed(runner.steps):
+        step.is_done.set()
+    stream.finish()
+    assert await collected(stream) == ([1, 2, 3], None)
+    assert stream.num_steps == 3
+    assert runner.num_resets == 1
+
+
+async def test_a_plan_that_is_refused_ends_the_stream_after_the_results_before_it(
+    thread: ModelThread,
+) -> None:
+    runner = Launcher(bad_step=3)
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 4)
+    for step in runner.steps:
+        step.is_done.set()
+    step_ids, error = await collected(stream)
+    assert (step_ids, type(error)) == ([1, 2], InvalidPlan)
+    assert len(runner.steps) == 2
+
+
+async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_count(
+    thread: ModelThread,
+) -> None:
+    runner = Launcher()
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 3)
+    runner.steps[1].breaks = True
+    for step in runner.steps:
+        step.is_done.set()
+    step_ids, error = await collected(stream)
+    assert (step_ids, type(error)) == ([1], StepFailed)
+    assert "step 2 failed: RuntimeError" in str(error)
+    assert runner.num_resets == 1
+
+
+@pytest.mark.parametrize("end", [StepStream.close, StepStream.finish])
+async def test_a_stream_ends_with_what_it_is_told(
+    thread: ModelThread, end: Callable[[StepStream, WorkerError], None]
+) -> None:
+    stream = StepStream(1, Launcher(), thread, StepMeter())
+    error = StepFailed("made up")
+    end(stream, error)
+    assert await collected(stream) == ([], error)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "together"),
+    [
+        (1, [[1], [2], [3], [4], [5]]),
+        (2, [[1, 2], [3, 4], [5]]),
+        (8, [[1, 2, 3, 4], [5]]),
+    ],
+)
+async def test_results_wait_as_allowed_while_another_step_is_at_hand(
+    thread: ModelThread, allowed: int, together: list[list[int]]
+) -> None:
+    """Once a single step is left, the core is to plan what comes after it."""
+    runner = Launcher()
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 5, allowed)
+    for step in runner.steps:
+        step.is_done.set()
+    stream.finish()
+    assert await collected_together(stream) == (together, None)
+
+
+async def test_results_that_wait_come_before_what_ends_the_stream(thread: ModelThread) -> None:
+    runner = Launcher()
+    stream = StepStream(1, runner, thread, StepMeter())
+    await submit(stream, thread, 6, 8)
+    runner.steps[2].breaks = True
+    for step in runner.steps:
+        step.is_done.set()
+    together, error = await collected_together(stream)
+    assert (together, type(error)) == ([[1, 2]], StepFailed)
+
+
+async def test_a_stream_takes_as_many_plans_as_come_though_their_results_wait(
+    thread: ModelThread,
+) -> None:
+    count = 3 * MAX_PENDING_PLANS
+    stream = StepStream(1, AtOnce(), thread, StepMeter())
+    submitting = asyncio.create_task(submit(stream, thread, count, count))
+    submitting.add_done_callback(lambda _: stream.finish())
+    together, error = await collected_together(stream)
+    await submitting
+    assert error is None
+    assert list(chain.from_iterable(together)) == list(range(1, count + 1))

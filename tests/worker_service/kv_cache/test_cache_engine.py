@@ -1,0 +1,121 @@
+"""The caches' memory."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from pagewire_kernels.cpu.native import library
+from pagewire_kernels.reference import swap_blocks
+from tests.support.native import native_libraries
+from tests.support.plans import moving_plan
+from worker_service.block_moves import (
+    BlockMover,
+    CopyMover,
+    KernelMover,
+    NativeMover,
+    mover_for,
+)
+from worker_service.errors import InvalidPlan
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.interface import KVCacheSpec
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_block_is_one_aligned_contiguous_piece_of_zeros(dtype: torch.dtype) -> None:
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype)
+    engine = CacheEngine(
+        spec, block_size=4, num_gpu_blocks=5, num_cpu_blocks=2, device=torch.device("cpu")
+    )
+    for cache, num_blocks in ((engine.device_cache, 5), (engine.host_cache, 2)):
+        assert cache.shape == (num_blocks, 3, 2, 4, 2, 8)
+        assert cache.dtype == dtype
+        assert cache[1].is_contiguous()
+        assert cache[1].nbytes == spec.block_bytes(4)
+        assert cache.data_ptr() % 64 == 0
+        assert not cache.any()
+
+
+def test_sizes_are_compared_exactly() -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    engine = CacheEngine(
+        spec, block_size=1, num_gpu_blocks=5, num_cpu_blocks=0, device=torch.device("cpu")
+    )
+    assert engine.fits(5, 0)
+    assert not engine.fits(5, 1)
+    assert not engine.fits(4, 0)
+
+
+MOVERS: dict[str, BlockMover] = {
+    "copies": CopyMover(),
+    "kernel": KernelMover(swap_blocks),
+    "kernel and copies of three blocks or more": KernelMover(swap_blocks, min_copy_bytes=48),
+    **{each.instruction_set: NativeMover(each) for each in native_libraries()},
+}
+
+
+@pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
+@given(st.data())
+def test_swaps_move_whole_blocks_wherever_their_neighbours_go(
+    mover: BlockMover, data: st.DataObject
+) -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    cpu = torch.device("cpu")
+    engine = CacheEngine(
+        spec, block_size=2, num_gpu_blocks=12, num_cpu_blocks=9, device=cpu, mover=mover
+    )
+    engine.device_cache[:] = torch.arange(12.0).view(12, 1, 1, 1, 1, 1)
+    engine.host_cache[:] = 100 + torch.arange(9.0).view(9, 1, 1, 1, 1, 1)
+    device, host = [float(i) for i in range(12)], [100.0 + i for i in range(9)]
+
+    def pairs(num_sources: int, num_targets: int) -> list[tuple[int, int]]:
+        targets = data.draw(st.lists(st.integers(0, num_targets - 1), unique=True))
+        if data.draw(st.booleans()):
+            targets.sort()
+        first = data.draw(st.integers(0, num_sources - 1))
+        chosen = st.one_of(st.just(None), st.integers(0, num_sources - 1))
+        sources = [data.draw(chosen) for _ in targets]
+        run = [(first + i) % num_sources for i in range(len(targets))]
+        return [(r if s is None else s, t) for s, r, t in zip(sources, run, targets, strict=True)]
+
+    out, back, copies = pairs(12, 9), pairs(9, 12), pairs(12, 12)
+    engine.execute(moving_plan(swap_out=out, swap_in=back, copy=copies))
+    for source, target in out:
+        host[target] = device[source]
+    before = list(device)
+    for source, target in copies:
+        device[target] = before[source]
+    for source, target in back:
+        device[target] = host[source]
+    assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == device
+    assert engine.host_cache[:, 0, 1, 1, 0, 0].tolist() == host
+
+
+def test_a_cpu_gets_the_compiled_kernel_where_it_was_built() -> None:
+    expected = CopyMover if library() is None else NativeMover
+    assert type(mover_for(torch.device("cpu"))) is expected
+
+
+def test_long_runs_are_copied_and_the_rest_is_one_launch() -> None:
+    launched = []
+
+    def move(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+        launched.append(pairs.tolist())
+        swap_blocks(source, target, pairs)
+
+    source, target = torch.arange(20.0).view(10, 2), torch.zeros(10, 2)
+    pairs = np.array([[9, 0], [1, 4], [2, 5], [3, 6], [7, 1], [8, 2]], np.int32)
+    KernelMover(move, min_copy_bytes=3 * 8).swap(source, target, pairs)
+    assert launched == [[[9, 0], [7, 1], [8, 2]]]
+    assert target[:, 0].tolist() == [18.0, 14.0, 16.0, 0.0, 2.0, 4.0, 6.0, 0.0, 0.0, 0.0]
+
+
+def test_a_plan_is_checked_before_anything_is_moved() -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    cpu = torch.device("cpu")
+    engine = CacheEngine(spec, block_size=1, num_gpu_blocks=2, num_cpu_blocks=2, device=cpu)
+    engine.device_cache[:] = 1.0
+    with pytest.raises(InvalidPlan):
+        engine.execute(moving_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
+    assert not np.any(engine.host_cache.numpy())

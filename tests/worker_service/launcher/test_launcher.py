@@ -1,0 +1,27 @@
+"""Ranks as children of their launcher."""
+
+import asyncio
+import sys
+
+from worker_service.launcher.launcher import LocalConfig, LocalHost
+
+
+async def test_a_rank_that_has_just_ended_does_not_keep_the_others_from_being_told() -> None:
+    """The launcher may tell all while it has yet to take note of the end of some."""
+    config = LocalConfig(
+        arguments=[],
+        ranks=range(2),
+        group_id="group",
+        listen="127.0.0.1:0",
+        advertise=None,
+        distributed_init="127.0.0.1:1",
+    )
+    host = LocalHost(config)
+    ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await ended.wait()
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+    )
+    host._processes = {0: ended, 1: running}
+    host.terminate()
+    assert await running.wait() < 0

@@ -1,0 +1,139 @@
+"""Each rank reads its share of the weights, and no more."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagewire_kernels.backends import AttentionNeeds, select_kernels
+from tests.support.checkpoints import checkpoint, make_checkpoint
+from worker_service.distributed.layout import Layout
+from worker_service.errors import BadCheckpoint, InvalidOption
+from worker_service.loader import ModelConfig, load_model
+from worker_service.loader.model_files import read_config
+from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
+from worker_service.models.native import NativeModel
+from worker_service.models.placement import Placement
+from worker_service.models.registry import build_native_model
+from worker_service.parallel.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def layouts(tensor: int, pipeline: int) -> list[Layout]:
+    return [
+        Layout(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, rank=rank)
+        for rank in range(tensor * pipeline)
+    ]
+
+
+def empty_model(folder: Path, layout: Layout) -> NativeModel:
+    place = Placement(dtype=torch.float32, device=CPU, ranks=Ranks(layout))
+    kernels = select_kernels(CPU, AttentionNeeds(dtype=torch.float32, head_dim=16))
+    model = build_native_model(read_config(folder), None, place, kernels)
+    assert model is not None
+    return model
+
+
+def names_of(folder: Path) -> set[str]:
+    return {slot.name for slot in empty_model(folder, Layout()).weight_slots()}
+
+
+def num_bytes_read(folder: Path, layout: Layout) -> int:
+    model = empty_model(folder, layout)
+    return load_weights(
+        model, open_checkpoint(folder), others=names_of(folder), show_progress=False
+    )
+
+
+def is_replicated(name: str) -> bool:
+    """Norms and learned positions are on every rank of a stage, and so are biases after a sum."""
+    return "norm" in name or ".ln_" in name or "embed_positions" in name or "wpe" in name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_read_the_whole_between_them_and_each_its_part(
+    family: str, tensor: int, pipeline: int
+) -> None:
+    folder = checkpoint(family)
+    whole = num_bytes_read(folder, Layout())
+    read = [num_bytes_read(folder, layout) for layout in layouts(tensor, pipeline)]
+    slots = list(empty_model(folder, Layout()).weight_slots())
+    small = sum(s.target.nbytes for s in slots if s.target.dim() == 1 or is_replicated(s.name))
+    tied = "lm_head.weight" not in {slot.name for slot in slots} and pipeline > 1
+    embedding = max(slot.target.nbytes for slot in slots) if tied else 0
+    assert whole <= sum(read) <= whole + (tensor - 1) * small + embedding
+    assert max(read) < 0.75 * whole
+
+
+@pytest.mark.parametrize("family", ["llama_bias", "qwen2", "gpt2", "opt_350m"])
+def test_the_parts_are_those_of_the_whole(family: str) -> None:
+    folder = checkpoint(family)
+    weights = open_checkpoint(folder)
+    whole = empty_model(folder, Layout())
+    load_weights(whole, weights, show_progress=False)
+    tensors = {}
+    for slot in whole.weight_slots():
+        target = tensors.setdefault(slot.name, torch.full(slot.source_shape, float("nan")))
+        target[slot.source_index] = slot.target
+    for layout in layouts(2, 2):
+        part = empty_model(folder, layout)
+        load_weights(part, weights, others=names_of(folder), show_progress=False)
+        for slot in part.weight_slots():
+            assert torch.equal(slot.target, tensors[slot.name][slot.source_index])
+
+
+def test_dummy_weights_are_parts_of_the_same() -> None:
+    folder = checkpoint("gpt2")
+    whole = empty_model(folder, Layout())
+    fill_dummy_weights(whole.weight_slots())
+    (expected,) = [s.target for s in whole.weight_slots() if s.name == "transformer.wte.weight"]
+    for layout in layouts(2, 1):
+        part = empty_model(folder, layout)
+        fill_dummy_weights(part.weight_slots())
+        (slot,) = [s for s in part.weight_slots() if s.name == "transformer.wte.weight"]
+        assert torch.equal(slot.target, expected[slot.source_index])
+
+
+def test_a_rank_tells_the_parameters_of_all() -> None:
+    alone = load_model(ModelConfig(model=str(checkpoint("llama")), device="cpu"))
+    for layout in layouts(2, 2):
+        config = ModelConfig(model=str(checkpoint("llama")), device="cpu", layout=layout)
+        assert load_model(config).model.num_parameters == alone.model.num_parameters
+
+
+def test_a_tensor_that_is_no_ranks_is_unexpected(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=3)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(
+        config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
+    )
+    layout = Layout(pipeline_parallel_size=2)
+    with pytest.raises(BadCheckpoint, match=r"unexpected tensors: model\.layers\.2\."):
+        load_model(ModelConfig(model=str(folder), device="cpu", layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"tensor_parallel_size": 3}, "3 ranks cannot share the model's 4 attention heads"),
+        ({"tensor_parallel_size": 16}, "16 ranks cannot share the model's 4 attention heads"),
+        ({"pipeline_parallel_size": 5}, "expected at most 2, the model's layers, got 5"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_at_the_start(
+    sizes: dict[str, int], problem: str
+) -> None:
+    config = ModelConfig(model=str(checkpoint("llama")), device="cpu", layout=Layout(**sizes))
+    with pytest.raises(InvalidOption, match=problem):
+        load_model(config)
+
+
+def test_a_model_that_runs_through_transformers_is_refused() -> None:
+    layout = Layout(tensor_parallel_size=2)
+    config = ModelConfig(model=str(checkpoint("gemma")), device="cpu", layout=layout)
+    with pytest.raises(
+        InvalidOption, match="tensor_parallel_size: GemmaForCausalLM runs on one rank only, got 2"
+    ):
+        load_model(config)

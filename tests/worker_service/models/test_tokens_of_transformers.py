@@ -1,0 +1,136 @@
+"""Every family's tokens are those of `transformers`, however they are computed."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support.checkpoints import NATIVE_FAMILIES, TRANSFORMERS_FAMILIES, VOCAB_SIZE, checkpoint
+from tests.support.paged_driver import PagedDriver
+from tests.support.transformers_oracle import Oracle, oracle
+from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.models.native import NativeModel
+from worker_service.models.transformers_backend.model import TransformersModel
+
+FAMILIES = NATIVE_FAMILIES + TRANSFORMERS_FAMILIES
+PROMPT_LENGTHS = (1, 2, 5, 9, 17, 26, 33, 40)
+NUM_TOKENS = 8
+LOGITS_TOLERANCE = 1e-4
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def _loaded(family: str, dtype: str = "float32") -> LoadedModel:
+    return load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype=dtype))
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in PROMPT_LENGTHS
+    ]
+
+
+@cache
+def _expected(family: str) -> list[list[int]]:
+    return [oracle(checkpoint(family)).generate(prompt, NUM_TOKENS) for prompt in _prompts()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ragged_batch_continues_as_transformers_does(family: str) -> None:
+    expected = _expected(family)
+    assert PagedDriver(_loaded(family).model).generate(_prompts(), NUM_TOKENS) == expected
+    # Guards the test itself: a model that repeats one token would agree with any other such.
+    assert len({token for tokens in expected for token in tokens}) > len(PROMPT_LENGTHS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_other_blocks_change_no_token(family: str) -> None:
+    driver = PagedDriver(_loaded(family).model, block_size=16, seed=3)
+    assert driver.generate(_prompts(), NUM_TOKENS, chunk=7) == _expected(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    tokens = _prompts()[-1]
+    (logits,) = PagedDriver(_loaded(family).model).run([(0, 0, tokens)])
+    expected = oracle(checkpoint(family)).logits(tokens)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rows_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: str) -> None:
+    loaded = _loaded(family, dtype)
+    assert loaded.batch_invariant
+    prompts = _prompts()
+    together = PagedDriver(loaded.model).run([(i, 0, p) for i, p in enumerate(prompts)])
+    for i, cuts in ((0, [1]), (3, range(1, 10)), (7, [13, 38, 39, 40])):
+        alone, rows, start = PagedDriver(loaded.model), [], 0
+        for end in cuts:
+            rows += alone.run([(i, start, prompts[i][start:end])])
+            start = end
+        assert torch.equal(torch.cat(rows), together[i])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_the_number_of_threads_changes_no_bit(family: str) -> None:
+    prompts = _prompts()
+    batch = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    expected = PagedDriver(_loaded(family).model).run(batch)
+    torch.set_num_threads(2)  # put back by the fixture above
+    again = PagedDriver(_loaded(family).model).run(batch)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+def test_dynamic_rotary_scaling_follows_a_sequence_past_the_trained_length() -> None:
+    path = checkpoint("llama_dynamic")  # trained on 64 positions, stretched to 256
+    prompts = [prompt + prompt[:20] for prompt in _prompts()[-3:]]
+    expected = [Oracle(path).generate(prompt, 30) for prompt in prompts]
+    assert max(len(prompt) for prompt in prompts) + 30 > 64 + 20
+    assert PagedDriver(_loaded("llama_dynamic").model).generate(prompts, 30) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_take_the_route_they_are_meant_to(family: str) -> None:
+    kind = NativeModel if family in NATIVE_FAMILIES else TransformersModel
+    assert isinstance(_loaded(family).model, kind)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_are_those_of_the_checkpoint(family: str) -> None:
+    model, reference = _loaded(family).model, oracle(checkpoint(family)).model
+    assert model.architecture == type(reference).__name__
+    assert model.vocab_size == VOCAB_SIZE
+    assert model.num_parameters == reference.num_parameters()
+    assert model.kv_cache_spec.num_layers == reference.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 70])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_any_number_of_decodes_gives_the_same_bits(family: str, num_rows: int) -> None:
+    model = _loaded(family).model
+    tokens = torch.arange(70).tolist()
+    expected = PagedDriver(model, max_seqs=70, max_tokens=8).run(
+        [(i, 0, [token]) for i, token in enumerate(tokens)]
+    )
+    some = PagedDriver(model, max_seqs=70, max_tokens=8).run(
+        [(i, 0, [token]) for i, token in enumerate(tokens[:num_rows])]
+    )
+    assert all(torch.equal(a, b) for a, b in zip(some, expected, strict=False))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_half_precision_stays_near_float32(family: str, dtype: str) -> None:
+    path = checkpoint(family)
+    model = load_model(ModelConfig(model=str(path), device="cpu", dtype=dtype)).model
+    tokens = _prompts()[-1]
+    (logits,) = PagedDriver(model).run([(0, 0, tokens)])
+    expected = oracle(path).logits(tokens)
+    error = (logits - expected).norm() / expected.norm()
+    assert error < (0.1 if dtype == "bfloat16" else 0.02)

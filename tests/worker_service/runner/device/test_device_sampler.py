@@ -1,0 +1,180 @@
+"""The sampler on a device, with the GPU's kernels, against the one on the host."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.gpu_kernels import DEVICE, MARKS
+from worker_service.device.penalties import DevicePenalties
+from worker_service.pinned_memory import Staging
+from worker_service.plan import NewSequence, RowErrorReason
+from worker_service.runner.device_rows import FAILURES, DeviceSlots
+from worker_service.runner.device_sampler import DeviceSampler, SamplingRows
+from worker_service.runner.pending_tokens import FetchedLogprobs
+from worker_service.runner.sequence_table import SequenceTable
+from worker_service.sampling.sampler import SamplingBatch, sample
+from worker_service.sampling_params import SamplerParams
+from worker_service.structured.masks import MaskedRows
+
+pytestmark = MARKS
+
+VOCAB_SIZE = 300
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 2**63 + 5, "num_logprobs": 2},
+    {"temperature": 1.5, "top_k": 7, "seed": 3},
+    {"temperature": 1.5, "top_p": 0.6, "seed": 4, "num_logprobs": 0},
+    {"temperature": 1.2, "min_p": 0.05, "top_k": 50, "top_p": 0.9, "seed": 5},
+    {"temperature": 0.0, "repetition_penalty": 1.8, "presence_penalty": 0.5, "num_logprobs": 5},
+    {"temperature": 1.0, "seed": 6, "bad_words": ((7,), (1, 9))},
+    {"temperature": 1.0, "seed": 7},
+]
+MASKED = [0, 4, 5, 7]
+"""Rows of sequences with a constraint."""
+
+
+class Sequences:
+    """A table with a sequence for each of `PARAMS`, on the host and on the device."""
+
+    def __init__(self) -> None:
+        self.table = SequenceTable(
+            vocab_size=VOCAB_SIZE, max_model_len=64, block_size=4, num_gpu_blocks=64
+        )
+        self.on_device = DeviceSlots(64, 16, DEVICE)
+        self.penalties = DevicePenalties(VOCAB_SIZE, DEVICE)
+        self.sampler = DeviceSampler(self.on_device, self.penalties, _kernels())
+        for index, params in enumerate(PARAMS):
+            self.add(index + 1, SamplerParams(**params))
+        draw = torch.Generator().manual_seed(2)
+        self.logits = torch.randn(len(PARAMS), VOCAB_SIZE, generator=draw) * 3
+
+    def add(self, seq_id: int, params: SamplerParams) -> None:
+        new = NewSequence(
+            seq_id=seq_id,
+            choice_index=seq_id % 3,
+            token_ids=np.array([1, 2, 1, 5], np.int32),
+            num_prompt_tokens=2,
+            num_computed_tokens=0,
+            block_ids=np.array([seq_id, seq_id + 1], np.int32),
+            sampling=params,
+            parent_seq_id=None,
+            prompt_logprobs_start=0,
+        )
+        self.table.add(new, "new")
+        self.on_device.note_new(self.table.slot(seq_id))
+        self.penalties.note(self.table.slot(seq_id), self.table.sampling)
+
+    def flush(self) -> None:
+        self.on_device.apply(Staging(DEVICE).send(self.on_device.changes(self.table)))
+        self.penalties.apply(Staging(DEVICE).send(self.penalties.changes(self.table.sampling)))
+
+    @property
+    def batch(self) -> SamplingBatch:
+        slots = np.array([self.table.slot(1 + i) for i in range(len(PARAMS))])
+        return SamplingBatch(
+            slots=slots,
+            positions=np.full(len(slots), 2),
+            edited=self.table.edited_rows(slots),
+            masked=self.masked,
+        )
+
+    @property
+    def masked(self) -> MaskedRows:
+        """Every other token, and a few."""
+        draw = np.random.default_rng(1)
+        bitmask = draw.integers(-(2**31), 2**31, (len(MASKED), 10)).astype(np.int32)
+        bitmask[:, -1] &= (1 << VOCAB_SIZE % 32) - 1
+        bitmask[1, 2:] = 0
+        failed = np.zeros(len(MASKED), np.bool_)
+        return MaskedRows(rows=np.array(MASKED), bitmask=bitmask, failed=failed)
+
+    def rows(self, batch: SamplingBatch) -> SamplingRows:
+        return SamplingRows(
+            slots=torch.from_numpy(batch.slots).to(DEVICE),
+            positions=torch.from_numpy(batch.positions.astype(np.int32)).to(DEVICE),
+        )
+
+
+def _kernels() -> Any:
+    from pagewire_kernels import gpu
+
+    return gpu
+
+
+def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
+    sequences = Sequences()
+    sequences.flush()
+    batch = sequences.batch
+    expected = sample(sequences.logits.clone(), batch, sequences.table.sampling)
+    logits = sequences.logits.to(DEVICE)
+    rows = sequences.rows(batch)
+    outcome = sequences.sampler.sample_changed(logits.clone(), rows, batch)
+    assert outcome.tolist() == expected.tokens.tolist()
+    num_top = sequences.table.sampling.num_logprobs[batch.slots]
+    wanted = np.flatnonzero(num_top >= 0)
+    tensors = sequences.sampler.logprobs(logits[wanted], outcome[wanted], int(num_top.max()))
+    found = FetchedLogprobs.fetch(wanted, num_top[wanted], tensors)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    entries = found.entries()
+    assert entries.keys() == expected.logprobs.keys()
+    for row, entry in entries.items():
+        other = expected.logprobs[row]
+        assert (entry.token_ids.tolist(), entry.rank) == (other.token_ids.tolist(), other.rank)
+        np.testing.assert_allclose(entry.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_a_row_whose_constraint_has_failed_tells_so() -> None:
+    sequences = Sequences()
+    sequences.flush()
+    masked = sequences.masked
+    masked.bitmask[2:] = 0
+    masked.failed[3] = True
+    batch = replace(sequences.batch, masked=masked)
+    logits = sequences.logits.to(DEVICE)
+    outcome = sequences.sampler.sample_changed(logits, sequences.rows(batch), batch).tolist()
+    reasons = {row: FAILURES.get(number) for row, number in enumerate(outcome) if number < 0}
+    assert reasons == {5: RowErrorReason.NO_CANDIDATES, 7: RowErrorReason.CONSTRAINT}
+
+
+def test_failures_keep_their_first_reason_until_the_slot_is_taken_again() -> None:
+    sequences = Sequences()
+    sequences.add(50, SamplerParams(temperature=0.0, bad_words=tuple((t,) for t in range(300))))
+    sequences.flush()
+    slots = np.array([sequences.table.slot(1), sequences.table.slot(50), sequences.table.slot(2)])
+    batch = SamplingBatch(
+        slots=slots, positions=np.full(3, 2), edited=sequences.table.edited_rows(slots)
+    )
+    rows = sequences.rows(batch)
+    logits = sequences.logits[:3].to(DEVICE)
+    logits[0, 3] = torch.nan
+    reasons = [
+        [FAILURES.get(int(number)) for number in outcome]
+        for outcome in (
+            sequences.sampler.sample_changed(logits.clone(), rows, batch),
+            sequences.sampler.sample(logits.nan_to_num(0.0), rows),
+        )
+    ]
+    non_finite, nothing = RowErrorReason.NON_FINITE_LOGITS, RowErrorReason.NO_CANDIDATES
+    assert reasons == [[non_finite, nothing, None]] * 2
+    for slot in slots[:2].tolist():
+        sequences.on_device.note_new(slot)
+    sequences.flush()
+    assert (sequences.sampler.sample(logits.nan_to_num(0.0), rows) >= 0).all()
+
+
+def test_the_device_has_the_tables_block_tables() -> None:
+    sequences = Sequences()
+    sequences.flush()
+    table = sequences.table
+    table.update_blocks(np.array([[2, 2, 40], [3, 0, 41]], np.int32))
+    sequences.on_device.note_blocks(table.slots(np.array([2, 3]), "x"), np.array([2, 0]))
+    table.forget(np.array([1, 4], np.int32))
+    sequences.add(60, SamplerParams(temperature=0.0))
+    sequences.flush()
+    used = sorted(table.used_slots())
+    on_device = sequences.on_device.block_tables[used].cpu().numpy()
+    np.testing.assert_array_equal(on_device, table.block_tables[used])
+    assert sequences.on_device.changes(table) == []

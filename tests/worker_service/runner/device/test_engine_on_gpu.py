@@ -1,0 +1,166 @@
+"""The same work on a GPU: the tokens of the CPU, and cache operations on a stream of their own."""
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire_kernels import reference
+from pagewire_kernels.metadata import AttentionMetadata
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from tests.support.checkpoints import checkpoint
+from tests.support.in_process import InProcessEngine
+from tests.support.paged_driver import PagedDriver
+from tests.support.plans import moving_plan
+from worker_service.config import CacheConfig
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.kv_cache.memory_budget import profile_blocks
+from worker_service.loader import ModelConfig, load_model
+from worker_service.models.interface import KVCacheSpec
+
+pytestmark = pytest.mark.gpu
+
+CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
+SPEC = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
+def test_a_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (1, 3, 17, 26, 9, 40, 8)]
+    outputs = {}
+    for device in ("cpu", "cuda"):
+        engine = InProcessEngine(checkpoint(family), device=device)
+        engine.reset(num_gpu_blocks=64, config=CHUNKED)
+        outputs[device] = engine.generate(prompts, 12, logprobs=0)
+    for ours, theirs in zip(outputs["cuda"], outputs["cpu"], strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_batch_invariant_gpu_gives_a_sequence_the_same_logits_in_any_batch(
+    family: str, dtype: str
+) -> None:
+    draw = np.random.default_rng(5)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (1, 3, 17, 60, 9, 40, 8)]
+    config = ModelConfig(
+        model=str(checkpoint(family)), device="cuda", dtype=dtype, batch_invariant=True
+    )
+    loaded = load_model(config)
+    assert loaded.batch_invariant
+    together = PagedDriver(loaded.model, device="cuda").run(
+        [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    )
+    for prompt, expected in zip(prompts, together, strict=True):
+        driver = PagedDriver(loaded.model, device="cuda")
+        cuts = sorted({0, len(prompt) // 2, len(prompt) - 1, len(prompt)})
+        pieces = [driver.run([(0, a, prompt[a:b])])[0] for a, b in pairwise(cuts)]
+        assert torch.equal(torch.cat(pieces), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_fp8_cache_keeps_the_logits_near(family: str) -> None:
+    tokens = list(range(3, 60))
+    logits = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        loaded = load_model(
+            ModelConfig(model=str(checkpoint(family)), device="cuda", dtype="bfloat16"),
+            CacheConfig(kv_cache_dtype=kv_cache_dtype),
+        )
+        logits.append(PagedDriver(loaded.model, device="cuda").run([(0, 0, tokens)])[0])
+    expected, found = logits
+    assert float((found - expected).norm() / expected.norm()) < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_on_a_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 9, 16, 2, 32, generator=draw).to(dtype)
+    query = torch.randn(7, 4, 32, generator=draw).to(dtype)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, 5, 7], dtype=torch.int32),
+        context_lens=torch.tensor([40, 21], dtype=torch.int32),
+        block_tables=torch.tensor([[3, 0, 8], [5, 2, -1]], dtype=torch.int32),
+        slot_mapping=torch.full((7,), -1),
+        max_query_len=5,
+        max_context_len=40,
+    )
+    on_gpu = AttentionMetadata(
+        query_start=metadata.query_start.cuda(),
+        context_lens=metadata.context_lens.cuda(),
+        block_tables=metadata.block_tables.cuda(),
+        slot_mapping=metadata.slot_mapping.cuda(),
+        max_query_len=5,
+        max_context_len=40,
+    )
+    expected = reference.paged_attention(query, cache[0], cache[1], metadata, scale=0.2)
+    moved = cache.cuda()
+    output = reference.paged_attention(query.cuda(), moved[0], moved[1], on_gpu, scale=0.2)
+    torch.testing.assert_close(output.cpu(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_blocks_move_between_gpu_and_host() -> None:
+    device = torch.device("cuda")
+    engine = CacheEngine(SPEC, block_size=16, num_gpu_blocks=6, num_cpu_blocks=4, device=device)
+    for block in range(6):
+        engine.device_cache[block] = block + 1
+    engine.execute(
+        moving_plan(swap_out=[(0, 2), (3, 1)], swap_in=[(2, 3), (1, 4)], copy=[(1, 0), (2, 5)])
+    )
+    engine.finish()
+    assert engine.device_us() > 0
+    assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == [2.0, 2.0, 3.0, 1.0, 4.0, 3.0]
+    assert engine.host_cache[[1, 2], 0, 0, 0, 0, 0].tolist() == [4.0, 1.0]
+
+
+def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them() -> None:
+    device = torch.device("cuda")
+    spec = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    engine = CacheEngine(spec, block_size=16, num_gpu_blocks=514, num_cpu_blocks=512, device=device)
+    engine.host_cache[:] = 3.0
+    engine.device_cache[512] = 5.0
+    pairs = [(block, block) for block in range(512)]  # a gigabyte
+    for _ in range(2):  # the first time includes start-up
+        engine.finish()
+        engine.execute(moving_plan(swap_in=pairs, copy=[(512, 513)]))
+        computed = engine.device_cache[513].sum()
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()
+        swap_in_is_done = not engine.is_busy
+    assert not swap_in_is_done
+    assert float(computed) > 0
+    engine.execute(moving_plan())
+    assert float(engine.device_cache[511].min()) == 3.0
+
+
+def test_swapping_on_a_gpu_gives_the_tokens_of_a_roomy_cache() -> None:
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (9, 17, 26, 9, 30, 8)]
+    engine = InProcessEngine(checkpoint("llama"), device="cuda")
+    expected = engine.generate(prompts, 12)
+    config = dataclasses.replace(CHUNKED, preemption_mode=PreemptionMode.SWAP, watermark=0.0)
+    engine.reset(num_gpu_blocks=20, num_cpu_blocks=64, config=config)
+    outputs = engine.generate(prompts, 12)
+    assert engine.core.snapshot().num_swapped_in_blocks > 0
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+def test_profiling_leaves_room_for_what_else_is_on_the_gpu() -> None:
+    engine = InProcessEngine(checkpoint("llama"), device="cuda")
+    counts = profile_blocks(
+        engine.loaded.model,
+        CacheConfig(gpu_memory_utilization=0.5, swap_space=1 << 20),
+        torch.device("cuda"),
+        block_size=16,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )
+    block_bytes = engine.loaded.model.kv_cache_spec.block_bytes(16)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert 0 < counts.num_gpu_blocks * block_bytes < total / 2
+    assert counts.num_cpu_blocks == (1 << 20) // block_bytes

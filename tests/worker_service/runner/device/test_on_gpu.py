@@ -1,0 +1,157 @@
+"""Launching, recording and sampling where there is a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.checkpoints import checkpoint
+from tests.support.real_generations import BLOCK_SIZE, generate
+from tests.support.worker_driver import PlanBuilder, Row, sampler_params
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.plan import StepPlan
+from worker_service.runner.cuda_graphs import CudaRecorder
+from worker_service.runner.device_runner import DeviceRunner
+from worker_service.runner.device_state import DeviceState
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.service import wire
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [1, 2, 4, 8]
+
+
+def eager(model: Any, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    return DeviceRunner(model, cache, block_size, DeviceState(model, cache, block_size))
+
+
+def recorded(model: Any, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    recorder = CudaRecorder(cache.device_cache.device)
+    state = DeviceState(model, cache, block_size, recorder, SIZES)
+    assert state.graphs is not None, "the model can be recorded"
+    return DeviceRunner(model, cache, block_size, state)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return load_model(
+        ModelConfig(
+            model=str(checkpoint(request.param)),
+            device="cuda",
+            dtype="float32",
+            attention_backend="triton",
+        )
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("make_runner", [eager, recorded])
+def test_replayed_and_launched_ahead_are_the_tokens_of_one_step_after_the_other(
+    loaded: LoadedModel, make_runner: Any, depth: int
+) -> None:
+    expected_tokens, expected_logprobs = generate(loaded, ModelRunner, depth=1, num_steps=30)
+    tokens, logprobs = generate(loaded, make_runner, depth=depth, num_steps=30)
+    assert tokens == expected_tokens
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-3)
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "filtered": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3},
+    "log probabilities": {"temperature": 0.9, "seed": 3, "logprobs": 4},
+    "penalised": {
+        "temperature": 0.9,
+        "seed": 3,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.1,
+    },
+    "edited": {"temperature": 0.0, "logit_bias": [{"token_id": 3, "bias": 2.0}]},
+    "not to end yet": {
+        "temperature": 0.0,
+        "min_tokens": 50,
+        "suppressed_token_ids": np.array([2, 7], "<i4").tobytes(),
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("make_runner", [eager, recorded])
+def test_nothing_in_a_launch_waits_for_the_device(
+    loaded: LoadedModel, make_runner: Any, name: str
+) -> None:
+    cache = CacheEngine(
+        loaded.model.kv_cache_spec,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=64,
+        num_cpu_blocks=0,
+        device=torch.device(loaded.config.device),
+    )
+    runner, plans = make_runner(loaded.model, cache, BLOCK_SIZE), PlanBuilder(block_size=BLOCK_SIZE)
+
+    def plan(rows: list[Row]) -> StepPlan:
+        return wire.decode_plan(plans.plan(rows), 0)
+
+    for seq_id in (1, 2, 3):
+        plans.add(seq_id, [seq_id] * 20, sampling=sampler_params(**PARAMS[name]))
+    # What is compiled at its first call may wait then: a prompt, a mixed batch, a decode.
+    kinds = [[Row(1, 20)], [Row(1), Row(2, 20)], [Row(1), Row(2)]]
+    steps = [runner.launch(plan(rows)) for rows in kinds]
+    expected = [step.collect() for step in steps]
+    with never_waiting():
+        steps = [runner.launch(plan(rows)) for rows in ([Row(3, 20)], [Row(1), Row(2), Row(3)])]
+        steps += [runner.launch(plan([Row(1), Row(2), Row(3)])) for _ in range(3)]
+    results = [step.collect() for step in steps]
+    assert all((each.token_ids >= 0).all() for each in [*expected, *results])
+
+
+def test_failed_rows_stay_failed_and_say_why(loaded: LoadedModel) -> None:
+    everything = [
+        {"token_ids": np.array([token], "<i4").tobytes()}
+        for token in range(loaded.model.vocab_size)
+    ]
+    cache = CacheEngine(
+        loaded.model.kv_cache_spec,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=64,
+        num_cpu_blocks=0,
+        device=torch.device(loaded.config.device),
+    )
+    runner, plans = recorded(loaded.model, cache, BLOCK_SIZE), PlanBuilder(block_size=BLOCK_SIZE)
+    plans.add(1, [5, 6])
+    plans.add(2, [5, 6], sampling=sampler_params(bad_words=everything))
+    rows = [[Row(1, 2), Row(2, 2)], *[[Row(1), Row(2)]] * 3]
+    steps = [runner.launch(wire.decode_plan(plans.plan(each), 0)) for each in rows]
+    for step in steps:
+        result = step.collect()
+        assert result.token_ids[0] >= 0
+        assert [reason.name for reason in result.errors.values()] == ["NO_CANDIDATES"]
+
+
+def test_what_cannot_be_recorded_leaves_no_trace() -> None:
+    counts = torch.zeros(4, device="cuda")
+    stream = torch.cuda.current_stream()
+    recorder = CudaRecorder(counts.device)
+    with pytest.raises(RuntimeError):
+        recorder.record(lambda: counts.add_(float(counts.sum())))  # waits for the device
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    replay = recorder.record(lambda: counts.add_(1))
+    counts.zero_()
+    replay()
+    assert counts.tolist() == [1.0] * 4

@@ -1,0 +1,166 @@
+"""Sequences whose tokens the core chooses: forks and appended tokens, in both kinds of worker."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pagewire.v1 import plan_pb2
+from tests.support import simulated
+from tests.support.runners import RUNNERS
+from tests.support.worker_driver import Row, column, sampler_params
+from tests.worker_service.runner import test_model_runner as real
+from worker_service.errors import InvalidPlan
+from worker_service.plan import StepResult
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+CHOOSING = sampler_params(num_candidates=4, repetition_penalty=1.5)
+
+MAX_MODEL_LEN = 48
+
+BENCHES: dict[str, Callable[[], Any]] = {
+    **{
+        name: partial(real.Bench, max_model_len=MAX_MODEL_LEN, make_runner=make_runner)
+        for name, make_runner in RUNNERS.items()
+    },
+    "simulated": lambda: simulated.Bench(max_model_len=MAX_MODEL_LEN),
+}
+
+
+@pytest.fixture(params=list(BENCHES))
+def make_bench(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return BENCHES[request.param]
+
+
+def execute(bench: Any, step_id: int, rows: Sequence[Row], **fields: Any) -> StepResult:
+    """A plan of exactly these columns."""
+    plan = plan_pb2.StepPlan(
+        epoch=1,
+        step_id=step_id,
+        seq_ids=column(row.seq_id for row in rows),
+        num_tokens=column(row.num_tokens for row in rows),
+        sample=bytes(row.sample for row in rows),
+        **fields,
+    )
+    return bench.execute(plan)
+
+
+def started(bench: Any, tokens: Sequence[int] = PROMPT) -> StepResult:
+    """Sequence 1 has computed its tokens, in blocks 0, 1 and 2."""
+    new = plan_pb2.NewSequence(
+        seq_id=1,
+        token_ids=column(tokens),
+        num_prompt_tokens=len(PROMPT),
+        block_ids=column([0, 1, 2]),
+        sampling=CHOOSING,
+    )
+    return execute(bench, 1, [Row(1, len(tokens))], new_sequences=[new])
+
+
+def candidates(result: StepResult, row: int) -> tuple[list[int], list[float]]:
+    found = result.candidates[row]
+    return found.token_ids.tolist(), found.logprobs.tolist()
+
+
+def fork(seq_id: int, tokens: Sequence[int], blocks: Sequence[int]) -> plan_pb2.NewSequence:
+    return plan_pb2.NewSequence(
+        seq_id=seq_id,
+        parent_seq_id=1,
+        token_ids=column(tokens),
+        block_ids=column(blocks),
+        sampling=CHOOSING,
+    )
+
+
+def test_a_row_reports_candidates_and_appends_nothing(make_bench: Callable[[], Any]) -> None:
+    result = started(make_bench())
+    assert result.token_ids.tolist() == [-1]
+    assert len(candidates(result, 0)[0]) == 4
+    assert result.logprobs == {}
+
+
+def test_forks_and_what_goes_on_in_place_are_as_if_computed_alone(
+    make_bench: Callable[[], Any],
+) -> None:
+    bench = make_bench()
+    first, second, third = candidates(started(bench), 0)[0][:3]
+    result = execute(
+        bench,
+        2,
+        [Row(1), Row(2), Row(3)],
+        copy=column([1, 8, 1, 9]),
+        new_sequences=[fork(2, [second], [0, 8]), fork(3, [third], [0, 9])],
+        appended_tokens=column([1, first]),
+    )
+    assert result.token_ids.tolist() == [-1, -1, -1]
+    for row, token in enumerate((first, second, third)):
+        alone = started(make_bench(), [*PROMPT, token])
+        assert candidates(result, row) == candidates(alone, 0)
+    again = candidates(result, 1)[0][0]
+    result = execute(
+        bench, 3, [Row(2)], forget_seq_ids=column([1, 3]), appended_tokens=column([2, again])
+    )
+    alone = started(make_bench(), [*PROMPT, second, again])
+    assert candidates(result, 0) == candidates(alone, 0)
+
+
+@pytest.mark.parametrize(
+    ("appended", "problem"),
+    [
+        ([7, 5], "not known here"),
+        ([1, 10**6], "expected token ids from 0"),
+        ([1, -1], "expected token ids from 0"),
+        ([1, 5, 1, 6], "named twice"),
+    ],
+)
+def test_tokens_that_cannot_be_appended_are_refused(
+    make_bench: Callable[[], Any], appended: list[int], problem: str
+) -> None:
+    bench = make_bench()
+    started(bench)
+    with pytest.raises(InvalidPlan, match=problem) as caught:
+        execute(bench, 2, [Row(1)], appended_tokens=column(appended))
+    assert caught.value.field == "appended_tokens"
+
+
+def test_a_worker_chooses_its_own_sequences_tokens(make_bench: Callable[[], Any]) -> None:
+    bench = make_bench()
+    new = plan_pb2.NewSequence(
+        seq_id=1,
+        token_ids=column(PROMPT),
+        num_prompt_tokens=6,
+        block_ids=column([0, 1]),
+        sampling=sampler_params(),
+    )
+    execute(bench, 1, [Row(1, 6)], new_sequences=[new])
+    with pytest.raises(InvalidPlan, match="worker"):
+        execute(bench, 2, [Row(1)], appended_tokens=column([1, 5]))
+
+
+def test_a_token_beyond_the_models_length_is_refused(make_bench: Callable[[], Any]) -> None:
+    bench = make_bench()
+    limit = MAX_MODEL_LEN
+    tokens = [1 + i % 7 for i in range(limit)]
+    new = plan_pb2.NewSequence(
+        seq_id=1,
+        token_ids=column(tokens),
+        num_prompt_tokens=6,
+        block_ids=column(range(-(-limit // 4))),
+        sampling=CHOOSING,
+    )
+    execute(bench, 1, [Row(1, limit)], new_sequences=[new])
+    with pytest.raises(InvalidPlan, match="in all"):
+        execute(bench, 2, [Row(1)], appended_tokens=column([1, 5]))
+
+
+def test_no_candidates_is_not_a_number_of_candidates(make_bench: Callable[[], Any]) -> None:
+    new = plan_pb2.NewSequence(
+        seq_id=1,
+        token_ids=column(PROMPT),
+        num_prompt_tokens=6,
+        sampling=sampler_params(num_candidates=0),
+    )
+    with pytest.raises(InvalidPlan, match="at least 1") as caught:
+        execute(make_bench(), 1, [], new_sequences=[new])
+    assert caught.value.field == "new_sequences[0].sampling.num_candidates"

@@ -1,0 +1,69 @@
+"""Inputs of decode steps are those of any batch, built in arrays that are kept."""
+
+import numpy as np
+import pytest
+import torch
+
+from worker_service.decode_inputs import DecodeInputs
+from worker_service.runner.batch import build_inputs, lay_out
+from worker_service.runner.sequence_table import SequenceTable
+
+BLOCK_SIZE, MAX_BLOCKS = 4, 25
+
+
+def _table(lengths: list[int], seed: int) -> SequenceTable:
+    """Sequences in slots 0, 1 …, whose last tokens are to be computed; blocks in any order."""
+    table = SequenceTable(
+        vocab_size=1000,
+        max_model_len=BLOCK_SIZE * MAX_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=10_000,
+    )
+    rng = np.random.default_rng(seed)
+    for slot, length in enumerate(lengths):
+        num_blocks = -(-length // BLOCK_SIZE)
+        table.token_ids[slot, :length] = rng.integers(1000, size=length)
+        table.num_tokens[slot] = length
+        table.num_computed_tokens[slot] = length - 1
+        table.block_tables[slot] = -1
+        table.block_tables[slot, :num_blocks] = rng.permutation(10_000)[:num_blocks]
+    return table
+
+
+@pytest.fixture(scope="module")
+def kept() -> DecodeInputs:
+    """One for all batches, which leave what they leave."""
+    return DecodeInputs()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [100], [4, 5, 8, 9], [3], [97, 1], list(range(1, 51)), [2, 2], [64] * 33],
+    ids=str,
+)
+def test_they_are_those_of_any_batch(kept: DecodeInputs, lengths: list[int]) -> None:
+    table = _table(lengths, seed=len(lengths))
+    slots = np.random.default_rng(0).permutation(len(lengths))
+    found = kept.build(slots, table)
+    ones = np.ones(len(lengths), np.int32)
+    expected = build_inputs(lay_out(slots, ones, table), table, torch.device("cpu"))
+    for name in ("token_ids", "positions"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for name in ("query_start", "context_lens", "slot_mapping"):
+        column = getattr(found.metadata, name)
+        assert column.dtype == getattr(expected.metadata, name).dtype
+        assert torch.equal(column, getattr(expected.metadata, name)), name
+    blocks, width = found.metadata.block_tables, expected.metadata.block_tables.shape[1]
+    assert torch.equal(blocks[:, :width], expected.metadata.block_tables)
+    assert (blocks[:, width:] == -1).all()
+    assert blocks.is_contiguous()
+    assert found.metadata.max_query_len == 1
+    assert found.metadata.max_context_len == max(lengths)
+    assert kept.numbers(len(lengths)).tolist() == list(range(len(lengths)))
+
+
+def test_each_batch_has_metadata_of_its_own(kept: DecodeInputs) -> None:
+    """Attention backends tell batches apart by it."""
+    table = _table([5, 6], seed=0)
+    batches = [kept.build(np.arange(2), table) for _ in range(2)]
+    assert batches[0].metadata is not batches[1].metadata

@@ -1,0 +1,248 @@
+"""A worker and the core it registers with."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+import pytest
+
+from pagewire.v1 import scheduler_service_pb2, status_pb2
+from tests.support.counting_model import CountingModel, next_token
+from tests.support.fake_registry import FakeRegistry, Registered, fake_registry
+from tests.support.running_worker import Steps, running_worker
+from tests.support.waiting import until
+from tests.support.worker_driver import PlanBuilder, Row, values
+from worker_service.address import Address, advertised
+from worker_service.errors import InvalidOption, SentAway
+from worker_service.service import lifecycle
+
+READY, DRAINING = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_DRAINING
+
+
+@pytest.fixture
+def core_address() -> Iterator[str]:
+    # Not tmp_path: the path of a unix socket is limited to some hundred characters.
+    with TemporaryDirectory(prefix="pw-") as folder:
+        yield f"unix:{folder}/core.sock"
+
+
+async def first_stream(registry: FakeRegistry) -> Registered:
+    await until(lambda: registry.streams, "the worker registers")
+    return registry.streams[0]
+
+
+async def test_a_worker_registers_and_sends_signs_of_life(core_address: str) -> None:
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        registration = stream.registration
+        assert registration.group_id == "group"
+        assert registration.worker_id
+        assert (registration.rank, registration.world_size) == (0, 1)
+        assert registration.address == str(running.worker.address)
+        assert registration.model.name == "counting"
+        await until(lambda: len(stream.heartbeats) >= 5, "five heartbeats")
+        assert [heartbeat.state for heartbeat in stream.heartbeats[:5]] == [READY] * 5
+        assert not any(each.HasField("registration") for each in stream.heartbeats[1:])
+        await running.initialize(1)
+        steps, plans = Steps(running.stub), PlanBuilder()
+        await steps.send(plans.plan([]), plans.plan([]))
+        await steps.result()
+        await steps.result()
+        await until(lambda: stream.heartbeats[-1].num_steps == 2, "the steps are counted")
+
+
+async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(
+    core_address: str,
+) -> None:
+    async with running_worker(core=core_address) as running:
+        await running.initialize(9)
+        async with fake_registry(core_address) as registry:
+            stream = await first_stream(registry)
+            assert stream.registration.last_epoch == 9
+        async with fake_registry(core_address) as registry:
+            again = await first_stream(registry)
+            assert again.registration.worker_id == stream.registration.worker_id
+        # It serves all the time.
+        await running.initialize(10)
+
+
+async def test_a_worker_outlives_a_time_in_which_its_core_s_name_is_not_known(
+    core_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a name lives no longer than what it names, which is being started again."""
+    tried = []
+
+    def at_the_third_try(listening: Address, core: Address | None) -> Address:
+        tried.append(core)
+        if len(tried) < 3:
+            raise InvalidOption("advertise: there is no route to the core")
+        return advertised(listening, core)
+
+    monkeypatch.setattr(lifecycle, "advertised", at_the_third_try)
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        assert stream.registration.address == running.worker.address
+        assert len(tried) == 3
+
+
+async def test_a_worker_that_is_told_its_address_looks_for_none(
+    core_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "advertised", lambda *_: pytest.fail("nobody asked"))
+    told = "worker-7.pool:7620"
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address, advertise=told),
+    ):
+        assert (await first_stream(registry)).registration.address == told
+
+
+async def test_a_stream_that_the_core_ends_is_opened_again(core_address: str) -> None:
+    async with fake_registry(core_address) as registry, running_worker(core=core_address):
+        (await first_stream(registry)).directives.put_nowait(None)
+        await until(lambda: len(registry.streams) == 2, "the worker registers again")
+
+
+async def test_a_worker_that_is_told_to_end_lets_the_core_finish_its_stream(
+    core_address: str,
+) -> None:
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        await running.initialize(1)
+        steps, plans = Steps(running.stub), PlanBuilder()
+        plans.add(1, [2])
+        await steps.send(plans.plan([Row(1)]))
+        assert values((await steps.result()).token_ids) == [next_token([2])]
+        running.worker.end()
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        await steps.send(plans.plan([Row(1)]))
+        assert values((await steps.result()).token_ids) == [next_token([2, next_token([2])])]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await running.initialize(2)
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert not running.task.done()
+        assert await steps.finish() == grpc.StatusCode.OK
+        await asyncio.wait_for(running.task, 10)
+
+
+async def test_an_idle_worker_that_is_told_to_end_takes_what_the_core_has_just_sent(
+    core_address: str,
+) -> None:
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        await running.initialize(1)
+        await until(lambda: len(stream.heartbeats) > 1, "the worker has been welcomed")
+        running.worker.end()
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        steps, plans = Steps(running.stub), PlanBuilder()
+        plans.add(1, [2])
+        await steps.send(plans.plan([Row(1)]))
+        assert values((await steps.result()).token_ids) == [next_token([2])]
+        assert not running.task.done()
+        assert await steps.finish() == grpc.StatusCode.OK
+        await asyncio.wait_for(running.task, 10)
+
+
+@pytest.mark.parametrize("how", ["stop", "end of the stream"])
+async def test_an_idle_worker_that_is_told_to_end_is_released_by_the_core(
+    core_address: str, how: str
+) -> None:
+    stop = scheduler_service_pb2.WorkerDirective(stop=scheduler_service_pb2.Stop(reason="drained"))
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        stream = await first_stream(registry)
+        await until(lambda: len(stream.heartbeats) > 1, "the worker has been welcomed")
+        running.worker.end()
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        assert not running.task.done()
+        stream.directives.put_nowait(stop if how == "stop" else None)
+        await asyncio.wait_for(running.task, 10)
+
+
+async def test_the_grace_period_bounds_the_end() -> None:
+    async with running_worker(grace_period_s=0.05) as running:
+        await running.initialize(1)
+        steps = Steps(running.stub)
+        await steps.send(PlanBuilder().plan([]))
+        await steps.result()
+        running.worker.end()
+        await asyncio.wait_for(running.task, 10)
+        assert (await steps.error()).code() in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.CANCELLED,
+        )
+
+
+async def test_a_worker_drains_when_the_core_says_so(core_address: str) -> None:
+    drain = scheduler_service_pb2.WorkerDirective(drain=scheduler_service_pb2.Drain())
+    stop = scheduler_service_pb2.WorkerDirective(stop=scheduler_service_pb2.Stop(reason="drained"))
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address, grace_period_s=0.0) as running,
+    ):
+        stream = await first_stream(registry)
+        await running.initialize(1)
+        steps, plans = Steps(running.stub), PlanBuilder()
+        await steps.send(plans.plan([]))
+        await steps.result()
+        stream.directives.put_nowait(drain)
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the worker drains")
+        # The grace period is for signals; a drain takes as long as its sequences.
+        await steps.send(plans.plan([]))
+        await steps.result()
+        stream.directives.put_nowait(stop)
+        await asyncio.wait_for(running.task, 10)
+        assert len(registry.streams) == 1
+
+
+async def test_a_worker_that_is_sent_away_ends_with_the_reason(core_address: str) -> None:
+    reason = "another model is served under this name"
+    stop = scheduler_service_pb2.WorkerDirective(stop=scheduler_service_pb2.Stop(reason=reason))
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(core=core_address) as running,
+    ):
+        (await first_stream(registry)).directives.put_nowait(stop)
+        with pytest.raises(SentAway, match=reason):
+            await asyncio.wait_for(running.task, 10)
+
+
+async def test_a_worker_can_end_while_it_loads() -> None:
+    loading, may_load = threading.Event(), threading.Event()
+
+    def load():  # type: ignore[no-untyped-def]
+        loading.set()
+        assert may_load.wait(20)
+        raise AssertionError("nobody waits for this any more")
+
+    async with running_worker(load=load) as running:
+        await until(loading.is_set, "loading has begun")
+        running.worker.end()
+        await asyncio.wait_for(running.task, 10)
+        may_load.set()
+
+
+async def test_a_model_that_cannot_be_loaded_ends_the_worker(tmp_path: Path) -> None:
+    def load():  # type: ignore[no-untyped-def]
+        raise SentAway("no such model")
+
+    async with running_worker(CountingModel(), load=load) as running:
+        with pytest.raises(SentAway, match="no such model"):
+            await asyncio.wait_for(running.task, 10)

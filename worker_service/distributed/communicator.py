@@ -1,0 +1,173 @@
+"""Collectives of one epoch over torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+A group that lost a rank cannot be mended, so the lines are made anew for every epoch and belong to
+no global state. Three kinds: `stage` joins the ranks that share layers; a `hop` joins two ranks of
+consecutive stages; `everyone` joins all, always over gloo, and carries sampled tokens.
+
+Sums. Between CPUs the partial sums are gathered and added in the order of the ranks, so that a
+row's result never depends on where it stands in a batch; gloo's own all-reduce adds an element's
+parts in an order that depends on its place. Between GPUs it is NCCL's all-reduce.
+
+gloo has no way to break off a collective: one that waits for a silent peer ends with its timeout.
+So waits are sliced, `interrupt` ends them from any thread, and what is still under way then is left
+to a thread of its own, which outlives nobody.
+"""
+
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker_service.distributed.layout import Layout
+from worker_service.distributed.rendezvous import Meeting
+from worker_service.errors import GroupBroken
+
+_SLICE = timedelta(milliseconds=200)
+_MAX_SENDS = 16
+"""Hidden states on their way to the next stage; with more, a stage waits for it to catch up."""
+
+
+_PARTING_S = 1.0
+"""How long a rank that parts with the others waits for its own lines to close."""
+
+
+class Transfer:
+    """A collective under way, and the tensor that it reads or fills."""
+
+    def __init__(self, work: Any, tensor: Tensor, broken: threading.Event) -> None:
+        self.tensor = tensor
+        self.work = work
+        self._broken = broken
+
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting would return, or raise, at once."""
+        return bool(self.work.is_completed())
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there. Raises GroupBroken."""
+        while True:
+            try:
+                self.work.wait(_SLICE)
+            except RuntimeError as error:
+                if self.work.is_completed():
+                    # What refers to the work keeps the line to the other ranks open, and an
+                    # exception refers to this frame.
+                    self.work = None
+                    raise GroupBroken(f"another rank is gone: {_first_line(error)}") from None
+            else:
+                return self.tensor
+            if self._broken.is_set():
+                self.work = None
+                raise GroupBroken("told to part with the other ranks")
+
+
+class Lines:
+    """What joins the ranks during one epoch. Used on one thread, but for `interrupt`."""
+
+    def __init__(self, layout: Layout, meeting: Meeting, device: torch.device) -> None:
+        """Meet the other ranks; raises GroupBroken if they do not come."""
+        self._on_gpu = device.type == "cuda"
+        self._broken = meeting.cancelled
+        self._layout = layout
+        self._sends: deque[Transfer] = deque()
+        size, rank, column = layout.tensor_parallel_size, layout.rank, layout.tensor_rank
+        first = layout.stage * size
+        self._everyone = meeting.process_group("everyone", range(layout.world_size))
+        make = meeting.device_process_group if self._on_gpu else meeting.process_group
+        self._stage = make(f"stage-{layout.stage}", range(first, first + size))
+        self._from_previous = self._to_next = None
+        if not layout.is_first_stage:
+            self._from_previous = make(f"hop-{layout.stage}-{column}", (rank - size, rank))
+        if not layout.is_last_stage:
+            self._to_next = make(f"hop-{layout.stage + 1}-{column}", (rank, rank + size))
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks of this stage."""
+        partial = partial.contiguous()
+        if self._on_gpu:
+            self._stage.allreduce(partial).wait()
+            return partial
+        parts = self._gather(partial)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(partial.dtype)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """[n, width] of each rank of this stage side by side."""
+        return torch.cat(self._gather(part.contiguous()), dim=1)
+
+    def send_on(self, hidden: Tensor) -> None:
+        """Hand hidden states to the next stage."""
+        while self._sends and (self._sends[0].is_done or len(self._sends) >= _MAX_SENDS):
+            self._finish(self._sends.popleft())
+        self._sends.append(self._broadcast(self._to_next, hidden.contiguous(), root=0))
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden` with what the previous stage hands on."""
+        self._finish(self._broadcast(self._from_previous, hidden, root=0))
+        return hidden
+
+    def share_with_all(self, numbers: Tensor) -> Transfer:
+        """The sampling rank tells all others; each of them calls this with room for as much."""
+        return self._broadcast(self._everyone, numbers, root=self._layout.sampler)
+
+    def check(self) -> None:
+        """Raises GroupBroken after an interruption, when what GPUs computed is worth nothing."""
+        if self._broken.is_set():
+            raise GroupBroken("told to part with the other ranks")
+
+    def interrupt(self) -> None:
+        """From any thread: whoever waits here gives up."""
+        self._broken.set()
+        if self._on_gpu:
+            for group in self._groups():
+                group.abort()
+
+    def close(self) -> None:
+        """Part with the others, whose waiting for this rank fails then."""
+        self.interrupt()
+        self._sends.clear()
+        groups = self._groups()
+        self._stage = self._everyone = self._from_previous = self._to_next = None
+        threads = []
+        while groups:
+            threads.append(threading.Thread(target=_let_go, args=([groups.pop()],), daemon=True))
+            threads[-1].start()
+        # A collective under way holds up its group's end, on gloo until a peer or time ends it.
+        # Mostly there is none; then nothing is left of this when the process ends.
+        until = time.monotonic() + _PARTING_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _groups(self) -> list[Any]:
+        groups = (self._stage, self._from_previous, self._to_next, self._everyone)
+        return [group for group in groups if group is not None]
+
+    def _gather(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in range(self._layout.tensor_parallel_size)]
+        self._finish(Transfer(self._stage.allgather([parts], [part]), part, self._broken))
+        return parts
+
+    def _finish(self, transfer: Transfer) -> None:
+        """On a GPU it is the device that waits."""
+        if self._on_gpu:
+            transfer.work.wait()
+        else:
+            transfer.wait()
+
+    def _broadcast(self, group: Any, tensor: Tensor, root: int) -> Transfer:
+        return Transfer(group.broadcast(tensor, root), tensor, self._broken)
+
+
+def _let_go(group: list[Any]) -> None:
+    group.clear()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

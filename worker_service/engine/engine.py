@@ -1,0 +1,254 @@
+"""The worker's state and its rules: what is loaded, which epoch holds, who may plan.
+
+The event loop calls; the model thread computes. Epochs fence: whoever comes with a greater one
+takes the worker over, and whatever an older one had here is dropped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import NoReturn
+
+from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, Runner
+from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.step_stats import StepMeter
+from worker_service.engine.step_stream import StepStream
+from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
+from worker_service.worker_traces import WorkerTraces
+
+logger = logging.getLogger(__name__)
+
+MAX_EPOCH_STEP = 2**32
+"""A core draws the epoch after the greatest seen. One this far above it comes from no core, and
+would lock out all of them once there is no number above it."""
+
+STOP_WAIT_S = 2.0
+"""For the model thread to finish what it is at; one that takes longer may be stuck for ever."""
+
+
+class Engine:
+    """An executor of plans and at most one stream of them."""
+
+    def __init__(self, executor: Executor, traces: WorkerTraces | None = None) -> None:
+        self.last_epoch = 0
+        """The greatest epoch seen."""
+        self.num_weight_loads = 0
+        self.meter = StepMeter()
+        """Of all streams."""
+        self._executor = executor
+        """Touched on the model thread only, but for its assets and `interrupt`."""
+        self._traces = traces
+        self._thread = ModelThread()
+        self._facts: ModelFacts | None = None
+        self._runner: Runner | None = None
+        self._profiles: dict[tuple[int, int], BlockCounts] = {}
+        """What fits beside a batch, by its sequences and tokens."""
+        self._stream: StepStream | None = None
+        self._stream_epoch = 0
+        self._num_steps_before = 0
+        self._is_loading = False
+        self.is_draining = False
+        """Whether no new epoch is begun."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._busy = asyncio.Event()
+        self._suspicion = asyncio.Event()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the loaded model. Raises NotReady before it is there."""
+        self._check_loaded()
+        assert self._facts is not None
+        return self._facts
+
+    @property
+    def facts_if_loaded(self) -> ModelFacts | None:
+        """The same; None before."""
+        return self._facts
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a stream is open."""
+        return self._stream is not None
+
+    @property
+    def busy_s(self) -> float:
+        """How long the model has been at what it does now, such as one step; 0 when idle."""
+        return self._thread.busy_s
+
+    @property
+    def num_steps(self) -> int:
+        """Steps executed since the process started."""
+        return self._num_steps_before + (self._stream.num_steps if self._stream else 0)
+
+    async def load(self) -> None:
+        """Load the model on the model thread; raises what the executor raises."""
+        self._is_loading = True
+        try:
+            self._facts = await self._thread.run(self._executor.load)
+        except Exception:
+            self._is_loading = False
+            raise
+        self._is_loading = False
+        self.num_weight_loads += 1
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """(file name, content) of the model's files. Raises NotReady before it is there."""
+        self._check_loaded()
+        return self._executor.assets()
+
+    async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        """How many KV blocks fit beside the largest batch: measured once for each, since memory
+        does not change, and a core that comes back is not to wait for another forward pass."""
+        if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
+            got = f"{max_num_seqs} and {max_num_batched_tokens}"
+            raise InvalidPlan(
+                "max_num_batched_tokens", f"expected 1 <= max_num_seqs <= this, got {got}"
+            )
+        self._check_loaded()
+        batch = (max_num_seqs, max_num_batched_tokens)
+        if batch not in self._profiles:
+            self._profiles[batch] = await self._thread.run(
+                lambda: self._executor.profile_blocks(
+                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+                )
+            )
+        return self._profiles[batch]
+
+    async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
+        """Make the caches for an epoch that is about to begin."""
+        self._check_serving()
+        self._check_loaded()
+        if num_gpu_blocks < 1:
+            raise InvalidPlan("num_gpu_blocks", "expected at least 1")
+        if epoch <= self.last_epoch:
+            raise StaleEpoch(f"epoch {epoch} is not above {self.last_epoch}, seen before")
+        self._check_within_reach(epoch)
+        self._fence(epoch)
+        self._runner = None
+
+        def make_runner() -> Runner:
+            # Whose turn comes too late must not wait for other ranks, where nobody interrupts it.
+            self._check_newest(epoch)
+            return self._executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+        self._runner = await self._thread.run(make_runner)
+        logger.info(
+            "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
+            epoch,
+            num_gpu_blocks,
+            num_cpu_blocks,
+        )
+
+    def open_stream(self, epoch: int) -> StepStream:
+        """The stream of an epoch, which must be the greatest seen and not have had one before.
+
+        A worker that drains takes it, too: the core may not have known when it sent the first plan.
+        """
+        self._check_newest(epoch)
+        if self._runner is None:
+            raise OutOfOrder("no cache: InitializeCache comes before ExecuteSteps")
+        if epoch == self.last_epoch and self._stream_epoch == epoch:
+            raise OutOfOrder(f"epoch {epoch} has had its stream; a new one needs a greater epoch")
+        self._check_within_reach(epoch)
+        self._fence(epoch)
+        self._stream_epoch = epoch
+        traces = self._traces.of_stream(epoch, self.meter) if self._traces else None
+        self._stream = StepStream(epoch, self._runner, self._thread, self.meter, traces)
+        self._idle.clear()
+        self._busy.set()
+        logger.info("step stream opened epoch=%d", epoch)
+        return self._stream
+
+    def close_stream(self, stream: StepStream) -> None:
+        """Drop what is left of a stream; to be called once its rpc ends, whatever the reason."""
+        stream.close()
+        if stream is self._stream:
+            self._executor.interrupt()
+            self._forget_stream()
+            logger.info("step stream closed epoch=%d", stream.epoch)
+
+    def suspect_device(self) -> None:
+        """Something has failed for which the device may be to blame."""
+        self._suspicion.set()
+
+    async def watch_device(self) -> NoReturn:
+        """Look at the device whenever it is suspected. Raises DeviceLost once it is of no use."""
+        while True:
+            await self._suspicion.wait()
+            self._suspicion.clear()
+            await self._thread.run(self._executor.check_device)
+
+    def end_idle_spans(self) -> None:
+        """End the spans of requests without a step for a while; to be called now and then."""
+        if self._stream is not None and self._thread.busy_s == 0:
+            self._stream.end_idle_spans()
+
+    def close_any_stream(self) -> None:
+        """End the stream there is, if any, as not ready to serve."""
+        if self._stream is not None:
+            self._stream.close(NotReady("the worker is shutting down"))
+        self._executor.interrupt()
+
+    def drain(self) -> None:
+        """Begin no new epoch from now on."""
+        self.is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Wait until no stream is open."""
+        await self._idle.wait()
+
+    async def wait_closed(self) -> None:
+        """Wait until the stream that is open, or else the next one, is closed."""
+        await self._busy.wait()
+        await self._idle.wait()
+
+    async def start_profile(self) -> None:
+        """Begin a profiler trace of the model thread."""
+        await self._thread.run(self._executor.start_profile)
+
+    async def stop_profile(self) -> str:
+        """End the trace; returns the file it was written to."""
+        return await self._thread.run(self._executor.stop_profile)
+
+    def stop(self) -> bool:
+        """Drop the stream there is, and end the model thread; whether it has ended, or is loading a
+        model: that is not waited for, and ends with the process."""
+        self.close_any_stream()
+        wait_s = 0.0 if self._is_loading else STOP_WAIT_S
+        return self._thread.stop(wait_s=wait_s) or self._is_loading
+
+    def _check_loaded(self) -> None:
+        if self._facts is None:
+            raise NotReady("the model is still loading")
+
+    def _check_serving(self) -> None:
+        if self.is_draining:
+            raise NotReady("the worker is shutting down")
+
+    def _check_newest(self, epoch: int) -> None:
+        if epoch < self.last_epoch:
+            raise StaleEpoch(f"epoch {epoch} is below {self.last_epoch}, which has taken over")
+
+    def _check_within_reach(self, epoch: int) -> None:
+        if epoch > self.last_epoch + MAX_EPOCH_STEP:
+            raise InvalidPlan(
+                "epoch", f"expected at most 2^32 above {self.last_epoch}, seen before, got {epoch}"
+            )
+
+    def _fence(self, epoch: int) -> None:
+        """Take note of an epoch and end an older one's stream, and its meeting of ranks."""
+        if epoch > self.last_epoch:
+            self._executor.interrupt()
+        if self._stream is not None and self._stream.epoch < epoch:
+            logger.warning("step stream fenced epoch=%d by_epoch=%d", self._stream.epoch, epoch)
+            self._stream.close(StaleEpoch(f"epoch {epoch} has taken over"))
+            self._forget_stream()
+        self.last_epoch = max(self.last_epoch, epoch)
+
+    def _forget_stream(self) -> None:
+        assert self._stream is not None
+        self._num_steps_before += self._stream.num_steps
+        self._stream = None
+        self._busy.clear()
+        self._idle.set()

@@ -1,0 +1,170 @@
+"""One `ExecuteSteps` stream: plans go in in order, results come out in the same order.
+
+The event loop submits plans and awaits results; the model thread takes a plan and launches it; the
+thread that follows it collects what came of it and puts the result back. Plans queue up, so that
+the next one is launched as soon as the last one was: a device has it at hand when that is done.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from worker_service.engine.executor import Runner, Step
+from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.step_stats import StepMeter
+from worker_service.engine.tracing import StreamTraces
+from worker_service.errors import OutOfOrder, StepFailed, WorkerError
+from worker_service.plan import StepPlan, StepResult
+from worker_service.step_summary import StepSummary
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_PLANS = 16
+"""Plans taken off the wire before their turn; more wait in the transport's own window."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last thing out of a stream."""
+
+    error: WorkerError | None
+
+
+class StepStream:
+    """The plans and results of one epoch.
+
+    Created, submitted to and closed on the event loop. `is_closed` only ever turns true, so that
+    the model thread may read it at any time: it then skips what is left of the stream's plans.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        runner: Runner,
+        thread: ModelThread,
+        meter: StepMeter,
+        traces: StreamTraces | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.is_closed = False
+        self.num_steps = 0
+        """Steps executed."""
+        self._has_failed = False
+        """Of the following thread: nothing more is collected."""
+        self._held: list[StepResult] = []
+        """Of the following thread: results that wait for others."""
+        self._runner = runner
+        self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._next_step_id = 1
+        self._summary = StepSummary(epoch)
+        self._meter = meter
+        self._traces = traces
+        self._places = asyncio.Semaphore(MAX_PENDING_PLANS)
+        self._outbox: asyncio.Queue[list[StepResult] | _End] = asyncio.Queue()
+
+    async def submit(self, plan: StepPlan) -> None:
+        """Queue a plan. Raises OutOfOrder for one that is not next."""
+        if plan.epoch != self.epoch:
+            raise OutOfOrder(f"the stream's epoch is {self.epoch}, the plan's is {plan.epoch}")
+        if plan.step_id != self._next_step_id:
+            raise OutOfOrder(f"step {self._next_step_id} is next, got step {plan.step_id}")
+        self._next_step_id += 1
+        await self._places.acquire()
+        self._thread.post(lambda: self._launch(plan))
+
+    def finish(self, error: WorkerError | None = None) -> None:
+        """End the stream after the results of all plans submitted before."""
+        self._thread.post(lambda: self._end(error))
+
+    def close(self, error: WorkerError | None = None) -> None:
+        """End the stream now; plans not begun are dropped, all sequences forgotten."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._thread.post(self._runner.reset)
+        if self._traces is not None:
+            self._traces.close()
+        self._outbox.put_nowait(_End(error))
+
+    def end_idle_spans(self) -> None:
+        """End the spans of requests that no plan comes for any more, though none has said so."""
+        if self._traces is not None:
+            self._traces.end_idle()
+
+    async def results(self) -> AsyncIterator[list[StepResult]]:
+        """The results in order, those together that are to be. Raises what ended the stream."""
+        while not isinstance(item := await self._outbox.get(), _End):
+            for _ in item:
+                self._places.release()
+            yield item
+        if item.error is not None:
+            raise item.error
+
+    def _launch(self, plan: StepPlan) -> None:
+        if self.is_closed:
+            return
+        try:
+            step = self._runner.launch(plan)
+        except WorkerError as error:
+            self._end(error)
+        except Exception as error:
+            self._end(_failure(plan, error))
+        else:
+            self._thread.follow_up(lambda: self._collect(plan, step))
+
+    def _collect(self, plan: StepPlan, step: Step) -> None:
+        """On the following thread."""
+        if self._has_failed:
+            return
+        try:
+            result = step.collect()
+        except Exception as error:
+            self._has_failed = True
+            failure = _failure(plan, error)
+            self._thread.post(lambda: self._end(failure))
+        else:
+            self.num_steps += 1
+            self._held.append(result)
+            if not self._may_wait(plan):
+                self._put_held()
+            self._summary.add(plan, result)
+            if self._traces is not None:
+                self._traces.note(plan, result)
+            self._meter.count(plan, result)
+
+    def _may_wait(self, plan: StepPlan) -> bool:
+        """Whether a plan's result, and those that wait for it, may wait for one more: not unless
+        the device has another step at hand while it computes the next."""
+        num_after = self._next_step_id - 1 - plan.step_id
+        return len(self._held) < plan.max_results_together and num_after >= 2
+
+    def _end(self, error: WorkerError | None) -> None:
+        """On the model thread: nothing more is launched."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._runner.reset()
+            self._thread.follow_up(lambda: self._put_end(error))
+
+    def _put_end(self, error: WorkerError | None) -> None:
+        """On the following thread."""
+        if self._held:
+            self._put_held()
+        self._put(_End(error))
+
+    def _put_held(self) -> None:
+        held, self._held = self._held, []
+        self._put(held)
+
+    def _put(self, item: list[StepResult] | _End) -> None:
+        """On the following thread, so that what ends the stream comes after its last result."""
+        try:
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody is there to be told
+            logger.debug("the event loop is closed")
+
+
+def _failure(plan: StepPlan, error: Exception) -> StepFailed:
+    """What the core is told of it; the traceback stays in our log."""
+    logger.error("step failed epoch=%d step_id=%d", plan.epoch, plan.step_id, exc_info=error)
+    return StepFailed(f"step {plan.step_id} failed: {type(error).__name__}")

@@ -1,0 +1,214 @@
+"""How many KV blocks fit, and a first forward pass that finds out.
+
+On a GPU the largest batch is computed once; what the device has left of its allowed share is for
+blocks. On a CPU a batch is too small beside the model to be worth measuring: the budget is a
+setting, and the forward pass only compiles kernels before the first request needs them.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.config import CacheConfig
+from worker_service.engine.executor import BlockCounts
+from worker_service.errors import OutOfMemory
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.interface import Model
+from worker_service.sampling.draw import Filters, draw
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 4
+"""By default KV blocks take one part in this many of the memory available on a CPU."""
+
+MAX_DEFAULT_CPU_BYTES = 4 * 2**30
+DEFAULT_GPU_SWAP_BYTES = 4 * 2**30
+_WARM_UP_TOKENS = 32
+_WARM_UP_PROMPT = 512
+"""Tokens of a prompt that is long enough for a GPU to attend over parts of it side by side."""
+
+_BYTES_PER_GRAPH = 8 * 2**20
+"""Room for one recording beside the pool: the driver's share, which torch does not see. Generous;
+not measured."""
+
+
+def profile_blocks(
+    model: Model,
+    config: CacheConfig,
+    device: torch.device,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    cache: CacheEngine | None = None,
+    num_ranks: int = 1,
+    num_graphs: int = 0,
+    largest_graph: int = 0,
+) -> BlockCounts:
+    """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does.
+
+    `cache` is the one there is already, which the new one will replace; `num_ranks` may want as
+    much of the same memory, if it is a CPU's. `num_graphs` recordings of decode steps will be made,
+    of batches up to `largest_graph`.
+    """
+    block_bytes = model.kv_cache_spec.block_bytes(block_size)
+    if device.type == "cuda":
+        graph_bytes = 0
+        if num_graphs:
+            graph_bytes = _graph_bytes(model, block_size, device, num_graphs, largest_graph)
+        # A single prompt is computed by other kernels than many: the first is not to wait for them.
+        run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
+        torch.cuda.reset_peak_memory_stats(device)
+        run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
+        held_bytes = 0 if cache is None else cache.device_cache.nbytes
+        budget = _gpu_budget(config, device, held_bytes, graph_bytes)
+        swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
+    else:
+        run_batch(model, block_size, device, 2, _WARM_UP_TOKENS)
+        budget = _cpu_budget(model, config, block_size, max_num_seqs, num_ranks)
+        swap_space = config.swap_space or 0
+    num_gpu_blocks = budget // block_bytes
+    if num_gpu_blocks < 1:
+        raise OutOfMemory(
+            f"no room for a KV block of {block_bytes} bytes in a budget of {max(budget, 0)} bytes"
+        )
+    num_tokens = num_gpu_blocks * block_size
+    if num_tokens < model.max_model_len:
+        logger.warning(
+            "kv cache holds less than one sequence of full length num_tokens=%d max_model_len=%d",
+            num_tokens,
+            model.max_model_len,
+        )
+    return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // block_bytes)
+
+
+@torch.inference_mode()
+def run_batch(
+    model: Model, block_size: int, device: torch.device, num_seqs: int, num_tokens: int
+) -> None:
+    """Compute one batch of made-up sequences, over a cache of a single block that all share."""
+    spec = model.kv_cache_spec
+    shape = (1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
+    cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+    lengths = _spread(num_seqs, num_tokens, model.max_model_len)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    hidden = model.forward(
+        torch.zeros_like(positions),
+        positions,
+        cache,
+        _made_up_metadata(lengths, block_size, device),
+    )
+    # Sampling from equal logits looks at all of them, so it takes the most memory that it can.
+    logits = torch.zeros_like(model.compute_logits(hidden[: len(lengths)]))
+    rows = torch.ones(len(lengths), device=device)
+    filters = Filters(top_k=rows.long() * 0, top_p=rows.double() * 0.9, min_p=rows.double() * 0)
+    draw(logits, filters, rows.double() * 0.5)
+
+
+def available_host_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory this process may still take, minding a container's limit."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = root / "proc/meminfo"
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min(available, *_container_memory(root / "sys/fs/cgroup"))
+
+
+def _container_memory(root: Path) -> list[int]:
+    """Bytes left to the container, where control groups (version 2, then 1) limit it."""
+    found = []
+    for folder, limit_file, usage_file, prefix in (
+        (root, "memory.max", "memory.current", ""),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        limit_path, usage_path = folder / limit_file, folder / usage_file
+        if limit_path.exists() and usage_path.exists():
+            limit = limit_path.read_text().strip()
+            if limit != "max":
+                used = int(usage_path.read_text()) - _file_pages(folder / "memory.stat", prefix)
+                found.append(max(0, int(limit) - used))
+    return found or [2**63]
+
+
+def _file_pages(stat: Path, prefix: str) -> int:
+    """Bytes of files that were read, such as a checkpoint's. A control group counts them as used,
+    up to its limit, but lets go of them when memory is wanted."""
+    names = (f"{prefix}active_file", f"{prefix}inactive_file")
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))
+
+
+def _cpu_budget(
+    model: Model, config: CacheConfig, block_size: int, max_num_seqs: int, num_ranks: int
+) -> int:
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    blocks_per_seq = -(-model.max_model_len // block_size)
+    block_bytes = model.kv_cache_spec.block_bytes(block_size)
+    useful = max_num_seqs * blocks_per_seq * block_bytes
+    return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
+
+
+def _graph_bytes(
+    model: Model, block_size: int, device: torch.device, num_graphs: int, largest: int
+) -> int:
+    """What recordings will hold: one pool as large as the largest batch's activations, which all
+    share, and each its kernels' arguments."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_batch(model, block_size, device, largest, largest)
+    pool = torch.cuda.max_memory_allocated(device) - before
+    return pool + num_graphs * _BYTES_PER_GRAPH
+
+
+def _gpu_budget(
+    config: CacheConfig, device: torch.device, held_bytes: int, graph_bytes: int
+) -> int:
+    """What is left of the allowed share after weights, the peak of activations and all else.
+
+    To be called right after the profiling run. Memory that others hold on the device counts as
+    used; `held_bytes`, what a cache to be replaced holds, does not.
+    """
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside_torch = total - free - reserved
+    torch.cuda.empty_cache()
+    used = peak - held_bytes + outside_torch + graph_bytes
+    return int(config.gpu_memory_utilization * total) - used
+
+
+def _spread(num_seqs: int, num_tokens: int, max_model_len: int) -> list[int]:
+    """Lengths of sequences that share out `num_tokens`, none longer than the model allows."""
+    num_seqs = min(num_seqs, num_tokens)
+    lengths = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
+    return [min(length, max_model_len) for length in lengths]
+
+
+def _made_up_metadata(
+    lengths: list[int], block_size: int, device: torch.device
+) -> AttentionMetadata:
+    """Prefills whose block tables name block 0 everywhere."""
+    context_lens = torch.tensor(lengths, dtype=torch.int32)
+    query_start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    query_start[1:] = torch.cumsum(context_lens, 0)
+    longest = max(lengths)
+    offsets = torch.cat([torch.arange(length) % block_size for length in lengths])
+    max_blocks = -(-longest // block_size)
+
+    return AttentionMetadata(
+        query_start=query_start.to(device),
+        context_lens=context_lens.to(device),
+        block_tables=torch.zeros((len(lengths), max_blocks), dtype=torch.int32, device=device),
+        slot_mapping=offsets.to(device),
+        max_query_len=longest,
+        max_context_len=longest,
+    )

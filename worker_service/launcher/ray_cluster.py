@@ -1,0 +1,300 @@
+"""Ranks on the nodes of a Ray cluster.
+
+A placement group has one bundle of resources per stage, with room for all the stage's ranks: Ray
+never divides a bundle between nodes, so tensor-parallel ranks are together, and it spreads bundles
+over as many nodes as there are. When a node dies Ray finds another place for its bundles.
+
+The command that launches is Ray's driver: actors and placement group end with it. A rank whose
+process is killed is started again by its actor; an actor that is lost is made anew, in its bundle.
+The others keep their weights in both cases, unless rank 0, which keeps the group's store, has
+moved to another node: they cannot be told of another address, and are started again, too.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from worker_service.address import TcpAddress, parse
+from worker_service.errors import InvalidOption
+from worker_service.launcher.launcher import address_of
+from worker_service.launchers.launcher import RankHost
+from worker_service.launchers.rank_process import RankCommand
+from worker_service.launchers.ray_rank import RayNode, RayRank
+
+logger = logging.getLogger(__name__)
+
+_FORWARDED = ("PAGEWIRE_", "HF_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
+"""Environment variables of the command's that ranks get, wherever they are."""
+
+_THREADS_PER_ACTOR = 3
+"""One runs the rank; signals and questions are answered meanwhile."""
+
+_NOT_MADE = "error raised in its creation task"
+"""In Ray's words: our class could not be imported on the node."""
+
+_REMINDER_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig:
+    """A group to be placed."""
+
+    arguments: Sequence[str]
+    """The launcher's own command line."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    group_id: str
+    device: str
+    """`auto` takes GPUs if the cluster has any."""
+
+    listen: str | None
+    """HOST:PORT of rank 0, the others taking the following ports; their hosts are the nodes'.
+    None: free ports."""
+
+    advertise: str | None
+    cpus_per_rank: int
+    timeout_s: float
+    """How long to wait, at the start, for nodes that have room."""
+
+    def __post_init__(self) -> None:
+        if self.cpus_per_rank < 1:
+            got = self.cpus_per_rank
+            raise InvalidOption(f"ray_cpus_per_rank: expected at least 1, got {got}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidOption(
+                f"device: expected auto, cpu or cuda with --launcher ray, which chooses the GPUs,"
+                f" got {self.device!r}"
+            )
+        if self.advertise is not None:
+            raise InvalidOption(
+                "advertise: expected none with --launcher ray; ranks advertise their nodes"
+            )
+        if self.listen is not None:
+            if not isinstance(parse(self.listen, "listen"), TcpAddress):
+                raise InvalidOption(f"listen: expected HOST:PORT with Ray, got {self.listen!r}")
+            address_of(self.listen, self.world_size - 1, "listen")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def bundle(self, *, with_gpus: bool) -> dict[str, float]:
+        """What the ranks of one stage need, on one node."""
+        size = float(self.tensor_parallel_size)
+        return {"CPU": size * self.cpus_per_rank} | ({"GPU": size} if with_gpus else {})
+
+
+def connect(address: str | None) -> Any:
+    """The `ray` module, connected to a cluster until this process ends. Raises InvalidOption."""
+    for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):
+        os.environ.setdefault(name, "0")  # every line of every rank, as it is
+    try:
+        import ray
+    except ImportError:
+        raise InvalidOption(
+            "launcher: Ray is not installed; `pip install pagewire[ray]`, on every node"
+        ) from None
+    if address is not None:
+        _require_somebody_at(address)
+    try:
+        ray.init(address=address or "auto", logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "on this machine" if address is None else f"at {address}"
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidOption(f"ray_address: no Ray cluster {where}: {reason}") from None
+    return ray
+
+
+def _require_somebody_at(address: str) -> None:
+    """Ray itself would try for minutes. Raises InvalidOption."""
+    place = None if "://" in address else parse(address, "ray_address")
+    if not isinstance(place, TcpAddress):
+        raise InvalidOption(
+            "ray_address: expected HOST:PORT of a cluster that this machine belongs to,"
+            f" got {address!r}"
+        )
+    try:
+        socket.create_connection((place.host, place.port), _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidOption(f"ray_address: no Ray cluster at {address}: {reason}") from None
+
+
+class RayHost(RankHost):
+    """A Ray cluster, as the driver that is connected to it sees it."""
+
+    def __init__(self, config: RayConfig, ray: Any) -> None:
+        self._config = config
+        self._ray = ray
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        self._uses_gpus = config.device == "cuda" or (config.device == "auto" and has_gpus)
+        self._group: Any = None
+        self._actors: dict[int, Any] = {}
+        self._stores: dict[int, TcpAddress] = {}
+        """The store that each rank was told when it was started last."""
+        self._store: TcpAddress | None = None
+        self._store_known = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    async def open(self) -> None:
+        """Wait for room for all stages. Raises InvalidOption after the timeout."""
+        from ray.util.placement_group import placement_group
+
+        bundle = self._config.bundle(with_gpus=self._uses_gpus)
+        bundles = [bundle] * self._config.pipeline_parallel_size
+        self._group = placement_group(bundles, strategy="SPREAD")
+        placed = self._group.ready()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await self._patiently(placed, "room for the group")
+        except TimeoutError:
+            raise InvalidOption(
+                f"launcher: no room for the group after {self._config.timeout_s:g} s:"
+                f" {self._needs()}; {self._possessions()}"
+            ) from None
+
+    async def run(self, rank: int) -> int:
+        """Run a rank in its stage's bundle."""
+        actor = self._actors.get(rank) or self._make_actor(rank)
+        try:
+            node = await self._unless_ended(
+                self._patiently(actor.node.remote(), f"a place for rank {rank}")
+            )
+            store = None if node is None else await self._store_for(rank, node)
+            if node is None or store is None:
+                return 0
+            self._stores[rank] = store
+            command = self._command(rank, node, store)
+            logger.info(
+                "starting rank=%d node_id=%s host=%s gpus=%s",
+                *(rank, node.node_id, node.host, node.gpus),
+            )
+            exit_code: int = await actor.run.remote(command, _environment())
+            return exit_code
+        except self._ray.exceptions.RayActorError as error:
+            self._ray.kill(actor)
+            del self._actors[rank]
+            return _exit_code_of(rank, str(error))
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all ranks' processes."""
+        self._ending.set()
+        for actor in self._actors.values():
+            actor.terminate.remote()
+
+    def _make_actor(self, rank: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options = {
+            "num_cpus": self._config.cpus_per_rank,
+            "num_gpus": 1 if self._uses_gpus else 0,
+            "max_concurrency": _THREADS_PER_ACTOR,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=rank // self._config.tensor_parallel_size
+            ),
+        }
+        actor = self._actors[rank] = self._ray.remote(**options)(RayRank).remote()
+        return actor
+
+    async def _store_for(self, rank: int, node: RayNode) -> TcpAddress | None:
+        """Where the group's store is; None when all shall end before rank 0 has a place."""
+        if rank == 0:
+            if self._store is None or self._store.host != node.host:
+                self._store = TcpAddress(node.host, node.free_port)
+                self._start_again_with(self._store)
+            self._store_known.set()
+        await self._unless_ended(self._store_known.wait())
+        return None if self._ending.is_set() else self._store
+
+    def _start_again_with(self, store: TcpAddress) -> None:
+        """Ranks that were told of another store have to be told anew."""
+        for rank, theirs in self._stores.items():
+            if rank != 0 and theirs != store and rank in self._actors:
+                logger.warning("rank 0 moved, starting rank=%d again", rank)
+                self._actors[rank].kill.remote()
+
+    def _command(self, rank: int, node: RayNode, store: TcpAddress) -> RankCommand:
+        port = 0
+        if self._config.listen is not None:
+            listen = parse(address_of(self._config.listen, rank, "listen"), "listen")
+            assert isinstance(listen, TcpAddress), "checked at the start"
+            port = listen.port
+        return RankCommand(
+            arguments=self._config.arguments,
+            rank=rank,
+            local_rank=0,  # Ray lets an actor see its own GPU only
+            store=str(store),
+            group_id=self._config.group_id,
+            listen=str(TcpAddress(node.host, port)),
+        )
+
+    async def _patiently(self, reference: Any, what: str) -> Any:
+        """Await what Ray is to do, with a line in the log now and then."""
+        done = asyncio.ensure_future(_result(reference))
+        try:
+            while not (await asyncio.wait((done,), timeout=_REMINDER_S))[0]:
+                logger.info("waiting for %s: %s; %s", what, self._needs(), self._possessions())
+            return done.result()
+        finally:
+            done.cancel()
+
+    async def _unless_ended(self, work: Awaitable[T]) -> T | None:
+        """The result of work, or None as soon as all shall end."""
+        task = asyncio.ensure_future(work)
+        ending = asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            ending.cancel()
+
+    def _needs(self) -> str:
+        bundle = _quantities(self._config.bundle(with_gpus=self._uses_gpus))
+        num_stages = self._config.pipeline_parallel_size
+        return f"{num_stages} times {bundle} on one node wanted"
+
+    def _possessions(self) -> str:
+        nodes = [
+            f"{node['NodeManagerAddress']} has {_quantities(node['Resources'])}"
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+        free = _quantities(self._ray.available_resources())
+        return f"{', '.join(nodes) or 'no node is alive'}; free are {free}"
+
+
+def _exit_code_of(rank: int, reason: str) -> int:
+    """Of a rank whose actor is lost: as if killed, or a failure that would come again."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if _NOT_MADE not in reason:
+        logger.warning("actor lost rank=%d reason=%s", rank, lines[0])
+        return -signal.SIGKILL
+    logger.error(
+        "actor not made rank=%d reason=%s; is pagewire[worker,ray] of this version on every node?",
+        *(rank, lines[-1]),
+    )
+    return 1
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def _environment() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name.startswith(_FORWARDED)}
+
+
+def _quantities(resources: dict[str, float]) -> str:
+    """`2 GPU and 4 CPU`."""
+    return " and ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("GPU", "CPU"))

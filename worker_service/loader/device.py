@@ -1,0 +1,122 @@
+"""Which device and which number type a model runs in.
+
+`auto` takes the type the checkpoint was saved in, with one exception: on a CPU, float16 and
+bfloat16 become float32 unless the CPU multiplies them itself. float16 never does so fast on the
+CPUs of today; bfloat16 does with AVX512-BF16 or AMX. Emulated, they are slower than float32, and
+what they would save in memory is given up for speed and for tokens that do not depend on the batch.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from worker_service import cpu_cores
+from worker_service.errors import InvalidOption
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> torch.device:
+    """The device called `name`; `auto` is a GPU if there is one.
+
+    Of several GPUs, names without a number take the one with the number `local_rank`. is_alone:
+    whether the device is to hold a whole model, as `gpu_number` has it.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidOption(f"device: expected auto, cpu or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidOption(f"device: expected auto, cpu or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidOption(f"device: {device} was asked for, but torch finds no GPU")
+        num_gpus = torch.cuda.device_count()
+        index = gpu_number(device.index, local_rank, num_gpus, is_alone=is_alone)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def gpu_number(asked: int | None, local_rank: int, num_gpus: int, *, is_alone: bool) -> int:
+    """The GPU asked for by number, or that of `local_rank`.
+
+    Of workers that each hold a whole model (`is_alone`) more than there are GPUs may share them, as
+    far as memory goes; ranks of one model may not. Raises InvalidOption.
+    """
+    number = local_rank if asked is None else asked
+    if asked is None and is_alone:
+        number %= num_gpus
+    if number >= num_gpus:
+        raise InvalidOption(f"device: cuda:{number} was asked for, of {num_gpus} GPUs")
+    return number
+
+
+def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """The type called `name`; `auto` as told above, from the content of `config.json`."""
+    if name != "auto":
+        return _DTYPES[name]
+    saved = _saved_dtype(config)
+    dtype = saved
+    if device.type == "cpu" and not _native_on_cpu(saved):
+        dtype = torch.float32
+    logger.info("dtype chosen dtype=%s checkpoint=%s device=%s", dtype, saved, device)
+    return dtype
+
+
+def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """As `config.json` tells it, where `transformers` has kept it at several places."""
+    inner = config.get("text_config") or {}
+    for holder in (config, inner):
+        for key in ("dtype", "torch_dtype"):
+            if holder.get(key) in _DTYPES:
+                return _DTYPES[holder[key]]
+    return torch.float32
+
+
+def _native_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies numbers of `dtype` without emulation."""
+    if dtype == torch.bfloat16:
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return dtype == torch.float32
+
+
+_PARAMETERS_PER_THREAD = 4_000_000
+"""A product with fewer weights is over before a second thread has joined in."""
+
+
+def set_threads(threads: int | None, num_parameters: int) -> None:
+    """Take so many of torch's threads; None takes no more than there are cores for, and a model can
+    keep busy.
+
+    Threads wait for each other after every operation. In a small model that takes longer than the
+    work, and where other processes want the same cores it takes many times longer.
+    """
+    found = min(torch.get_num_threads(), cpu_cores.num_usable_cores())
+    chosen = threads or max(1, min(found, num_parameters // _PARAMETERS_PER_THREAD))
+    torch.set_num_threads(chosen)
+    logger.info("threads chosen num_threads=%d found=%d", chosen, found)
+
+
+def pin_threads(cpus: Sequence[int]) -> None:
+    """Let the calling thread and each of its compute threads run on one of these CPUs.
+
+    They are as many as there are CPUs then. To be called before the thread has computed anything:
+    which threads are its own is seen from their being new.
+    """
+    torch.set_num_threads(len(cpus))
+    before = cpu_cores.thread_ids()
+    torch.zeros(len(cpus) << 16).add_(1)
+    team = [threading.get_native_id(), *sorted(cpu_cores.thread_ids() - before)]
+    cpu_cores.pin(dict(zip(team, cpus, strict=False)))
+    logger.info("threads pinned cpus=%s", list(cpus[: len(team)]))

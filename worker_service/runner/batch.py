@@ -1,0 +1,197 @@
+"""A step's batch: its rows, and the flattened inputs of the forward pass.
+
+Rows that compute tokens are laid end to end without padding, prefills and decodes alike. A worked
+example with block_size 4: a prefill of 3 tokens at position 0 with table [7], and a decode at
+position 5 with table [2, 9]:
+
+    positions      0   1   2   5
+    slot_mapping  28  29  30  37      7*4+0, 7*4+1, 7*4+2, 9*4+1
+    query_start    0           3   4
+    context_lens   3   6
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import BoolArray, Int32Array, Int64Array
+from worker_service.errors import InvalidPlan
+from worker_service.plan import StepPlan
+from worker_service.runner.sequence_table import SequenceTable
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRows:
+    """The rows of a plan, checked against what the worker knows; arrays are [num_rows]."""
+
+    slots: Int64Array
+    num_tokens: Int32Array
+    sample: BoolArray
+
+    computes: BoolArray
+    """Rows in the forward pass: they have tokens to compute and have not failed before."""
+
+    are_decodes: bool
+    """Whether each computes one token and samples."""
+
+    forks: Int64Array
+    """[num_forks]: the rows without tokens, which sample from their parents' last logits."""
+
+    parents: Int64Array
+    """[num_forks]: their parents' rows."""
+
+
+def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
+    """The plan's rows by slot. Raises InvalidPlan where they contradict the sequences' state."""
+    slots = table.slots(plan.seq_ids, "seq_ids")
+    if len(set(slots.tolist())) != len(slots):
+        raise InvalidPlan("seq_ids", "a sequence has two rows")
+    computes = plan.num_tokens > 0
+    forks = parents = _NO_ROWS
+    if table.failures or not computes.all():
+        stands_still = np.isin(slots, list(table.failures))
+        forks = np.flatnonzero(~computes & ~stands_still)
+        parents = np.array([_parent_row(plan, row, table) for row in forks.tolist()], np.int64)
+        computes &= ~stands_still
+    rows = StepRows(
+        slots=slots,
+        num_tokens=plan.num_tokens,
+        sample=plan.sample,
+        computes=computes,
+        are_decodes=bool((computes & plan.sample & (plan.num_tokens == 1)).all()),
+        forks=forks,
+        parents=parents,
+    )
+    _check_lengths(rows, plan, table)
+    return rows
+
+
+def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
+    """The row whose logits a row without tokens samples from."""
+    seq_id = int(plan.seq_ids[row])
+    parent = next((new.parent_seq_id for new in plan.new_sequences if new.seq_id == seq_id), None)
+    if parent is None or not plan.sample[row]:
+        problem = f"row {row} computes no tokens; only a new fork that samples may do so"
+        raise InvalidPlan("num_tokens", problem)
+    rows = np.flatnonzero(plan.seq_ids[:row] == parent)
+    if len(rows) == 0 or plan.num_tokens[rows[0]] == 0:
+        problem = f"row {row} is a fork of {parent}, which computes nothing in a row before it"
+        raise InvalidPlan("num_tokens", problem)
+    slot, parent_slot = table.slot(seq_id), table.slot(parent)
+    end = table.num_computed_tokens[parent_slot] + plan.num_tokens[rows[0]]
+    if table.num_tokens[slot] != end or table.num_tokens[parent_slot] != end:
+        problem = f"row {row} is a fork of {parent}, which does not compute up to its last token"
+        raise InvalidPlan("num_tokens", problem)
+    return int(rows[0])
+
+
+def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
+    """Rows compute tokens that exist, into blocks that exist, and sample from the last token."""
+    slots = rows.slots[rows.computes]
+    end = table.num_computed_tokens[slots] + rows.num_tokens[rows.computes]
+    known = table.num_tokens[slots]
+    limit = np.minimum(table.max_model_len, table.num_blocks[slots] * table.block_size)
+    is_early = rows.sample[rows.computes] & (end != known)
+    if not (is_early | (end > known) | (end > limit)).any():
+        return
+    for field, is_wrong, problem in (
+        ("num_tokens", end > known, "computes more tokens than the sequence has"),
+        ("sample", is_early, "samples before its last token"),
+        ("num_tokens", end > table.max_model_len, "goes beyond the model's length"),
+        ("num_tokens", end > limit, "lacks blocks"),
+    ):
+        if is_wrong.any():
+            seq_id = plan.seq_ids[rows.computes][is_wrong][0]
+            raise InvalidPlan(field, f"the row of sequence {seq_id} {problem}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostInputs:
+    """The flattened inputs of a forward pass, on the host. A worked example is above."""
+
+    slots: Int64Array
+    """[num_seqs]."""
+
+    token_ids: Int64Array
+    """[num_tokens]; UNKNOWN_TOKEN where the host has not heard of a token yet."""
+
+    positions: Int64Array
+    """[num_tokens]."""
+
+    slot_mapping: Int64Array
+    """[num_tokens]."""
+
+    query_start: Int64Array
+    """[num_seqs + 1]: first flattened row of each sequence."""
+
+    context_lens: Int64Array
+    """[num_seqs]."""
+
+    max_query_len: int
+    max_context_len: int
+    max_blocks: int
+    """Entries of the longest block table."""
+
+
+def lay_out(slots: Int64Array, num_tokens: Int32Array, table: SequenceTable) -> HostInputs:
+    """Flattened inputs for sequences that compute `num_tokens` tokens each, all positive."""
+    query_lens = num_tokens.astype(np.int64)
+    query_start = np.zeros(len(slots) + 1, np.int64)
+    np.cumsum(query_lens, out=query_start[1:])
+    computed = table.num_computed_tokens[slots]
+    context_lens = computed + query_lens
+    max_query_len = int(query_lens.max())
+    positions, token_slots = computed, slots
+    if max_query_len > 1:
+        # Row r of the batch belongs to sequence s and stands at computed[s] + r - query_start[s].
+        positions = np.repeat(computed - query_start[:-1], query_lens) + np.arange(query_start[-1])
+        token_slots = np.repeat(slots, query_lens)
+    block_size = table.block_size
+    blocks = table.block_tables[token_slots, positions // block_size].astype(np.int64)
+    max_context_len = int(context_lens.max())
+    return HostInputs(
+        slots=slots,
+        token_ids=table.token_ids[token_slots, positions].astype(np.int64),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        query_start=query_start,
+        context_lens=context_lens,
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+        max_blocks=-(-max_context_len // block_size),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardInputs:
+    """What the model's forward pass takes."""
+
+    token_ids: Tensor
+    """int64 [num_tokens]."""
+
+    positions: Tensor
+    """int64 [num_tokens]."""
+
+    metadata: AttentionMetadata
+
+
+def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device) -> ForwardInputs:
+    """What was laid out, on the device; with a GPU that waits for it."""
+    block_tables = table.block_tables[inputs.slots, : inputs.max_blocks]
+    return ForwardInputs(
+        token_ids=torch.from_numpy(inputs.token_ids).to(device),
+        positions=torch.from_numpy(inputs.positions).to(device),
+        metadata=AttentionMetadata(
+            query_start=torch.from_numpy(inputs.query_start.astype(np.int32)).to(device),
+            context_lens=torch.from_numpy(inputs.context_lens.astype(np.int32)).to(device),
+            block_tables=torch.from_numpy(block_tables).to(device),
+            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(device),
+            max_query_len=inputs.max_query_len,
+            max_context_len=inputs.max_context_len,
+        ),
+    )

@@ -1,0 +1,231 @@
+"""Decode steps recorded once and replayed, one recording per padded batch size.
+
+A decode step of a small model is hundreds of kernels of a few microseconds each, and launching one
+takes the host as long as the device to run it. Replaying a recording takes one launch. A recording
+reads its inputs where they were when it was made: `landing`, in which every step's inputs arrive,
+and the tensors by slot.
+
+A batch is filled up to the next size with rows that belong to no sequence: they have slot
+`padding_slot`, write to no place (slot mapping -1) and attend over nothing (context length 0).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.models.interface import Model
+from worker_service.pinned_memory import ALIGNMENT, Column
+from worker_service.runner.batch import HostInputs
+from worker_service.runner.device_rows import DeviceSlots
+from worker_service.runner.device_sampler import DeviceSampler, SamplingRows
+from worker_service.runner.sequence_table import UNKNOWN_TOKEN
+
+logger = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+
+_NUM_COLUMNS = 6
+_ROOM_FOR_CHANGES = 2**18
+"""Bytes of a landing beyond the inputs; a step with more changes than that is computed eagerly."""
+
+
+class Recorder(Protocol):
+    """Makes recordings."""
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Do the work once, and return what does it again on the same tensors."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs. All share one pool of memory: they never run at the same time, and a
+    later one takes no more than the largest, if that comes first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Do the work once, which compiles what needs compiling, and capture it."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        try:
+            # A capture that fails leaves its stream current; the context around it does not.
+            with torch.cuda.stream(current), capture:
+                work()
+        except RuntimeError:
+            self._end_failed_capture()
+            raise
+        return graph.replay
+
+    def _end_failed_capture(self) -> None:
+        """Tell torch's allocator, which does not learn it otherwise: until then it gives back
+        nothing of what it caches, and fails every other capture."""
+        device = torch.cuda.current_device()
+        # It knows if it was not the capture itself that failed; and these are torch's own affair.
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
+        # The one for pinned memory, since torch 2.10, cannot be told, and refuses this pool.
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class EagerTwin:
+    """Records nothing: replays do the work again. What padding does can be seen on any device."""
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Do the work once."""
+        work()
+        return work
+
+
+def graph_sizes(max_size: int) -> list[int]:
+    """Padded batch sizes, smallest first: ever coarser, so that little is computed in vain."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_size + 1, 16)]
+    below = [size for size in sizes if size < max_size]
+    return [*below, max_size] if max_size > 0 else []
+
+
+class DecodeGraphs:
+    """Recordings of decode steps over one cache. Two per size: up to the last hidden states, and
+    from these to tokens, so that a step with edits or log probabilities can go another way from
+    there."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: Tensor,
+        slots: DeviceSlots,
+        sampler: DeviceSampler,
+        sizes: Sequence[int],
+    ) -> None:
+        """Nothing is recorded yet."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._slots = slots
+        self._sampler = sampler
+        self._sizes = sorted(sizes)
+        device, largest = kv_cache.device, self._sizes[-1]
+        num_bytes = 4 * _NUM_COLUMNS * largest + ALIGNMENT + _ROOM_FOR_CHANGES
+        self.landing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        """Where each step's inputs arrive, [6, size] as `columns` makes them, and its changes."""
+        self.outcome = torch.zeros(largest, dtype=torch.int64, device=device)
+        """What `replay_sampling` leaves: a token or failure per row."""
+        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None
+        self._forwards: dict[int, Replay] = {}
+        self._samplings: dict[int, Replay] = {}
+
+    def record(self, recorder: Recorder, *, show_progress: bool | None = None) -> None:
+        """Record all sizes, the largest first.
+
+        show_progress: whether to draw a bar on stderr; None draws it on a terminal only.
+        """
+        started = time.monotonic()
+        sizes = self._sizes[::-1]
+        logger.info("recording decode steps num_sizes=%d largest=%d", len(sizes), sizes[0])
+        console = Console(stderr=True)
+        show = console.is_terminal if show_progress is None else show_progress
+        for size in track(sizes, "recording decode steps", console=console, disable=not show):
+            self._fill_with_padding(size)
+            self._forwards[size] = recorder.record(partial(self._forward, size))
+            self._samplings[size] = recorder.record(partial(self._sample, size))
+        seconds = time.monotonic() - started
+        logger.info("decode steps recorded num_sizes=%d seconds=%.1f", len(sizes), seconds)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest recorded size that holds so many rows; None if none does."""
+        return next((size for size in self._sizes if size >= num_rows), None)
+
+    def have_room_for(self, changes: Sequence[Column]) -> bool:
+        """Whether these fit behind the inputs where they land."""
+        return sum(column.nbytes + ALIGNMENT for column in changes) <= _ROOM_FOR_CHANGES
+
+    def columns(self, inputs: HostInputs, positions: Int64Array, size: int) -> Int32Array:
+        """[6, size]: a decode step's inputs and each row's output position, filled up."""
+        columns = np.zeros((_NUM_COLUMNS, size), np.int32)
+        columns[0] = self._slots.padding_slot
+        columns[4] = -1
+        num_rows = len(inputs.slots)
+        for column, values in enumerate(
+            (
+                inputs.slots,
+                inputs.token_ids,
+                inputs.positions,
+                inputs.context_lens,
+                inputs.slot_mapping,
+                positions,
+            )
+        ):
+            columns[column, :num_rows] = values
+        return columns
+
+    def replay_forward(self, size: int) -> None:
+        """Compute what has landed, up to the last hidden states."""
+        self._forwards[size]()
+
+    def replay_sampling(self, size: int) -> None:
+        """Sample from these hidden states into `outcome`."""
+        self._samplings[size]()
+
+    def rows(self, size: int, num_rows: int) -> SamplingRows:
+        """The rows that landed, without those that fill up."""
+        landed = self._landed(size)
+        return SamplingRows(slots=landed[0, :num_rows].long(), positions=landed[5, :num_rows])
+
+    def logits(self, num_rows: int) -> Tensor:
+        """Logits of the first rows, float32 [num_rows, vocab_size], not recorded."""
+        assert self._hidden is not None, "recorded before"
+        return self._model.compute_logits(self._hidden[:num_rows])
+
+    def _landed(self, size: int) -> Tensor:
+        return self.landing[: 4 * _NUM_COLUMNS * size].view(torch.int32).view(_NUM_COLUMNS, size)
+
+    def _fill_with_padding(self, size: int) -> None:
+        landed = self._landed(size)
+        landed.zero_()
+        landed[0] = self._slots.padding_slot
+        landed[4] = -1
+
+    def _forward(self, size: int) -> None:
+        row_slots, token_ids, positions, context_lens, slot_mapping, _ = self._landed(size)
+        slots = row_slots.long()
+        latest = self._slots.known_tokens(slots)
+        hidden = self._model.forward(
+            torch.where(token_ids == UNKNOWN_TOKEN, latest, token_ids.long()),
+            positions.long(),
+            self._kv_cache,
+            AttentionMetadata(
+                query_start=self._query_start[: size + 1],
+                context_lens=context_lens,
+                block_tables=self._slots.block_tables.index_select(0, slots),
+                slot_mapping=slot_mapping.long(),
+                max_query_len=1,
+                max_context_len=self._model.max_model_len,
+            ),
+        )
+        if self._hidden is None:  # of the largest size, which comes first
+            self._hidden = torch.zeros_like(hidden)
+        self._hidden[:size].copy_(hidden)
+
+    def _sample(self, size: int) -> None:
+        tokens = self._sampler.sample(self.logits(size), self.rows(size, size))
+        self.outcome[:size].copy_(tokens)

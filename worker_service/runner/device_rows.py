@@ -1,0 +1,149 @@
+"""What the device knows of the sequences, by slot: the same slots as the host's table.
+
+A step brings only what changed since the last one, and gathers what it needs by slot. Tokens are
+not among it: of all tokens the device needs one a sequence, the latest that it sampled itself; the
+others come with the steps that compute them.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagewire_kernels.metadata import SamplingMetadata
+from worker_service.array_types import Int64Array
+from worker_service.pinned_memory import Column
+from worker_service.plan import RowErrorReason
+from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
+from worker_service.sampling.sampling_table import SamplingTable
+
+NON_FINITE = -1
+"""In place of a token: what the sampling kernels say of a row whose largest logit is not finite."""
+NO_CANDIDATES = -2
+OFF_CONSTRAINT = -3
+FAILURES = {
+    NON_FINITE: RowErrorReason.NON_FINITE_LOGITS,
+    NO_CANDIDATES: RowErrorReason.NO_CANDIDATES,
+    OFF_CONSTRAINT: RowErrorReason.CONSTRAINT,
+}
+
+_NUM_PARAMS = 6
+_MAX_TABLE_BYTES = 64 * 2**20
+_MAX_INITIAL_SLOTS = 1024
+_MIN_INITIAL_SLOTS = 64
+
+
+class DeviceSlots:
+    """Block tables, sampling parameters and latest tokens on the device.
+
+    One slot more than sequences can have: `padding_slot`, which has no blocks and belongs to the
+    rows that fill up a batch.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        self.padding_slot = num_slots
+        shape = (num_slots + 1, max_blocks)
+        self.block_tables = torch.full(shape, NO_BLOCK, dtype=torch.int32, device=device)
+        self.latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        """The token sampled last; once a sequence has failed, the reason, one of `FAILURES`."""
+        self._params = torch.zeros((num_slots + 1, _NUM_PARAMS), dtype=torch.int64, device=device)
+        self._new: list[int] = []
+        self._changed: list[npt.NDArray[np.integer]] = []
+
+    def note_new(self, slot: int) -> None:
+        """A sequence has come into a slot; whatever the device has of it is out of date."""
+        self._new.append(slot)
+
+    def note_blocks(self, slots: Int64Array, indices: npt.NDArray[np.integer]) -> None:
+        """These entries of these slots' block tables have changed."""
+        self._changed.append(np.stack([slots, indices], axis=1))
+
+    def forget(self) -> None:
+        """What was noted is of no interest."""
+        self._new.clear()
+        self._changed.clear()
+
+    def changes(self, table: SequenceTable) -> list[Column]:
+        """What was noted since the last time, to be sent and given to `apply`; the values are those
+        of now. Empty if there is nothing."""
+        if not self._new and not self._changed:
+            return []
+        new = np.unique(np.array(self._new, np.int64))
+        counts = table.num_blocks[new]
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        own = np.stack([np.repeat(new, counts), np.arange(counts.sum()) - firsts], axis=1)
+        entries = np.concatenate([own, *self._changed]).astype(np.int64)
+        blocks = table.block_tables[entries[:, 0], entries[:, 1]]
+        self.forget()
+        return [
+            new,
+            _pack(table.sampling, new),
+            np.ascontiguousarray(entries[:, 0]),
+            np.ascontiguousarray(entries[:, 1]),
+            blocks,
+        ]
+
+    def apply(self, changes: list[Tensor]) -> None:
+        """Take in what `changes` gave, once it is on the device."""
+        if not changes:
+            return
+        new, params, slots, indices, blocks = changes
+        if len(new):
+            self.block_tables.index_fill_(0, new, NO_BLOCK)
+            self._params.index_copy_(0, new, params)
+            self.latest.index_fill_(0, new, 0)
+        if len(slots):
+            self.block_tables.index_put_((slots, indices), blocks)
+
+    def fill_in(self, token_ids: Tensor, unknown: Tensor, slots: Tensor) -> None:
+        """Put the latest tokens of these slots at these places; any token for a sequence that has
+        failed. token_ids: int64; unknown, slots: int64 [n]."""
+        if len(unknown):
+            token_ids.index_copy_(0, unknown, self.known_tokens(slots))
+
+    def known_tokens(self, slots: Tensor) -> Tensor:
+        """The latest tokens, int64 [n]; 0 where a sequence has failed."""
+        return self.latest.index_select(0, slots).clamp_min(0)
+
+    def sampling(self, slots: Tensor, positions: Tensor) -> SamplingMetadata:
+        """How these slots' sequences are sampled. slots: int64 [n]; positions: int32 [n]."""
+        rows = self._params.index_select(0, slots).t().contiguous()
+        floats = rows[:3].view(torch.float64)
+        return SamplingMetadata(
+            temperature=floats[0].float(),
+            top_p=floats[1],
+            min_p=floats[2],
+            top_k=rows[3].int(),
+            seeds=rows[4],
+            choice_indices=rows[5].int(),
+            positions=positions,
+        )
+
+    def settle(self, slots: Tensor, drawn: Tensor) -> Tensor:
+        """What becomes of the tokens drawn: a sequence that failed before stays failed, with the
+        same reason. Both int64 [n]; returns tokens or failures."""
+        before = self.latest.index_select(0, slots)
+        outcome = torch.where(before < 0, before, drawn)
+        self.latest.index_copy_(0, slots, outcome)
+        return outcome
+
+
+def initial_slots(max_blocks: int, num_seqs: int = 1) -> int:
+    """Slots to begin with: enough for most, as long as the block tables stay small, and in any case
+    for so many sequences, whose host table doubles until it holds them."""
+    affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
+    needed = 1 << (num_seqs - 1).bit_length()
+    return max(_MIN_INITIAL_SLOTS, min(_MAX_INITIAL_SLOTS, affordable), needed)
+
+
+def _pack(table: SamplingTable, slots: Int64Array) -> Int64Array:
+    """[n, _NUM_PARAMS]: three float64 and three integers a row, by their bits."""
+    packed = np.empty((len(slots), _NUM_PARAMS), np.int64)
+    floats = packed.view(np.float64)
+    floats[:, 0] = table.temperature[slots]
+    floats[:, 1] = table.top_p[slots]
+    floats[:, 2] = table.min_p[slots]
+    packed[:, 3] = table.top_k[slots]
+    packed[:, 4] = table.seed[slots].view(np.int64)
+    packed[:, 5] = table.choice_index[slots].view(np.int32)
+    return packed

@@ -1,0 +1,108 @@
+"""What a device keeps of sequences and recordings, over one cache."""
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker_service.device.penalties import MAX_BYTES, DevicePenalties
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.interface import Model
+from worker_service.pinned_memory import Column
+from worker_service.runner.cuda_graphs import DecodeGraphs, Recorder
+from worker_service.runner.device_rows import DeviceSlots, initial_slots
+from worker_service.runner.device_sampler import DeviceSampler, sampling_kernels
+from worker_service.runner.sequence_table import SequenceTable
+
+logger = logging.getLogger(__name__)
+
+
+class Changes(NamedTuple):
+    """Columns of what has changed."""
+
+    slots: list[Column]
+    penalties: list[Column]
+
+    @property
+    def columns(self) -> list[Column]:
+        """All of them."""
+        return self.slots + self.penalties
+
+
+class DeviceState:
+    """What a device keeps from epoch to epoch, over one cache: the tensors by slot, the sampler and
+    the recordings that refer to them."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: CacheEngine,
+        block_size: int,
+        recorder: Recorder | None = None,
+        sizes: list[int] | None = None,
+        num_slots: int | None = None,
+        num_seqs: int = 1,
+        max_penalty_bytes: int = MAX_BYTES,
+    ) -> None:
+        """recorder: makes recordings of decode steps of these padded sizes; None makes none.
+        num_slots: sequences to make room for at first; None takes enough for most, and for as many
+        as are told of in `num_seqs`: to make room later takes as long as to record.
+        max_penalty_bytes: memory for counts of tokens."""
+        self._model = model
+        self._kv_cache = cache.device_cache
+        self._max_blocks = -(-model.max_model_len // block_size)
+        self._recorder = recorder
+        self._sizes = sizes or []
+        self._max_penalty_bytes = max_penalty_bytes
+        self._make(num_slots or initial_slots(self._max_blocks, num_seqs))
+
+    def note_new(self, slot: int, table: SequenceTable) -> None:
+        """A sequence has come into a slot."""
+        self.slots.note_new(slot)
+        self.penalties.note(slot, table.sampling)
+
+    def forget(self) -> None:
+        """There are no sequences."""
+        self.slots.forget()
+        self.penalties.forget()
+
+    def changes(self, table: SequenceTable) -> Changes:
+        """What has changed since the last time, to be sent and applied."""
+        return Changes(self.slots.changes(table), self.penalties.changes(table.sampling))
+
+    def apply(self, changes: Changes, sent: list[Tensor]) -> None:
+        """Take in changes, whose columns have arrived as these tensors."""
+        count = len(changes.slots)
+        self.slots.apply(sent[:count])
+        self.penalties.apply(sent[count:])
+
+    def grow(self, table: SequenceTable) -> None:
+        """Make room for as many sequences as the table has. They come to the device once more, so
+        the host must know all of their tokens."""
+        logger.warning("making room for more sequences num_slots=%d", table.num_slots)
+        self._make(table.num_slots)
+        for slot in table.used_slots():
+            self.note_new(slot, table)
+
+    def _make(self, num_slots: int) -> None:
+        device = self._kv_cache.device
+        self.graphs: DecodeGraphs | None = None
+        self.slots = DeviceSlots(num_slots, self._max_blocks, device)
+        vocab_size, max_bytes = self._model.vocab_size, self._max_penalty_bytes
+        self.penalties = DevicePenalties(vocab_size, device, max_bytes)
+        self.sampler = DeviceSampler(self.slots, self.penalties, sampling_kernels(device))
+        if self._recorder is not None and self._sizes:
+            self.graphs = self._record(self._recorder)
+
+    @torch.inference_mode()
+    def _record(self, recorder: Recorder) -> DecodeGraphs | None:
+        graphs = DecodeGraphs(self._model, self._kv_cache, self.slots, self.sampler, self._sizes)
+        try:
+            graphs.record(recorder)
+        except RuntimeError as error:
+            # A model from elsewhere may wait for the device in the middle of a step.
+            reason = str(error).splitlines()[0]
+            logger.warning("decode steps cannot be recorded, going on without error=%s", reason)
+            return None
+        return graphs

@@ -1,0 +1,223 @@
+"""A model on a device, as the engine drives it."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker_service.config import CacheConfig, RunnerConfig
+from worker_service.distributed.rendezvous import Rendezvous
+from worker_service.engine.executor import BlockCounts, ModelFacts
+from worker_service.errors import DeviceLost, InvalidOption
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.kv_cache.memory_budget import profile_blocks
+from worker_service.loader import LoadedModel
+from worker_service.loader.assets import iter_assets
+from worker_service.models.compiled import compile_layers
+from worker_service.profiler import Profiler
+from worker_service.runner.cuda_graphs import CudaRecorder, graph_sizes
+from worker_service.runner.device_runner import DeviceRunner
+from worker_service.runner.device_state import DeviceState
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.rank_runner import RankRunner
+from worker_service.structured.vocabulary import token_texts
+
+if TYPE_CHECKING:
+    from worker_service.structured.grammars import Grammars
+
+logger = logging.getLogger(__name__)
+
+_WAITING_BACKENDS = ("reference",)
+"""Attention backends that wait for the device in the middle of a step."""
+
+
+class ModelExecutor:
+    """Implements `worker_service.engine.executor.Executor` with torch."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        profiler: Profiler,
+        load: Callable[[], LoadedModel],
+        rendezvous: Rendezvous | None = None,
+        runner: RunnerConfig | None = None,
+    ) -> None:
+        """rendezvous: where the ranks meet, if the model is shared by several."""
+        self._config = config
+        self._profiler = profiler
+        self._load = load
+        self._runner = runner or RunnerConfig()
+        self._rendezvous = rendezvous
+        self._loaded: LoadedModel | None = None
+        self._grammars: Grammars | None = None
+        """None where the model's tokenizer cannot tell its tokens' texts."""
+        self._cache: CacheEngine | None = None
+        self._state: DeviceState | None = None
+        """Beside the cache on a GPU of one rank."""
+        self._max_num_seqs = self._runner.max_graph_batch_size
+        self._state_num_seqs = 0
+        """For how many sequences the state was made."""
+
+    def load(self) -> ModelFacts:
+        """Load the model; raises what the loader raises."""
+        if self._rendezvous is not None:
+            self._rendezvous.open()
+        self._loaded = self._load()
+        self._grammars = _grammars_of(self._loaded)
+        if self._runner.compile:
+            if self._loaded.config.batch_invariant:
+                raise InvalidOption("batch_invariant: expected no --compile beside it")
+            compile_layers(self._loaded.model, self._device)
+            self._loaded = replace(self._loaded, batch_invariant=False)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return _facts_of(self._loaded, structured_output=self._grammars is not None)
+
+    def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        """How many KV blocks fit beside the largest batch."""
+        self._max_num_seqs = max_num_seqs
+        sizes = self._graph_sizes()
+        return profile_blocks(
+            self.loaded.model,
+            self._config,
+            self._device,
+            block_size=self.loaded.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache=self._cache,
+            num_ranks=self.loaded.ranks.layout.world_size,
+            num_graphs=len(sizes),
+            largest_graph=max(sizes, default=0),
+        )
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
+        """A runner over the caches there are, if they have the right sizes, or over new ones."""
+        if self._rendezvous is not None:
+            self.loaded.ranks.join(self._rendezvous, epoch, self._device)
+        if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
+            # Let go of the old ones first: both would not fit. Blocks that are still being moved
+            # would come to lie in memory that others have by then.
+            if self._cache is not None:
+                self._cache.finish()
+            self._cache = self._state = None
+            self._cache = CacheEngine(
+                self.loaded.model.kv_cache_spec,
+                block_size=self.loaded.block_size,
+                num_gpu_blocks=num_gpu_blocks,
+                num_cpu_blocks=num_cpu_blocks,
+                device=self._device,
+            )
+        model, block_size = self.loaded.model, self.loaded.block_size
+        if self._rendezvous is not None:
+            ranks = self.loaded.ranks
+            return RankRunner(model, self._cache, block_size, ranks, self._grammars)
+        if self._device.type == "cpu":
+            return ModelRunner(model, self._cache, block_size, self._grammars)
+        if self._state is None or self._state_num_seqs < self._max_num_seqs:
+            self._state = None
+            self._state = self._make_state(self._cache)
+            self._state_num_seqs = self._max_num_seqs
+        grammars = self._grammars
+        return DeviceRunner(model, self._cache, block_size, self._state, grammars=grammars)
+
+    def _make_state(self, cache: CacheEngine) -> DeviceState:
+        sizes = self._graph_sizes()
+        recorder = CudaRecorder(self._device) if sizes else None
+        return DeviceState(
+            self.loaded.model,
+            cache,
+            self.loaded.block_size,
+            recorder,
+            sizes,
+            num_seqs=self._max_num_seqs,
+        )
+
+    def _graph_sizes(self) -> list[int]:
+        """Padded batch sizes of the decode steps that are recorded."""
+        records = (
+            self._runner.cuda_graphs
+            and self._device.type == "cuda"
+            and self._rendezvous is None
+            and self.loaded.config.attention_backend not in _WAITING_BACKENDS
+        )
+        if not records:
+            return []
+        return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
+
+    def check_device(self) -> None:
+        """Wait for the device. What breaks a GPU's context, such as an access to memory that is not
+        there, fails all that this process asks of it from then on: raises DeviceLost."""
+        if self._loaded is None or self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise DeviceLost(f"{self._device} is lost to this process: {reason}") from None
+
+    def interrupt(self) -> None:
+        """From any thread: have what waits for other ranks give up."""
+        if self._loaded is not None:
+            self._loaded.ranks.interrupt()
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """The files of the checkpoint that frontends need."""
+        return iter_assets(self.loaded.model_dir)
+
+    def start_profile(self) -> None:
+        """Begin a trace of this thread."""
+        self._profiler.start()
+
+    def stop_profile(self) -> str:
+        """End the trace; returns the file it was written to."""
+        return self._profiler.stop()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model. To be loaded before."""
+        assert self._loaded is not None, "load() comes first"
+        return self._loaded
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.loaded.config.device)
+
+
+def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
+    """For structured output; None without a tokenizer that can be read, or without the library."""
+    assets = dict(iter_assets(loaded.model_dir))
+    if "tokenizer.json" not in assets:
+        return None
+    if find_spec("llguidance") is None:
+        logger.warning("no structured output error=llguidance is not installed")
+        return None
+    from worker_service.structured.grammars import Grammars
+
+    try:
+        return Grammars(token_texts(assets["tokenizer.json"], loaded.model.vocab_size))
+    except ValueError as error:
+        logger.warning("no structured output error=%s", error)
+        return None
+
+
+def _facts_of(loaded: LoadedModel, *, structured_output: bool) -> ModelFacts:
+    model = loaded.model
+    return ModelFacts(
+        architecture=model.architecture,
+        fingerprint=loaded.fingerprint,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        bos_token_id=loaded.bos_token_id,
+        dtype=loaded.config.dtype,
+        block_size=loaded.block_size,
+        block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
+        num_parameters=model.num_parameters,
+        batch_invariant=loaded.batch_invariant,
+        structured_output=structured_output,
+        device=loaded.config.device,
+        attention_backend=loaded.config.attention_backend or "",
+    )

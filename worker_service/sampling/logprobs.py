@@ -1,0 +1,99 @@
+"""Log probabilities of the model's own distribution, before penalties and temperature."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.sampling.draw import largest
+
+MIN_WINDOW = 32
+"""Candidates looked at for the most probable tokens, at least. Ties among them are ordered by
+token id; a window that followed the batch's greatest wish could let neighbours break ties."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTable:
+    """Log probabilities of one chosen and the most probable tokens of each row."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[n, 1 + window]."""
+
+    logprobs: npt.NDArray[np.float32]
+    """[n, 1 + window]."""
+
+    ranks: npt.NDArray[np.int32]
+    """[n]."""
+
+    def row(self, index: int, num_top: int) -> TokenLogprobs:
+        """One row with as many of the most probable tokens as asked for."""
+        return TokenLogprobs(
+            token_ids=self.token_ids[index, : 1 + num_top],
+            logprobs=self.logprobs[index, : 1 + num_top],
+            rank=int(self.ranks[index]),
+        )
+
+
+def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTable:
+    """Log softmax at the given tokens and at the `num_top` most probable ones, or a few more.
+
+    logits: float32 [n, vocab_size]; token_ids: int64 [n]. A token's rank is one more than the
+    number of tokens more probable than it.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    top_ids, top = token_ids.new_empty((len(logits), 0)), logprobs[:, :0]
+    if num_top > 0:
+        top, top_ids = largest(logprobs, window(num_top, logprobs.shape[1]))
+    ids = torch.cat([token_ids.unsqueeze(1), top_ids], dim=1)
+    values = torch.cat([own, top], dim=1)
+    return table_of(ids.cpu().numpy(), values.cpu().numpy(), ranks.cpu().numpy())
+
+
+def table_of(
+    ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32], ranks: npt.NDArray[np.integer]
+) -> LogprobTable:
+    """A table from each row's own token, which stays first, and the others in any order."""
+    top_ids, top = _order(ids[:, 1:], values[:, 1:])
+    return LogprobTable(
+        np.concatenate([ids[:, :1], top_ids], axis=1).astype(np.int32),
+        np.concatenate([values[:, :1], top], axis=1),
+        ranks.astype(np.int32),
+    )
+
+
+def window(num_top: int, vocab_size: int) -> int:
+    """How many of a row's largest logits are looked at for its `num_top` most probable tokens."""
+    return min(max(num_top, MIN_WINDOW), vocab_size)
+
+
+def most_probable(
+    logprobs: Tensor, num_top: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Ids and log probabilities of each row's `num_top` most probable tokens, or a few more; most
+    probable first, the lower id first among equals. [n, window] each."""
+    top, ids = largest(logprobs, window(num_top, logprobs.shape[1]))
+    return _order(ids.cpu().numpy(), top.cpu().numpy())
+
+
+def joined(start: int, tables: Sequence[LogprobTable], num_top: int) -> PromptLogprobs:
+    """A prompt's log probabilities from those of its pieces."""
+    return PromptLogprobs(
+        start=start,
+        token_ids=np.concatenate([table.token_ids[:, : 1 + num_top] for table in tables]),
+        logprobs=np.concatenate([table.logprobs[:, : 1 + num_top] for table in tables]),
+        ranks=np.concatenate([table.ranks for table in tables]),
+    )
+
+
+def _order(
+    ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Columns by falling value, the lower token id first among equals."""
+    order = np.lexsort((ids, -values), axis=-1)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

@@ -1,0 +1,217 @@
+"""One token for each sampling row of a batch, or the candidates for one.
+
+The order of operations is vLLM's:
+
+1. log probabilities, where asked for, are of the model's own logits; where the core chooses the
+   token, they take the logits' place from here on (`candidates.py`);
+2. bad words and suppressed tokens are excluded, biases added, penalties applied (`edits.py`); then
+   what the sequence's constraint does not allow is excluded (`masking.py`);
+3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
+   divides the logits;
+4. min-p and top-k, then top-p, and the draw (`draw.py`) with a uniform number that depends on the
+   sequence's seed, choice index and output position alone (`philox.py`).
+
+A row's outcome is bitwise the same whatever other rows are in the batch.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from worker_service.array_types import Float32Array, Int32Array, Int64Array
+from worker_service.sampler.candidates import offer, to_logprobs
+from worker_service.sampler.entries import Candidates, TokenLogprobs
+from worker_service.sampler.masking import apply_masks
+from worker_service.sampler.upload import upload
+from worker_service.sampling.draw import Filters, draw, draw_unfiltered
+from worker_service.sampling.logit_edits import EditedRow, apply_edits
+from worker_service.sampling.logprobs import logprob_table
+from worker_service.sampling.philox import uniform
+from worker_service.sampling.sampling_table import NO_LOGPROBS, SamplingTable
+from worker_service.structured.masks import MaskedRows
+
+NO_TOKEN = -1
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingBatch:
+    """The rows that sample in this step; all arrays are [n]."""
+
+    slots: Int64Array
+    positions: Int64Array
+    """Output tokens each row's sequence has so far."""
+
+    edited: list[EditedRow] = field(default_factory=list)
+    masked: MaskedRows | None = None
+    """Rows that have a constraint, if there are any; a failed one's token is of no use."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any row's logits are not the model's own when a token is chosen."""
+        return bool(self.edited) or self.masked is not None
+
+    @property
+    def changed_rows(self) -> Int64Array:
+        """Those rows."""
+        edited = np.array([each.row for each in self.edited], np.int64)
+        return edited if self.masked is None else np.union1d(edited, self.masked.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """One token per row, and which rows have none."""
+
+    tokens: Int64Array
+    """[n]; -1 in failed rows, and where the core chooses."""
+
+    non_finite: Int64Array
+    """Rows whose largest logit is NaN or infinite. Minus infinity elsewhere excludes a token."""
+
+    no_candidates: Int64Array
+    """Rows whose constraints excluded every token."""
+
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By row, for those that asked and did not fail."""
+
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By row, for those whose tokens the core chooses, unless they failed; they have no token."""
+
+
+class Largest(NamedTuple):
+    """Each row's largest logit."""
+
+    columns: Int64Array
+    """[n]: its column, the lowest among equals."""
+
+    values: Float32Array
+    """[n]; a NaN counts as larger than any number."""
+
+
+def sample(
+    logits: Tensor, batch: SamplingBatch, table: SamplingTable, largest: Largest | None = None
+) -> Samples:
+    """Picks the tokens. logits: float32 [n, vocab_size], overwritten, as are `largest`'s columns;
+    that is found here unless it is known already."""
+    best, largest_values = largest = largest or _largest(logits)
+    if not batch.is_changed and table.is_plain[batch.slots].all() and _all_finite(largest):
+        return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
+    num_logprobs = table.num_logprobs[batch.slots]
+    non_finite = np.flatnonzero(~np.isfinite(largest_values))
+    _neutralise(logits, non_finite)
+    wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+    raw = logits[_tensor(wanted, logits)] if len(wanted) else None
+    num_candidates = table.num_candidates[batch.slots]
+    offering = np.flatnonzero(num_candidates)
+    if len(offering):
+        to_logprobs(logits, offering)
+    apply_edits(logits, batch.edited)
+    apply_masks(logits, batch.masked)
+    offered = offer(logits, offering, num_candidates[offering]) if len(offering) else {}
+    no_candidates = _look_again(logits, batch.changed_rows, best)
+    no_candidates = no_candidates[num_candidates[no_candidates] == 0]
+    _neutralise(logits, no_candidates)
+    tokens = _choose(logits, best, batch, table)
+    tokens[non_finite] = NO_TOKEN
+    tokens[no_candidates] = NO_TOKEN
+    tokens[offering] = NO_TOKEN
+    logprobs = {} if raw is None else _logprobs(raw, wanted, tokens, num_logprobs)
+    for row in non_finite.tolist():
+        offered.pop(row, None)
+    return Samples(
+        tokens=tokens,
+        logprobs=logprobs,
+        candidates=offered,
+        non_finite=non_finite,
+        no_candidates=no_candidates,
+    )
+
+
+def _choose(
+    logits: Tensor, tokens: Int64Array, batch: SamplingBatch, table: SamplingTable
+) -> Int64Array:
+    """One token per row, each kind of row by its own way; `tokens` has the greedy rows' own."""
+    is_random = table.temperature[batch.slots] > 0
+    if not is_random.any():
+        return tokens
+    is_filtered = table.is_filtered[batch.slots]
+    for kind, choose in (
+        (is_random & ~is_filtered, _choose_unfiltered),
+        (is_random & is_filtered, _choose_filtered),
+    ):
+        rows = np.flatnonzero(kind)
+        if len(rows):
+            part = logits if len(rows) == len(logits) else logits[_tensor(rows, logits)]
+            tokens[rows] = choose(part, batch.slots[rows], batch.positions[rows], table)
+    return tokens
+
+
+def _choose_unfiltered(
+    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+) -> Int64Array:
+    uniforms = uniform(table.seed[slots], table.choice_index[slots], positions)
+    logits = logits / _tensor(table.temperature[slots], logits).unsqueeze(1)
+    return draw_unfiltered(logits, _tensor(uniforms, logits)).cpu().numpy()
+
+
+def _choose_filtered(
+    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+) -> Int64Array:
+    uniforms = uniform(table.seed[slots], table.choice_index[slots], positions)
+    filters = Filters(
+        top_k=_tensor(table.top_k[slots], logits),
+        top_p=_tensor(table.top_p[slots], logits),
+        min_p=_tensor(table.min_p[slots], logits),
+    )
+    logits = logits / _tensor(table.temperature[slots], logits).unsqueeze(1)
+    return draw(logits, filters, _tensor(uniforms, logits)).cpu().numpy()
+
+
+def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
+    """The values on the device of another tensor."""
+    return upload(values, like.device)
+
+
+def _largest(logits: Tensor) -> Largest:
+    """One pass finds the tokens and the rows that have none."""
+    if not logits.is_cpu:
+        largest, best = logits.max(dim=-1)
+        return Largest(best.cpu().numpy(), largest.cpu().numpy())
+    # numpy's is vectorised, torch's is not.
+    values = logits.numpy()
+    best = values.argmax(axis=-1)
+    return Largest(best, values[np.arange(len(values)), best])
+
+
+def _all_finite(largest: Largest) -> bool:
+    return bool(np.isfinite(largest.values).all())
+
+
+def _look_again(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:
+    """Put right the largest logits' columns of changed rows; those in which no token is left."""
+    if len(rows) == 0:
+        return rows
+    best[rows], largest = _largest(logits[_tensor(rows, logits)])
+    return rows[largest == -np.inf]
+
+
+def _neutralise(logits: Tensor, rows: Int64Array) -> None:
+    """Give failed rows harmless logits, so that the batch can go on."""
+    if len(rows):
+        logits[_tensor(rows, logits)] = 0.0
+
+
+def _logprobs(
+    raw: Tensor, rows: Int64Array, tokens: Int64Array, num_logprobs: Int32Array
+) -> dict[int, TokenLogprobs]:
+    chosen = _tensor(tokens[rows].clip(min=0), raw)
+    result = logprob_table(raw, chosen, int(num_logprobs[rows].max()))
+    return {
+        row: result.row(index, int(num_logprobs[row]))
+        for index, row in enumerate(rows.tolist())
+        if tokens[row] != NO_TOKEN
+    }

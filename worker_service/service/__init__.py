@@ -1,0 +1,8 @@
+"""The worker as a gRPC service.
+
+servicer.py       the `WorkerService` rpcs, and exceptions as gRPC statuses
+wire.py           protobuf messages to plans and results to messages; nothing else does that
+registration.py   membership: registers with the core and sends heartbeats
+lifecycle.py      the process from start to end: listen, load, register, serve, drain, stop
+metrics.py        every Prometheus metric of a worker
+"""

@@ -1,0 +1,264 @@
+"""One worker process from start to end: listen, load, register, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Coroutine
+
+from pagewire.v1 import scheduler_service_pb2, worker_service_pb2
+from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
+from service_common.cluster import Cluster
+from service_common.grpc_server import GrpcServer
+from service_common.interceptors import RequestTimeoutInterceptor
+from service_common.metrics_server import MetricsServer
+from service_common.version import VERSION
+from worker_service.address import Address, advertised, parse
+from worker_service.config import WorkerConfig
+from worker_service.engine.engine import Engine
+from worker_service.engine.executor import Executor
+from worker_service.errors import DeviceLost, SentAway, WorkerError
+from worker_service.metrics.collector import WorkerCollector, WorkerFacts, make_registry
+from worker_service.service.registration import Membership, Registrar
+from worker_service.service.servicer import WorkerServicer
+from worker_service.worker_traces import make_traces
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+IDLE_SPANS_EVERY_S = 1.0
+"""How often it is looked whether requests have gone without a plan that says so."""
+
+STOP_GRACE_S = 1.0
+"""Seconds that short calls have to finish once no step stream is open."""
+
+
+class Worker:
+    """All parts of one worker, made and run on one event loop."""
+
+    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
+        network = config.network
+        self._config = config
+        parse(network.listen, "listen")
+        self._core = None if network.core is None else parse(network.core, "core")
+        if network.advertise is not None:
+            parse(network.advertise, "advertise")
+        if network.health_listen is not None:
+            parse(network.health_listen, "health_listen")
+        self._traces = make_traces(config)
+        self._engine = Engine(executor, self._traces)
+        self._servicer = WorkerServicer(config, self._engine)
+        self._cluster = Cluster(network.cluster)
+        self._server = GrpcServer(
+            listen=network.listen,
+            service_names=[SERVICE_NAME],
+            credentials=self._cluster.server_credentials(),
+            interceptors=[*self._cluster.gates(), RequestTimeoutInterceptor()],
+            knows_callers=self._cluster.has_credentials,
+            health_listen=network.health_listen,
+        )
+        pb_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.server)
+        self._membership = Membership(
+            registration=self._registration, num_steps=lambda: self._engine.num_steps
+        )
+        self._registrar: Registrar | None = None
+        self._grace_s: float | None = config.grace_period_s
+        self._failure: WorkerError | None = None
+        """What `run` raises in the end."""
+        self._end = asyncio.Event()
+        self._released = asyncio.Event()
+        """Set when nobody is to be waited for."""
+        self.listening = asyncio.Event()
+        self.ready = asyncio.Event()
+        """Set once the model is loaded."""
+        self.is_stuck = False
+        """After `run`: whether the model thread has not ended, and the process might not either."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens; with the real port once it does."""
+        return self._server.address
+
+    async def run(self) -> None:
+        """Serve until told to end.
+
+        Raises CannotListen, and WorkerError if it cannot go on, was sent away, or lost its device.
+        """
+        await self._server.start()
+        metrics = self._publish()
+        self.listening.set()
+        try:
+            await _until_first(self._engine.load(), self._end.wait())
+            if not self._end.is_set():
+                await self._serve()
+        finally:
+            if metrics is not None:
+                await asyncio.to_thread(metrics.close)
+            await self._server.stop(STOP_GRACE_S)
+            self.is_stuck = not self._engine.stop()
+            if self._traces is not None:
+                await self._traces.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _publish(self) -> MetricsServer | None:
+        """Let Prometheus ask, where it is to. Raises CannotListen."""
+        where = self._config.network.metrics
+        if where is None:
+            return None
+        registry = make_registry(WorkerCollector(self._engine.meter, self._facts))
+        return MetricsServer(where, registry)
+
+    def _facts(self) -> WorkerFacts:
+        """On the scrape's thread: it reads what is there, and changes nothing."""
+        engine, network = self._engine, self._config.network
+        loaded = engine.facts_if_loaded
+        return WorkerFacts(
+            is_registered=self._registrar is not None and self._registrar.is_registered,
+            is_streaming=engine.is_streaming,
+            is_draining=engine.is_draining,
+            last_epoch=engine.last_epoch,
+            busy_s=engine.busy_s,
+            num_weight_loads=engine.num_weight_loads,
+            labels=(
+                network.worker_id,
+                network.group_id,
+                str(self._config.group.layout.rank),
+                self._config.model_name,
+                loaded.device if loaded else "",
+                loaded.dtype if loaded else "",
+                loaded.attention_backend if loaded else "",
+                VERSION,
+            ),
+        )
+
+    async def _end_idle_spans(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_SPANS_EVERY_S)
+            self._engine.end_idle_spans()
+
+    async def wait_idle(self) -> None:
+        """Wait until no step stream is open."""
+        await self._engine.wait_idle()
+
+    def end(self) -> None:
+        """Drain, within the grace period, and end."""
+        self._end.set()
+
+    def end_at_once(self) -> None:
+        """End without waiting for the core to finish what it has here."""
+        self._released.set()
+        self._end.set()
+        self._engine.close_any_stream()
+
+    def handle_signals(self) -> None:
+        """Have SIGTERM and SIGINT end the worker, and the second of them end the process."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._handle_signal)
+
+    def _handle_signal(self) -> None:
+        if self._end.is_set():
+            logger.warning("told to end a second time, running steps are lost")
+            os._exit(1)
+        self.end()
+
+    async def _serve(self) -> None:
+        await self._server.set_serving(True)
+        self.ready.set()
+        async with asyncio.TaskGroup() as tasks:
+            registrar = registering = None
+            watching = tasks.create_task(self._watch_device())
+            ending_idle = (
+                tasks.create_task(self._end_idle_spans()) if self._traces is not None else None
+            )
+            if self._core is not None:
+                registrar = self._registrar = self._make_registrar(self._core)
+                registering = tasks.create_task(registrar.run())
+            else:
+                logger.info("waiting to be called, since no core was named (--core)")
+            await self._end.wait()
+            await self._drain(registrar)
+            for task in (registering, ending_idle, watching):
+                if task is not None:
+                    task.cancel()
+
+    async def _drain(self, registrar: Registrar | None) -> None:
+        """Let the core take away, or finish, what it has here; then say to all that we are gone."""
+        logger.info("draining grace_s=%s", self._grace_s)
+        self._engine.drain()
+        self._membership.drain()
+        await self._server.set_serving(False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                if registrar is not None:
+                    await _until_first(
+                        self._released.wait(), self._engine.wait_closed(), registrar.wait_absent()
+                    )
+                await self._engine.wait_idle()
+
+    def _make_registrar(self, core: Address) -> Registrar:
+        return Registrar(
+            str(core),
+            self._cluster,
+            self._membership,
+            on_drain=self._drain_as_told,
+            on_stop=self._stop_as_told,
+        )
+
+    def _registration(self) -> scheduler_service_pb2.WorkerRegistration:
+        network, layout = self._config.network, self._config.group.layout
+        return scheduler_service_pb2.WorkerRegistration(
+            worker_id=network.worker_id,
+            group_id=network.group_id,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            samples=layout.samples,
+            address=network.advertise or self._reached_at(),
+            model=self._servicer.model_info(),
+            last_epoch=self._engine.last_epoch,
+            version=VERSION,
+        )
+
+    def _reached_at(self) -> str:
+        """Raises InvalidOption while the core's name cannot be resolved, where that is needed."""
+        return str(advertised(parse(self.address, "listen"), self._core))
+
+    def _drain_as_told(self) -> None:
+        """The core drains us and ends our stream when it is done, however long that takes."""
+        if not self._end.is_set():
+            self._grace_s = None
+            self._end.set()
+
+    def _stop_as_told(self, reason: str) -> None:
+        """The core has no use for us: at once, and an error unless we were draining anyway."""
+        logger.warning("told to stop reason=%s", reason)
+        if not self._end.is_set():
+            self._failure = SentAway(f"the core ended this worker: {reason}")
+        self.end_at_once()
+
+    async def _watch_device(self) -> None:
+        """End once the device is lost: this process would fail all that it is given from then on,
+        and a new one may find the device sound."""
+        try:
+            await self._engine.watch_device()
+        except DeviceLost as error:
+            logger.error("device lost error=%s", error)
+            if not self._end.is_set():
+                self._failure = error
+            self.end_at_once()
+
+
+async def _until_first(*waits: Coroutine[None, None, object]) -> None:
+    """Await until one of several is done; raises what it raised, and gives up the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,180 @@
+"""The `WorkerService` rpcs: they await and translate, no more."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pagewire.v1 import model_pb2
+from pagewire.v1 import worker_service_pb2 as pb
+from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
+from service_common.grpc_status import unless_over
+from worker_service.clock import monotonic_us
+from worker_service.config import WorkerConfig
+from worker_service.engine.engine import Engine
+from worker_service.engine.step_stream import StepStream
+from worker_service.errors import InvalidPlan, StepFailed, WorkerError
+from worker_service.service import wire
+from worker_service.status_codes import abort
+
+logger = logging.getLogger(__name__)
+
+ASSET_CHUNK_BYTES = 2**20
+
+
+def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Ends a call with the status of the WorkerError it raised; any other exception is a bug."""
+
+    @wraps(rpc)
+    async def translated(
+        self: "WorkerServicer", request: Any, context: grpc.aio.ServicerContext
+    ) -> Any:
+        try:
+            with unless_over():
+                return await rpc(self, request, context)
+        except WorkerError as error:
+            logger.warning("call refused rpc=%s error=%s", rpc.__name__, error)
+            if isinstance(error, StepFailed):
+                self._engine.suspect_device()
+            await abort(context, error)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except DecodeError:
+            await abort(context, _no_message())
+        except Exception as error:
+            logger.exception("call failed rpc=%s", rpc.__name__)
+            self._engine.suspect_device()
+            await abort(context, StepFailed(f"{rpc.__name__} failed: {type(error).__name__}"))
+
+    return translated
+
+
+class WorkerServicer(pb_grpc.WorkerServiceServicer):
+    """What the core calls."""
+
+    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+
+    def model_info(self) -> model_pb2.ModelInfo:
+        """The facts of the loaded model. Raises NotReady before it is there."""
+        return wire.encode_model_info(self._engine.facts, self._config.model_name)
+
+    @_translates_errors
+    async def GetInfo(
+        self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetInfoResponse:
+        facts = self._engine.facts
+        return pb.GetInfoResponse(
+            worker_id=self._config.network.worker_id,
+            model=self.model_info(),
+            device=facts.device,
+            attention_backend=facts.attention_backend,
+            pid=os.getpid(),
+            num_weight_loads=self._engine.num_weight_loads,
+            last_epoch=self._engine.last_epoch,
+            busy_us=round(self._engine.busy_s * 1e6),
+            takes_several_plans=True,
+        )
+
+    # The two streaming rpcs write to the context instead of yielding, so that they are coroutines
+    # whose `finally` runs the moment a call is cancelled.
+    @_translates_errors
+    async def GetModelAssets(  # type: ignore[override]
+        self, request: pb.WorkerServiceGetModelAssetsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        assets = self._engine.assets()
+        for name, content in await asyncio.to_thread(lambda: list(assets)):
+            for start in range(0, max(len(content), 1), ASSET_CHUNK_BYTES):
+                data = content[start : start + ASSET_CHUNK_BYTES]
+                chunk = model_pb2.ModelAssetChunk(file_name=name, data=data)
+                await context.write(pb.WorkerServiceGetModelAssetsResponse(chunk=chunk))
+
+    @_translates_errors
+    async def ProfileBlocks(
+        self, request: pb.ProfileBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ProfileBlocksResponse:
+        counts = await self._engine.profile_blocks(
+            request.max_num_seqs, request.max_num_batched_tokens
+        )
+        return pb.ProfileBlocksResponse(
+            num_gpu_blocks=counts.num_gpu_blocks, num_cpu_blocks=counts.num_cpu_blocks
+        )
+
+    @_translates_errors
+    async def InitializeCache(
+        self, request: pb.InitializeCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.InitializeCacheResponse:
+        await self._engine.initialize_cache(
+            request.num_gpu_blocks, request.num_cpu_blocks, request.epoch
+        )
+        return pb.InitializeCacheResponse()
+
+    @_translates_errors
+    async def ExecuteSteps(  # type: ignore[override]
+        self, request: AsyncIterator[pb.ExecuteStepsRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        first = await anext(request, None)
+        if first is None:
+            return
+        stream = self._engine.open_stream(first.plan.epoch)
+        reader = asyncio.create_task(_read_plans(first, request, stream))
+        try:
+            async for first_result, *later_results in stream.results():
+                response = pb.ExecuteStepsResponse(
+                    result=wire.encode_result(first_result),
+                    later_results=map(wire.encode_result, later_results),
+                )
+                await context.write(response)
+        finally:
+            reader.cancel()
+            self._engine.close_stream(stream)
+
+    @_translates_errors
+    async def StartProfile(
+        self, request: pb.StartProfileRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StartProfileResponse:
+        await self._engine.start_profile()
+        return pb.StartProfileResponse()
+
+    @_translates_errors
+    async def StopProfile(
+        self, request: pb.StopProfileRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StopProfileResponse:
+        return pb.StopProfileResponse(path=await self._engine.stop_profile())
+
+
+async def _read_plans(
+    first: pb.ExecuteStepsRequest,
+    rest: AsyncIterator[pb.ExecuteStepsRequest],
+    stream: StepStream,
+) -> None:
+    """Submit plans as they arrive. A bad one ends the stream, after the results due before it."""
+    try:
+        await _submit(first, stream)
+        async for message in rest:
+            await _submit(message, stream)
+    except WorkerError as error:
+        stream.finish(error)
+    except DecodeError:
+        stream.finish(_no_message())
+    except Exception as error:
+        logger.exception("reading plans failed epoch=%d", stream.epoch)
+        stream.finish(StepFailed(f"reading plans failed: {type(error).__name__}"))
+    else:
+        stream.finish()
+
+
+async def _submit(message: pb.ExecuteStepsRequest, stream: StepStream) -> None:
+    received_us = monotonic_us()
+    for plan in (message.plan, *message.later_plans):
+        await stream.submit(wire.decode_plan(plan, received_us))
+
+
+def _no_message() -> InvalidPlan:
+    return InvalidPlan("request", "expected messages of the method's type")

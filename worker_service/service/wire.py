@@ -1,0 +1,281 @@
+"""Protobuf messages to plans and results to messages; the only place that does it.
+
+Columns are views of the message's bytes, never copied. What can be told wrong from the message
+alone is refused here as `InvalidPlan`; what contradicts the worker's state is refused where the
+state is.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
+from worker_service.array_types import Int32Array
+from worker_service.engine.executor import ModelFacts
+from worker_service.errors import InvalidPlan
+from worker_service.plan import (
+    ROW_ERROR_MESSAGES,
+    NewSequence,
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+)
+from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.sampling_params import SamplerParams
+from worker_service.structured.constraint import Constraint, ConstraintKind
+
+MAX_LOGPROBS = 1024
+"""Most probable tokens a row may ask for, candidates too; the frontends' own limits are far below.
+"""
+
+_ROW_ERROR_REASONS = {
+    RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
+    RowErrorReason.NO_CANDIDATES: plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES,
+    RowErrorReason.CONSTRAINT: plan_pb2.ROW_ERROR_REASON_CONSTRAINT,
+}
+
+
+def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
+    """The plan in a message. Raises InvalidPlan naming the field."""
+    seq_ids = _column(message.seq_ids, "seq_ids")
+    num_rows = len(seq_ids)
+    return StepPlan(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        forget_seq_ids=_column(message.forget_seq_ids, "forget_seq_ids"),
+        swap_out=_column(message.swap_out, "swap_out", 2),
+        swap_in=_column(message.swap_in, "swap_in", 2),
+        copy=_column(message.copy, "copy", 2),
+        new_sequences=tuple(
+            _decode_new_sequence(new, f"new_sequences[{index}]")
+            for index, new in enumerate(message.new_sequences)
+        ),
+        block_updates=_column(message.block_updates, "block_updates", 3),
+        seq_ids=seq_ids,
+        num_tokens=_decode_num_tokens(message.num_tokens, num_rows),
+        sample=_decode_sample(message.sample, num_rows),
+        appended_tokens=_column(message.appended_tokens, "appended_tokens", 2),
+        received_us=received_us,
+        max_results_together=message.max_results_together,
+    )
+
+
+def encode_result(result: StepResult) -> plan_pb2.StepResult:
+    """The message for a result."""
+    timings = result.timings
+    return plan_pb2.StepResult(
+        epoch=result.epoch,
+        step_id=result.step_id,
+        token_ids=_bytes(result.token_ids, "<i4"),
+        logprobs=[_encode_logprobs(row, entry) for row, entry in result.logprobs.items()],
+        prompt_logprobs=[
+            _encode_prompt_logprobs(row, entry) for row, entry in result.prompt_logprobs.items()
+        ],
+        candidates=[
+            plan_pb2.RowCandidates(
+                row=row,
+                token_ids=_bytes(entry.token_ids, "<i4"),
+                logprobs=_bytes(entry.logprobs, "<f4"),
+            )
+            for row, entry in result.candidates.items()
+        ],
+        errors=[
+            plan_pb2.RowError(
+                row=row, reason=_ROW_ERROR_REASONS[reason], message=ROW_ERROR_MESSAGES[reason]
+            )
+            for row, reason in result.errors.items()
+        ],
+        timings=plan_pb2.StepTimings(
+            received_us=timings.received_us,
+            started_us=timings.started_us,
+            finished_us=timings.finished_us,
+            cache_ops_us=timings.cache_ops_us,
+            forward_us=timings.forward_us,
+            sample_us=timings.sample_us,
+        ),
+    )
+
+
+def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
+    """What the core and frontends learn of the model."""
+    return model_pb2.ModelInfo(
+        name=name,
+        fingerprint=facts.fingerprint,
+        architecture=facts.architecture,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=_bytes(np.asarray(facts.eos_token_ids), "<i4"),
+        bos_token_id=facts.bos_token_id,
+        dtype=facts.dtype,
+        block_size=facts.block_size,
+        block_bytes=facts.block_bytes,
+        num_parameters=facts.num_parameters,
+        batch_invariant=facts.batch_invariant,
+        structured_output=facts.structured_output,
+    )
+
+
+def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequence:
+    return NewSequence(
+        seq_id=message.seq_id,
+        choice_index=message.choice_index,
+        token_ids=_column(message.token_ids, f"{path}.token_ids"),
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=_column(message.block_ids, f"{path}.block_ids"),
+        sampling=_decode_sampling(message.sampling, f"{path}.sampling"),
+        parent_seq_id=message.parent_seq_id if message.HasField("parent_seq_id") else None,
+        prompt_logprobs_start=message.prompt_logprobs_start,
+        traceparent=message.traceparent,
+    )
+
+
+def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerParams:
+    if not 0.0 <= message.temperature < math.inf:
+        raise InvalidPlan(f"{path}.temperature", f"expected 0 or more, got {message.temperature}")
+    if not 0.0 < message.top_p <= 1.0:
+        raise InvalidPlan(f"{path}.top_p", f"expected above 0 to 1, got {message.top_p}")
+    if not 0.0 <= message.min_p <= 1.0:
+        raise InvalidPlan(f"{path}.min_p", f"expected 0 to 1, got {message.min_p}")
+    if not 0.0 < message.repetition_penalty < math.inf:
+        got = message.repetition_penalty
+        raise InvalidPlan(f"{path}.repetition_penalty", f"expected above 0, got {got}")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(message, name)):
+            got = getattr(message, name)
+            raise InvalidPlan(f"{path}.{name}", f"expected a finite number, got {got}")
+    return SamplerParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        bias_token_ids=np.array([bias.token_id for bias in message.logit_bias], np.int32),
+        bias_values=_decode_bias_values(message.logit_bias, path),
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        suppressed_token_ids=_decode_suppressed(message, path),
+        bad_words=_decode_bad_words(message.bad_words, path),
+        num_logprobs=_decode_count(message, "logprobs", path),
+        num_prompt_logprobs=_decode_count(message, "prompt_logprobs", path),
+        num_candidates=_decode_num_candidates(message, path),
+        constraint=_decode_constraint(message, path),
+    )
+
+
+def _decode_suppressed(message: sampling_pb2.SamplerParams, path: str) -> Int32Array:
+    """None beside a constraint, which says itself what min_tokens holds back."""
+    suppressed = _column(message.suppressed_token_ids, f"{path}.suppressed_token_ids")
+    return suppressed[:0] if message.HasField("constraint") else suppressed
+
+
+def _decode_bias_values(
+    biases: Iterable[sampling_pb2.LogitBias], path: str
+) -> npt.NDArray[np.float32]:
+    values = np.array([bias.bias for bias in biases], np.float32)
+    if not np.isfinite(values).all():
+        raise InvalidPlan(f"{path}.logit_bias", "expected finite biases")
+    return values
+
+
+def _decode_bad_words(
+    words: Iterable[sampling_pb2.TokenSequence], path: str
+) -> tuple[tuple[int, ...], ...]:
+    decoded = []
+    for index, word in enumerate(words):
+        ids = _column(word.token_ids, f"{path}.bad_words[{index}].token_ids")
+        if len(ids) == 0:
+            raise InvalidPlan(f"{path}.bad_words[{index}].token_ids", "expected at least one token")
+        decoded.append(tuple(ids.tolist()))
+    return tuple(decoded)
+
+
+def _decode_count(message: sampling_pb2.SamplerParams, name: str, path: str) -> int | None:
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    count: int = getattr(message, name)
+    if count > MAX_LOGPROBS:
+        raise InvalidPlan(f"{path}.{name}", f"expected at most {MAX_LOGPROBS}, got {count}")
+    return count
+
+
+def _decode_num_candidates(message: sampling_pb2.SamplerParams, path: str) -> int | None:
+    count = _decode_count(message, "num_candidates", path)
+    if count == 0:
+        raise InvalidPlan(f"{path}.num_candidates", "expected at least 1")
+    return count
+
+
+def _decode_constraint(message: sampling_pb2.SamplerParams, path: str) -> Constraint | None:
+    if not message.HasField("constraint"):
+        return None
+    path, constraint = f"{path}.constraint", message.constraint
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidPlan(path, "expected one of json_schema, regex, grammar and choice")
+    is_choice = kind == "choice"
+    texts = constraint.choice.choices if is_choice else [getattr(constraint, kind)]
+    return Constraint(
+        kind=ConstraintKind(kind),
+        texts=tuple(texts),
+        end_token_ids=_column(constraint.end_token_ids, f"{path}.end_token_ids"),
+        last_token_ids=_column(constraint.last_token_ids, f"{path}.last_token_ids"),
+    )
+
+
+def _decode_num_tokens(data: bytes, num_rows: int) -> Int32Array:
+    if not data:
+        return np.ones(num_rows, np.int32)
+    num_tokens = _column(data, "num_tokens")
+    if len(num_tokens) != num_rows:
+        problem = f"expected {num_rows} numbers, one per row, or none, got {len(num_tokens)}"
+        raise InvalidPlan("num_tokens", problem)
+    if num_tokens.min() < 0:
+        raise InvalidPlan("num_tokens", "expected no negative numbers")
+    return num_tokens
+
+
+def _decode_sample(data: bytes, num_rows: int) -> npt.NDArray[np.bool_]:
+    if not data:
+        return np.ones(num_rows, np.bool_)
+    if len(data) != num_rows:
+        problem = f"expected {num_rows} bytes, one per row, or none, got {len(data)}"
+        raise InvalidPlan("sample", problem)
+    return np.frombuffer(data, np.uint8) != 0
+
+
+def _column(data: bytes, path: str, width: int = 1) -> Int32Array:
+    """The int32 column in `data`; a matrix of `width` columns where that is not one."""
+    if len(data) % (4 * width):
+        problem = f"expected a multiple of {4 * width} bytes, got {len(data)}"
+        raise InvalidPlan(path, problem)
+    column = np.frombuffer(data, "<i4")
+    return column if width == 1 else column.reshape(-1, width)
+
+
+def _encode_logprobs(row: int, entry: TokenLogprobs) -> plan_pb2.RowLogprobs:
+    return plan_pb2.RowLogprobs(
+        row=row,
+        token_ids=_bytes(entry.token_ids, "<i4"),
+        logprobs=_bytes(entry.logprobs, "<f4"),
+        sampled_rank=entry.rank,
+    )
+
+
+def _encode_prompt_logprobs(row: int, entry: PromptLogprobs) -> plan_pb2.RowPromptLogprobs:
+    return plan_pb2.RowPromptLogprobs(
+        row=row,
+        start=entry.start,
+        width=entry.token_ids.shape[1],
+        token_ids=_bytes(entry.token_ids, "<i4"),
+        logprobs=_bytes(entry.logprobs, "<f4"),
+        ranks=_bytes(entry.ranks, "<i4"),
+    )
+
+
+def _bytes(values: npt.NDArray[np.generic], dtype: str) -> bytes:
+    return values.astype(dtype, copy=False).tobytes()

@@ -1,0 +1,184 @@
+"""One simulated step: check the plan against the memory model, sample, take the time it takes."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from worker_service.clock import monotonic_us
+from worker_service.engine.executor import FinishedStep
+from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
+from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
+from worker_service.simulated.memory_model import MemoryModel
+from worker_service.simulated.model import NextToken
+from worker_service.simulated.sequences import SequenceTable
+from worker_service.simulation.config import SimulationConfig
+from worker_service.simulation.logprobs import prompt_logprobs, token_logprobs
+from worker_service.simulation.rows import Batch, Row, resolve_rows
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step brought so far; dictionaries by row."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Of each sampling row, in row order; NO_TOKEN where it failed or has candidates."""
+
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    errors: dict[int, RowErrorReason] = field(default_factory=dict)
+
+
+class SimulatedRunner:
+    """Implements `worker_service.engine.executor.Runner` without computing anything."""
+
+    def __init__(
+        self, config: SimulationConfig, *, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._num_gpu_blocks = num_gpu_blocks
+        self._num_cpu_blocks = num_cpu_blocks
+        self.reset()
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences known."""
+        return len(self._table)
+
+    def reset(self) -> None:
+        """Forget all sequences and what the caches hold."""
+        self._memory = MemoryModel(
+            num_gpu_blocks=self._num_gpu_blocks,
+            num_cpu_blocks=self._num_cpu_blocks,
+            block_size=self._block_size,
+        )
+        self._table = SequenceTable(
+            self._memory,
+            vocab_size=self._config.vocab_size,
+            max_model_len=self._config.max_model_len,
+        )
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """Do what the plan says, at once."""
+        return FinishedStep(self.execute(plan))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
+        started_us = monotonic_us()
+        self._move_blocks(plan)
+        _wait_until(started_us + self._config.cost.swap_us(len(plan.swap_out) + len(plan.swap_in)))
+        cache_done_us = monotonic_us()
+        self._take_in(plan)
+        batch = resolve_rows(
+            plan,
+            self._table,
+            block_size=self._block_size,
+            max_model_len=self._config.max_model_len,
+        )
+        outcome = Outcome()
+        self._report_prompts(batch, outcome)
+        self._compute(batch)
+        num_tokens = int(plan.num_tokens.sum())
+        compute_us = self._config.cost.compute_us(len(plan.seq_ids), num_tokens)
+        _wait_until(cache_done_us + compute_us)
+        forward_done_us = monotonic_us()
+        self._sample(batch, outcome)
+        finished_us = monotonic_us()
+        return StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            token_ids=np.array(outcome.tokens, np.int32),
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            candidates=outcome.candidates,
+            errors=outcome.errors,
+            timings=StepTimings(
+                received_us=plan.received_us,
+                started_us=started_us,
+                finished_us=finished_us,
+                cache_ops_us=cache_done_us - started_us,
+                forward_us=forward_done_us - cache_done_us,
+                sample_us=finished_us - forward_done_us,
+            ),
+        )
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        self._table.forget(plan.forget_seq_ids)
+        self._memory.swap_out(plan.swap_out.tolist())
+        self._memory.swap_in(plan.swap_in.tolist())
+        self._memory.copy(plan.copy.tolist())
+
+    def _take_in(self, plan: StepPlan) -> None:
+        for index, new in enumerate(plan.new_sequences):
+            self._table.add(new, f"new_sequences[{index}]")
+        self._table.append_chosen(plan.appended_tokens)
+        self._table.update_blocks(plan.block_updates)
+
+    def _compute(self, batch: Batch) -> None:
+        """Attend over what was computed before this step, and only then write this step's KV."""
+        for row in batch.rows:
+            self._memory.check_use(row.sequence, row.index)
+        computing = [row for row in batch.rows if row.is_computed]
+        for row in computing:
+            self._memory.read(row.sequence, row.index)
+        for row in computing:
+            forks = batch.forks.get(row.sequence.seq_id, ())
+            self._memory.write(row.sequence, row.end, row.index, forks)
+        for row in batch.rows:
+            if (parent := batch.parents.get(row.sequence.seq_id)) is not None:
+                row.sequence.num_computed = parent.sequence.num_computed
+                self._memory.read(row.sequence, row.index)
+
+    def _report_prompts(self, batch: Batch, outcome: Outcome) -> None:
+        """Log probabilities of the prompt tokens that the rows' positions predict."""
+        for row in batch.rows:
+            sequence = row.sequence
+            num_top = sequence.sampling.num_prompt_logprobs
+            if num_top is None or not row.is_computed:
+                continue
+            start = max(sequence.num_computed + 1, sequence.prompt_logprobs_start)
+            end = min(row.end + 1, sequence.num_prompt_tokens)
+            if start < end:
+                outcome.prompt_logprobs[row.index] = prompt_logprobs(
+                    sequence, start, end, self._config.vocab_size, num_top
+                )
+
+    def _sample(self, batch: Batch, outcome: Outcome) -> None:
+        for row in batch.rows:
+            if row.sequence.failure is None and row.sample:
+                self._sample_row(row, outcome)
+            elif row.sequence.failure is not None:
+                outcome.errors[row.index] = row.sequence.failure
+                if row.sample:
+                    outcome.tokens.append(NO_TOKEN)
+
+    def _sample_row(self, row: Row, outcome: Outcome) -> None:
+        sequence, vocab_size = row.sequence, self._config.vocab_size
+        distribution = NextToken(sequence.histories[-1], vocab_size)
+        if sequence.sampling.num_candidates is not None:
+            outcome.candidates[row.index] = sequence.offer(distribution)
+            outcome.tokens.append(NO_TOKEN)
+            return
+        token = sequence.next_token(distribution)
+        if token is None:
+            sequence.failure = outcome.errors[row.index] = RowErrorReason.NO_CANDIDATES
+            outcome.tokens.append(NO_TOKEN)
+            return
+        num_top = sequence.sampling.num_logprobs
+        if num_top is not None:
+            outcome.logprobs[row.index] = token_logprobs(
+                distribution, token, min(num_top, vocab_size)
+            )
+        sequence.extend((token,))
+        outcome.tokens.append(token)
+
+
+def _wait_until(end_us: float) -> None:
+    """Let the time pass that such work takes."""
+    left_us = end_us - monotonic_us()
+    if left_us > 0:
+        time.sleep(left_us / 1e6)

@@ -1,0 +1,178 @@
+"""The sequences a simulated worker knows, and what plans may say of them."""
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.array_types import Int32Array
+from worker_service.errors import InvalidPlan
+from worker_service.plan import NewSequence, RowErrorReason
+from worker_service.sampler.entries import Candidates
+from worker_service.sampling_params import SamplerParams
+from worker_service.simulated.memory_model import MemoryModel
+from worker_service.simulated.model import NextToken
+from worker_service.simulated.sampler import SimulatedSampler
+from worker_service.simulation.sequence import SimulatedSequence
+
+
+class KnownSequence(SimulatedSequence):
+    """A simulated sequence and how its tokens are chosen."""
+
+    __slots__ = ("_sampler", "failure", "prompt_logprobs_start", "sampling")
+
+    def __init__(self, new: NewSequence, num_prompt_tokens: int) -> None:
+        super().__init__(seq_id=new.seq_id, num_prompt_tokens=num_prompt_tokens)
+        self.sampling: SamplerParams = new.sampling
+        self.prompt_logprobs_start = new.prompt_logprobs_start
+        self.failure: RowErrorReason | None = None
+        """Why no token could be sampled: the sequence stands still until it is forgotten."""
+        self._sampler = SimulatedSampler(new.sampling, new.choice_index)
+
+    def next_token(self, distribution: NextToken) -> int | None:
+        """The token sampled after the last; None if every token is excluded."""
+        return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
+
+    def offer(self, distribution: NextToken) -> Candidates:
+        """What may follow the last token, for the core to choose."""
+        return self._sampler.offer(distribution, self.tokens, self.num_prompt_tokens)
+
+
+class SequenceTable:
+    """Known sequences by id; each holds the blocks of its table in the memory model."""
+
+    def __init__(self, memory: MemoryModel, *, vocab_size: int, max_model_len: int) -> None:
+        self._memory = memory
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_blocks = -(-max_model_len // memory.block_size)
+        self._known: dict[int, KnownSequence] = {}
+
+    def __len__(self) -> int:
+        """Number of sequences known."""
+        return len(self._known)
+
+    def get(self, seq_id: int, field: str) -> KnownSequence:
+        """A known sequence. Raises InvalidPlan, naming the plan's field."""
+        sequence = self._known.get(seq_id)
+        if sequence is None:
+            raise InvalidPlan(field, f"sequence {seq_id} is not known here")
+        return sequence
+
+    def forget(self, seq_ids: Int32Array) -> None:
+        """Drop sequences; their blocks are free from now on."""
+        for seq_id in seq_ids.tolist():
+            sequence = self.get(seq_id, "forget_seq_ids")
+            self._memory.let_go(sequence.block_table, seq_id)
+            del self._known[seq_id]
+
+    def add(self, new: NewSequence, field: str) -> None:
+        """Take in a sequence; a fork starts as its parent stands."""
+        self._check_identity(new, field)
+        self._check_ids(new, field)
+        blocks = self._checked_blocks(new, field)
+        if new.parent_seq_id is None:
+            sequence = self._newcomer(new, field)
+        else:
+            sequence = self._fork(new, field)
+        sequence.extend(new.token_ids.tolist())
+        if len(sequence.tokens) > self._max_model_len:
+            limit, got = self._max_model_len, len(sequence.tokens)
+            raise InvalidPlan(f"{field}.token_ids", f"expected at most {limit} in all, got {got}")
+        sequence.block_table = blocks
+        for block in blocks:
+            self._memory.hold(block, new.seq_id)
+        self._known[new.seq_id] = sequence
+
+    def append_chosen(self, chosen: Int32Array) -> None:
+        """Append the tokens that the core chose. chosen: [n, 2] as in the plan."""
+        field = "appended_tokens"
+        self._check_tokens(chosen[:, 1], field)
+        named: set[int] = set()
+        for seq_id, token in chosen.tolist():
+            sequence = self.get(seq_id, field)
+            if seq_id in named:
+                raise InvalidPlan(field, f"sequence {seq_id} is named twice")
+            named.add(seq_id)
+            if sequence.sampling.num_candidates is None:
+                raise InvalidPlan(field, f"sequence {seq_id} gets its tokens from the worker")
+            if len(sequence.tokens) >= self._max_model_len:
+                raise InvalidPlan(field, f"expected at most {self._max_model_len} tokens in all")
+            sequence.extend((token,))
+
+    def update_blocks(self, updates: Int32Array) -> None:
+        """Set or append block table entries. updates: [n, 3] as in the plan."""
+        seen: set[tuple[int, int]] = set()
+        for seq_id, index, block in updates.tolist():
+            sequence = self.get(seq_id, "block_updates")
+            self._memory.check_block(block, "block_updates")
+            if (seq_id, index) in seen:
+                self._refuse_update(seq_id, index, "is set twice")
+            seen.add((seq_id, index))
+            table = sequence.block_table
+            if not 0 <= index <= len(table) or index >= self._max_blocks:
+                self._refuse_update(seq_id, index, f"does not follow a table of {len(table)}")
+            if block in table:
+                self._refuse_update(seq_id, index, f"gives it block {block} twice")
+            if index < len(table):
+                self._memory.let_go((table[index],), seq_id)
+                sequence.num_checked = min(sequence.num_checked, index * self._memory.block_size)
+            table[index : index + 1] = [block]
+            self._memory.hold(block, seq_id)
+
+    def _newcomer(self, new: NewSequence, field: str) -> KnownSequence:
+        if not 1 <= new.num_prompt_tokens <= len(new.token_ids):
+            expected = f"expected 1 to {len(new.token_ids)}, the number of tokens"
+            raise InvalidPlan(
+                f"{field}.num_prompt_tokens", f"{expected}, got {new.num_prompt_tokens}"
+            )
+        capacity = min(len(new.token_ids), len(new.block_ids) * self._memory.block_size)
+        if new.num_computed_tokens > capacity:
+            expected = f"expected at most {capacity}, as many as tokens and blocks hold"
+            got = new.num_computed_tokens
+            raise InvalidPlan(f"{field}.num_computed_tokens", f"{expected}, got {got}")
+        sequence = KnownSequence(new, new.num_prompt_tokens)
+        sequence.num_computed = new.num_computed_tokens
+        return sequence
+
+    def _fork(self, new: NewSequence, field: str) -> KnownSequence:
+        assert new.parent_seq_id is not None
+        parent = self.get(new.parent_seq_id, f"{field}.parent_seq_id")
+        for name in ("num_prompt_tokens", "num_computed_tokens"):
+            if getattr(new, name) != 0:
+                problem = f"expected 0 in a fork, got {getattr(new, name)}"
+                raise InvalidPlan(f"{field}.{name}", problem)
+        sequence = KnownSequence(new, parent.num_prompt_tokens)
+        sequence.tokens = parent.tokens.copy()
+        sequence.histories = parent.histories.copy()
+        sequence.num_computed = parent.num_computed
+        sequence.failure = parent.failure
+        return sequence
+
+    def _check_identity(self, new: NewSequence, field: str) -> None:
+        if not 0 < new.seq_id < 2**31:
+            raise InvalidPlan(f"{field}.seq_id", f"expected 1 to 2^31 - 1, got {new.seq_id}")
+        if new.seq_id in self._known:
+            raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
+
+    def _check_ids(self, new: NewSequence, field: str) -> None:
+        self._check_tokens(new.token_ids, f"{field}.token_ids")
+        for name in ("bias_token_ids", "suppressed_token_ids"):
+            self._check_tokens(getattr(new.sampling, name), f"{field}.sampling.{name}")
+        for word in new.sampling.bad_words:
+            self._check_tokens(np.array(word), f"{field}.sampling.bad_words")
+
+    def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
+        if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self._vocab_size):
+            raise InvalidPlan(field, f"expected token ids from 0 to {self._vocab_size - 1}")
+
+    def _checked_blocks(self, new: NewSequence, field: str) -> list[int]:
+        blocks: list[int] = new.block_ids.tolist()
+        for block in blocks:
+            self._memory.check_block(block, f"{field}.block_ids")
+        if len(set(blocks)) != len(blocks):
+            raise InvalidPlan(f"{field}.block_ids", "a block is named twice")
+        if len(blocks) > self._max_blocks:
+            raise InvalidPlan(f"{field}.block_ids", f"expected at most {self._max_blocks} blocks")
+        return blocks
+
+    def _refuse_update(self, seq_id: int, index: int, problem: str) -> None:
+        raise InvalidPlan("block_updates", f"entry {index} of sequence {seq_id} {problem}")
