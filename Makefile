@@ -10,7 +10,7 @@ CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 NATIVE := kernels/pagewire_kernels/cpu/native
 # Where tests are marked `gpu`: what is there can do without the services' dependencies.
-GPU_TESTS := tests/kernels/gpu tests/worker_service/device
+GPU_TESTS := tests/kernels/gpu tests/worker_service/runner/device
 SOURCES := PYTHONPATH=.:kernels:client:protos
 # Engines to compare with, where they are installed; docs/benchmarks.md says how to get each.
 PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \

@@ -29,8 +29,7 @@ from benchmarks.engines import lines
 from benchmarks.json_lines_process import LineProcess
 from benchmarks.model_shapes import BYTES_PER_VALUE
 from benchmarks.processes import send_signal
-from worker_service.models.onednn_weight import OneDNNWeight
-from worker_service.models.packed_weight import can_pack, pack
+from worker_service.models.linear import OneDNNWeight, can_pack, pack
 
 READ_BYTES = 2**30
 """Far more than caches hold."""

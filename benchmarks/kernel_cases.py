@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagewire_kernels.backends import AttentionBackend, AttentionNeeds, Kernels, select_kernels
 from pagewire_kernels.metadata import AttentionMetadata, SamplingMetadata
-from worker_service.block_moves import CopyMover, mover_for
+from worker_service.kv_cache.cache_engine import CopyMover, mover_for
 
 BLOCK_TOKENS = 16
 HEAD_DIM = 128
@@ -243,7 +243,7 @@ def _products(where: Setting, weight: Tensor) -> Iterator[tuple[str, Callable[[T
 
         yield "batch-invariant", lambda rows: linear(rows, weight)
     else:
-        from worker_service.models.packed_weight import can_pack, pack
+        from worker_service.models.linear import can_pack, pack
 
         if can_pack(where.dtype, where.device):
             packed = pack(weight)

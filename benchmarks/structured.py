@@ -22,8 +22,8 @@ from rich.table import Table
 from benchmarks.engines.in_process import InProcess
 from pagewire.v1.sampling_pb2 import Constraint as ConstraintMessage
 from pagewire.v1.sampling_pb2 import SamplerParams
-from worker_service.sampler.masking import apply_masks
-from worker_service.structured.constraint import Constraint, ConstraintKind
+from worker_service.sampling.logit_edits import apply_masks
+from worker_service.sampling_params import Constraint, ConstraintKind
 from worker_service.structured.grammars import Grammars
 from worker_service.structured.masks import ConstrainedRow, MaskedRows, TokenMasks
 

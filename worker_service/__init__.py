@@ -1,40 +1,49 @@
-"""The worker: one device, its weights and its KV memory.
+"""The worker: executes step plans with one device, or as one rank of a group that shares a model.
 
-A worker executes step plans. It knows tokens, blocks and positions; requests, users, queues and
-text are the scheduler's affair. What one plan goes through:
+A worker knows tokens, blocks and positions; requests, users, queues and text belong to the
+scheduler. The modules of this folder hold what all packages share: plans and results as numpy
+columns (`plan.py`, `sampling_params.py`), settings (`config.py`) and errors. A package imports
+only these and the packages listed above it:
+
+| package | holds |
+| --- | --- |
+| `distributed/` | a model's layout over ranks, their communicator, an epoch's rendezvous |
+| `models/` | decoder-only models over a paged KV cache; `transformers_backend/` for all others |
+| `structured/` | bitmasks of the tokens that a constraint allows |
+| `sampling/` | from logits to one token per row, on the host |
+| `engine/` | epochs, step streams and the model thread, over the `Executor` protocol |
+| `kv_cache/` | the KV cache on the device and the host, and how many blocks fit |
+| `loader/` | from a model's name to weights on the device |
+| `runner/` | from a plan to its result: batch, forward pass, sampling, CUDA graphs, ranks |
+| `simulated/` | an executor without a model, which checks every plan (`--simulate`) |
+| `service/` | gRPC: the servicer, registration, the worker's process, metrics |
+| `launcher/`, `cli/` | starting the ranks of a group; command-line flags |
+
+One plan, from message to result:
 
 | step | where |
 | --- | --- |
-| a message arrives; its plan is decoded | `servicer.py`, `wire.py` |
-| epoch and step number are checked, the plan is queued for the model thread | `step_stream.py` |
-| sequences are forgotten, blocks swapped and copied | `sequence_state.py`, `cache_engine.py` |
-| new sequences and blocks are taken in, rows checked | `sequence_state.py`, `batch.py` |
-| inputs are laid end to end and computed | `batch.py`, `model_runner.py`, `models/` |
-| one token per sampling row is picked, and remembered for the next step | `sampler/` |
-| the result goes back | `wire.py`, `servicer.py` |
-
-Around it: `loader/` brings a checkpoint into memory, `memory.py` finds out how many blocks fit,
-`model_executor.py` drives both, `engine.py` holds the epoch, `step_summary.py` counts,
-`registration.py` keeps the core informed, `lifecycle.py` is the process from start to end,
-`command_line/` its flags and `__main__.py` the command.
-
-`parallel/` joins the ranks that hold one copy of a model together, and starts them on one machine
-(`--tensor-parallel-size`, `--pipeline-parallel-size`); a worker alone goes through none of it.
-
-The engine knows what executes plans by the protocols of `executor.py` only. `simulation/`
-implements them, too: it computes nothing, checks every plan, and needs no torch (`--simulate`).
+| its message arrives and is decoded | `service/servicer.py`, `service/wire.py` |
+| epoch and step number are checked, the plan is queued | `engine/step_stream.py` |
+| sequences are forgotten, blocks swapped and copied | `kv_cache/cache_engine.py` |
+| new sequences and blocks are added | `runner/sequence_table.py` |
+| rows are checked, inputs flattened | `runner/batch.py` |
+| the model computes, one token per sampling row is chosen: | `models/`, `sampling/`, and |
+| - on a CPU | `runner/model_runner.py` |
+| - on a GPU, without waiting | `runner/device_runner.py`, `runner/cuda_graphs.py` |
+| - with several ranks, in micro-batches | `runner/rank_runner.py` |
+| the result is encoded and sent | `service/wire.py`, `service/servicer.py` |
 
 Promises to the core:
 
-- Plans are executed in their order, one result each, the next as soon as the last is done.
-- A plan that is wrong ends its stream with an error that names the field; the process stays
-  healthy.
-- A row whose numbers are broken fails alone; the batch goes on.
-- A sampled token depends on weights, tokens, parameters, seed and position only. On a CPU that is
+- Plans are executed in order, one result each; the next starts as soon as the previous is done.
+- An invalid plan ends its stream with an error that names the field; the process stays healthy.
+- A row with non-finite logits fails alone; the rest of the batch continues.
+- A sampled token depends on weights, tokens, parameters, seed and position only. On a CPU this is
   exact to the bit, whatever else is in the batch and however the context was computed.
 - A greater epoch takes over at once. Weights are loaded once and stay.
 
-Two threads: the event loop talks, the model thread computes (`model_thread.py`, with a third that
-wakes the loop for it). Inputs raise the exceptions of `errors.py`, which `status_codes.py` turns
-into gRPC statuses.
+Two threads: the event loop communicates, the model thread computes (`engine/model_thread.py`, with
+a third that collects results and wakes the loop). Inputs raise the exceptions of `errors.py`, which
+`service/servicer.py` turns into gRPC statuses.
 """

@@ -13,22 +13,27 @@ import typer
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
-from worker_service.cli.model_flags import ModelFlags
+from worker_service.cli.model_flags import CacheFlags, ModelFlags, RunnerFlags, SimulationFlags
 from worker_service.cli.options import takes_flags
-from worker_service.cli.ranks import Place, StartRanks, find_place
-from worker_service.cli.service_flags import ServiceFlags
-from worker_service.command_line.cache_flags import CacheFlags
-from worker_service.command_line.cluster_flags import ClusterFlags
-from worker_service.command_line.rank_flags import LauncherName, RankFlags
-from worker_service.command_line.ray_flags import RayFlags
-from worker_service.command_line.runner_flags import RunnerFlags
-from worker_service.command_line.simulation_flags import SimulationFlags
+from worker_service.cli.ranks import (
+    LauncherName,
+    RankAssignment,
+    RankFlags,
+    RanksToLaunch,
+    RayFlags,
+    assign_rank,
+)
+from worker_service.cli.service_flags import ClusterFlags, ServiceFlags
 from worker_service.config import DEFAULT_LISTEN, WorkerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.errors import InvalidOption, WorkerError
-from worker_service.launcher.launcher import LocalConfig, LocalHost
-from worker_service.launchers.launcher import RankHost, launch
-from worker_service.launchers.rank_process import end_with
+from worker_service.launcher.launcher import (
+    LocalConfig,
+    LocalHost,
+    RankHost,
+    die_with_parent,
+    launch,
+)
 
 if TYPE_CHECKING:
     from worker_service.engine.executor import Executor
@@ -54,22 +59,22 @@ def serve(
     try:
         if simulation.simulate:
             ranks.require_one_rank("simulate")
-        place = find_place(ranks, os.environ)
-        if not isinstance(place, Place):
+        assignment = assign_rank(ranks, os.environ)
+        if not isinstance(assignment, RankAssignment):
             if model.cpu_affinity is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
-            host = _host_of(place, model.device, service, ranks, ray)
-            raise typer.Exit(asyncio.run(launch(place.ranks, host)))
+            host = _host_of(assignment, model.device, service, ranks, ray)
+            raise typer.Exit(asyncio.run(launch(assignment.ranks, host)))
         if service.launcher_pid is not None:
-            end_with(service.launcher_pid)
+            die_with_parent(service.launcher_pid)
         config = WorkerConfig(
             model=simulation.config(model.max_model_len)
             if simulation.simulate
-            else model.config(place),
+            else model.config(assignment),
             cache=cache.config(),
             runner=runner.config(),
-            network=service.network(place, cluster.config()),
-            group=place.group,
+            network=service.network(assignment, cluster.config()),
+            group=assignment.group,
             served_model_name=service.served_model_name,
             grace_period_s=service.grace_period,
             profile_dir=service.profile_dir,
@@ -82,20 +87,24 @@ def serve(
 
 
 def _host_of(
-    place: StartRanks, device: str, service: ServiceFlags, ranks: RankFlags, ray: RayFlags
+    ranks_to_launch: RanksToLaunch,
+    device: str,
+    service: ServiceFlags,
+    ranks: RankFlags,
+    ray: RayFlags,
 ) -> RankHost:
     """Where the ranks are to run, which this process starts."""
-    group_id = place.group_id or uuid.uuid4().hex
-    if place.launcher is LauncherName.local:
+    group_id = ranks_to_launch.group_id or uuid.uuid4().hex
+    if ranks_to_launch.launcher is LauncherName.local:
         return LocalHost(
             LocalConfig(
                 arguments=sys.argv[1:],
-                ranks=place.ranks,
+                ranks=ranks_to_launch.ranks,
                 group_id=group_id,
                 listen=service.listen or DEFAULT_LISTEN,
                 advertise=service.advertise,
-                distributed_init=place.distributed_init,
-                first_local_rank=place.first_local_rank,
+                distributed_init=ranks_to_launch.distributed_init,
+                first_local_rank=ranks_to_launch.first_local_rank,
             )
         )
     from worker_service.launcher.ray_cluster import RayConfig, RayHost, connect
@@ -131,16 +140,15 @@ async def _run(config: WorkerConfig) -> None:
 
 def _executor_of(config: WorkerConfig) -> "Executor":
     """What is to execute the plans; a simulation needs no torch, so each is imported here."""
-    from worker_service.simulation.config import DEFAULT_BLOCK_SIZE, SimulationConfig
+    from worker_service.config import DEFAULT_BLOCK_SIZE, SimulationConfig
 
     model = config.model
     if isinstance(model, SimulationConfig):
-        from worker_service.simulation.executor import SimulatedExecutor
+        from worker_service.simulated.executor import SimulatedExecutor
 
         return SimulatedExecutor(model, config.cache.block_size or DEFAULT_BLOCK_SIZE)
     from worker_service.loader import load_model
-    from worker_service.profiler import Profiler
-    from worker_service.runner.model_executor import ModelExecutor
+    from worker_service.runner.model_executor import ModelExecutor, Profiler
 
     profiler = Profiler(Path(config.profile_dir))
     store, rendezvous = config.group.store_address, None

@@ -1,17 +1,170 @@
-"""The worker's settings: one frozen record per concern, made once by `__main__.py`."""
+"""The worker's settings: one frozen dataclass per concern, made once from the command line.
+
+Nothing here imports torch.
+"""
 
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 
-if TYPE_CHECKING:  # imports torch, which a simulation does without
-    from worker_service.loader import ModelConfig
-    from worker_service.simulation.config import SimulationConfig
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """A step's time: so much for itself, for each row, for each token beyond a row's first, and for
+    each block that is swapped, which comes before the rest.
+
+    All in microseconds. All zero: as fast as this machine checks plans.
+    """
+
+    step_us: float = 0.0
+    """Per step, whatever is in it: launching kernels, reading weights."""
+
+    token_us: float = 0.0
+    """Per token of a row beyond its first, which are a prefill's."""
+
+    sequence_us: float = 0.0
+    """Per row: a decode's own share of the step."""
+
+    block_us: float = 0.0
+    """Per block that is swapped out or in."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_us", "token_us", "sequence_us", "block_us"):
+            got = getattr(self, name)
+            if not 0.0 <= got < float("inf"):
+                raise InvalidOption(f"simulate_{name}: expected 0 or more, got {got}")
+
+    def swap_us(self, num_blocks: int) -> float:
+        """Time to swap so many blocks, out and in together."""
+        return num_blocks * self.block_us
+
+    def compute_us(self, num_rows: int, num_tokens: int) -> float:
+        """Time of `num_rows` rows that compute `num_tokens` tokens together."""
+        num_more_tokens = max(num_tokens - num_rows, 0)
+        return self.step_us + num_rows * self.sequence_us + num_more_tokens * self.token_us
+
+
+DEFAULT_MAX_MODEL_LEN = 32768
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationConfig:
+    """The model's facts, the caches' sizes and the steps' cost."""
+
+    model: str = "simulated"
+    """The name the model is served under, unless another is given."""
+
+    vocab_size: int = 32000
+    """Token ids are below this."""
+
+    eos_token_id: int = 2
+    """The token that ends a sequence."""
+
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    """Most tokens of prompt and output together."""
+
+    num_gpu_blocks: int = 4096
+    """Blocks of the device cache that a profile finds room for."""
+
+    num_cpu_blocks: int = 4096
+    """Blocks of the host cache."""
+
+    cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("max_model_len", self.max_model_len, 1),
+            ("simulate_gpu_blocks", self.num_gpu_blocks, 1),
+            ("simulate_cpu_blocks", self.num_cpu_blocks, 0),
+        )
+        for flag, got, least in limits:
+            if got < least:
+                raise InvalidOption(f"{flag}: expected at least {least}, got {got}")
+        if not 1 <= self.vocab_size <= 2**31:
+            raise InvalidOption(f"simulate_vocab_size: expected 1 to 2^31, got {self.vocab_size}")
+        if not 0 <= self.eos_token_id < self.vocab_size:
+            expected = f"a token id below {self.vocab_size}"
+            got = self.eos_token_id
+            raise InvalidOption(f"simulate_eos_token_id: expected {expected}, got {got}")
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("safetensors", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model to load, and in which form."""
+
+    model: str
+    """Checkpoint directory, model id on the Hugging Face hub, or `embedded`."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub; None takes the default branch."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one."""
+
+    dtype: str = "auto"
+    """`auto`, `float32`, `bfloat16` or `float16`; see `worker_service.loader.device`."""
+
+    load_format: str = "safetensors"
+    """`safetensors`, or `dummy`: seeded random weights from `config.json` alone."""
+
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None takes the model's own limit."""
+
+    attention_backend: str | None = None
+    """Name of a backend in `pagewire_kernels.backends`; None chooses by device and model."""
+
+    batch_invariant: bool = False
+    """Whether a row's logits must not depend on its batch, bitwise. On a CPU they never do; on a
+    GPU it costs speed."""
+
+    threads: int | None = None
+    """Threads of torch and of our kernels on a CPU; None takes as many as the model can keep busy,
+    at most as many as torch finds cores."""
+
+    cpus: tuple[int, ...] | None = None
+    """The CPUs that the model's threads are pinned to, one each; None lets the system place
+    them."""
+
+    trust_remote_code: bool = False
+    """Whether Python code in the checkpoint may be run."""
+
+    local_rank: int = 0
+    """Place among the ranks on this machine: which GPU `auto` and `cuda` take."""
+
+    layout: Layout = field(default_factory=Layout)
+    """Which share of the model to load."""
+
+    show_progress: bool | None = None
+    """Whether to draw a progress bar on stderr; None draws it on a terminal only."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise InvalidOption("model: expected a directory or a hub id, got an empty string")
+        if self.dtype not in DTYPES:
+            raise InvalidOption(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.load_format not in LOAD_FORMATS:
+            expected = ", ".join(LOAD_FORMATS)
+            raise InvalidOption(
+                f"load_format: expected one of {expected}, got {self.load_format!r}"
+            )
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise InvalidOption(f"max_model_len: expected at least 1, got {self.max_model_len}")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidOption(f"threads: expected at least 1, got {self.threads}")
+        if self.cpus is not None and (self.threads or 0) > len(self.cpus):
+            raise InvalidOption(
+                f"threads: expected at most the {len(self.cpus)} of cpu_affinity,"
+                f" got {self.threads}"
+            )
 
 
 DEFAULT_LISTEN = "127.0.0.1:7620"
@@ -153,7 +306,7 @@ class GroupConfig:
 class WorkerConfig:
     """All settings of one worker process."""
 
-    model: "ModelConfig | SimulationConfig"
+    model: ModelConfig | SimulationConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)

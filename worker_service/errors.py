@@ -15,7 +15,7 @@
     ├── DeviceLost         the device computes nothing more for this process
     └── StepFailed         our own bug, or the device's failure, in the middle of a step
 
-Nothing here knows gRPC: `worker_service/status_codes.py` maps each class to a status code.
+Nothing here knows gRPC: `worker_service/service/servicer.py` maps each class to a status code.
 """
 
 import re

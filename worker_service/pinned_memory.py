@@ -1,4 +1,4 @@
-"""Numbers on their way to the device: packed into pinned memory, fetched by one copy."""
+"""Host-to-device copies through pinned memory, without waiting for the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,3 +52,14 @@ class Staging:
     def _allocate(self, size: int) -> Tensor:
         pinned = self._device.type == "cuda"
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """The values on a device, without waiting for it: a GPU fetches them by way of pinned memory.
+
+    On a CPU they are not copied.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor

@@ -1,15 +1,67 @@
 """A step's plan and its result inside the worker: numpy columns, no protobuf.
 
-`protos/pagewire/v1/plan.proto` tells what each field means; `worker_service/service/wire.py` turns messages
-into these and back.
+`plan.proto` gives the meaning of every field; `service/wire.py` converts messages into these and
+back. Nothing here imports torch.
 """
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+import numpy.typing as npt
+
 from worker_service.array_types import BoolArray, Int32Array
-from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampling_params import SamplerParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """One sampled token's log probability, and those of the most probable tokens."""
+
+    token_ids: npt.NDArray[np.int32]
+    """The sampled token, then the most probable ones, most probable first."""
+
+    logprobs: npt.NDArray[np.float32]
+    rank: int
+    """Of the sampled token; 1 is the most probable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """The tokens that may follow a sequence, for the core to choose among."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Most probable first, the lowest id first among equals."""
+
+    logprobs: npt.NDArray[np.float32]
+    """After biases and penalties, not normalised again; all finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of some consecutive prompt tokens."""
+
+    start: int
+    """Position in the prompt of the first one, from 1."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[num_tokens, 1 + number of most probable ones]; first the prompt's own."""
+
+    logprobs: npt.NDArray[np.float32]
+    """The same shape."""
+
+    ranks: npt.NDArray[np.int32]
+    """[num_tokens]: of the prompt's own tokens."""
+
+    def followed_by(self, other: "PromptLogprobs") -> "PromptLogprobs":
+        """These and the tokens right after them."""
+        return PromptLogprobs(
+            start=self.start,
+            token_ids=np.concatenate([self.token_ids, other.token_ids]),
+            logprobs=np.concatenate([self.logprobs, other.logprobs]),
+            ranks=np.concatenate([self.ranks, other.ranks]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,3 +162,8 @@ class StepResult:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     timings: StepTimings
+
+
+def monotonic_us() -> int:
+    """The worker's monotonic clock, in microseconds."""
+    return time.monotonic_ns() // 1000

@@ -1,11 +1,35 @@
-"""How one sequence's tokens are chosen, as the sampler needs to know it."""
+"""The sampling parameters of one sequence, its constraint included; see `sampling.proto`."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
 from worker_service.array_types import Float32Array, Int32Array
-from worker_service.structured.constraint import Constraint
+
+
+class ConstraintKind(Enum):
+    """How a constraint is stated."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Constraint:
+    """The wire's `Constraint`; `sampling.proto` tells which tokens it allows."""
+
+    kind: ConstraintKind
+    texts: tuple[str, ...]
+    """One text; of a choice all of them."""
+
+    end_token_ids: Int32Array
+    """Tokens that may end an output that matches."""
+
+    last_token_ids: Int32Array
+    """Tokens that may end one that cannot go on."""
 
 
 def _no_ids() -> Int32Array:

@@ -20,13 +20,12 @@ from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from service_common.version import VERSION
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.engine.executor import Step
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import load_model
 from worker_service.plan import StepResult
-from worker_service.profiler import Profiler
-from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.service import wire as worker_wire
 
 NAME = "pagewire in-process"

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from scheduler_service.frontend.structured_output import lark, problems
+from worker_service.sampling_params import ConstraintKind
 from worker_service.structured import grammars
-from worker_service.structured.constraint import ConstraintKind
-from worker_service.structured.lark import to_lark
+from worker_service.structured.grammars import to_lark
 
 SCHEMA = {"type": "object", "properties": {'"/\n': {"const": "é"}}, "x-guidance": {"lenient": True}}
 PATTERN = "a/b\\/c\n[/]\\\\/\r\\\n"

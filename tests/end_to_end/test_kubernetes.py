@@ -14,7 +14,7 @@ from tests.support.manifests import containers, overlay
 from tests.support.requests import generate, inference_stub, request_for
 from tools import launch
 from tools.launch import Service
-from worker_service.launchers.rank_process import free_port
+from worker_service.launcher.launcher import free_port
 
 HERE = "127.0.0.1"
 FEWER = {"--tensor-parallel-size=8": "--tensor-parallel-size=1"}

@@ -19,7 +19,8 @@ from tests.support.checkpoints import checkpoint
 from tests.support.deployment import Deployment, Received
 from tests.support.in_process import AheadWorker, InProcessWorker
 from tests.support.random_configurations import MODELS, Configuration, draw_configuration
-from worker_service.loader import ModelConfig, load_model
+from worker_service.config import ModelConfig
+from worker_service.loader import load_model
 from worker_service.models.interface import Model
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"

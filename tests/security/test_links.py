@@ -26,12 +26,11 @@ from scheduler_service.frontend.server import Frontend
 from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
 from tests.support.certificates import Authority, Issued
 from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
-from worker_service.command_line.cluster_flags import ClusterFlags
-from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.cli.service_flags import ClusterFlags
+from worker_service.config import CacheConfig, NetworkConfig, SimulationConfig, WorkerConfig
 from worker_service.errors import InvalidOption
 from worker_service.service.lifecycle import Worker
-from worker_service.simulation.config import SimulationConfig
-from worker_service.simulation.executor import SimulatedExecutor
+from worker_service.simulated.executor import SimulatedExecutor
 
 TOKEN, OTHER_TOKEN = "t" * 32, "u" * 32
 BLOCK_SIZE = 16

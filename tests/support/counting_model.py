@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from pagewire_kernels.metadata import AttentionMetadata
-from worker_service.loader import LoadedModel, ModelConfig
+from worker_service.config import ModelConfig
+from worker_service.loader import LoadedModel
 from worker_service.models.interface import KVCacheSpec
 
 VOCAB_SIZE = 97

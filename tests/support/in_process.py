@@ -20,8 +20,9 @@ from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepResult
 from tests.support.runners import MakeRunner, host, recorded, recorded_on_gpu
+from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import load_model
 from worker_service.models.interface import Model
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire as worker_wire

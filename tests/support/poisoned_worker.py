@@ -10,12 +10,11 @@ import signal
 import sys
 from pathlib import Path
 
-from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, WorkerConfig
 from worker_service.engine.executor import Runner, Step
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import load_model
 from worker_service.plan import StepPlan
-from worker_service.profiler import Profiler
-from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.service.lifecycle import Worker
 
 POISON = 1000

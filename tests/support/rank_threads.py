@@ -15,13 +15,12 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
 from worker_service.address import TcpAddress
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.distributed.rendezvous import Rendezvous
-from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader import LoadedModel, load_model
 from worker_service.models.interface import Model
-from worker_service.profiler import Profiler
-from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 
 Result = TypeVar("Result")

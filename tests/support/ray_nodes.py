@@ -12,7 +12,7 @@ from typing import Self
 import psutil
 
 from tools.launch import Service
-from worker_service.launchers.rank_process import free_port
+from worker_service.launcher.launcher import free_port
 
 PROGRAM = (
     "env",

@@ -5,19 +5,19 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.vocabularies import grammars
-from worker_service.clock import monotonic_us
-from worker_service.device.marks import Mark
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import CudaRecorder, EagerTwin
+from worker_service.plan import monotonic_us
+from worker_service.runner.cuda_graphs import CudaGraphRecorder, EagerRecorder
 from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.pending_tokens import DeviceEvent
 
 SIZES = [1, 2, 4, 8]
 
 
-class LateMark:
+class LateEvent:
     """A device that gets nowhere unless somebody waits for it."""
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class LateMark:
         """Let the device get here."""
         self.is_reached = True
 
-    def us_since(self, earlier: Mark) -> int:
+    def us_since(self, earlier: DeviceEvent) -> int:
         """Microseconds between the two."""
-        assert isinstance(earlier, LateMark)
+        assert isinstance(earlier, LateEvent)
         return self._time_us - earlier._time_us
 
 
@@ -48,15 +48,15 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
 def recorded(model: Model, cache: CacheEngine, block_size: int, num_slots: int = 4) -> DeviceRunner:
     """Replays decodes in padded batches, on a device that is as late as can be, and which at first
     has room for few sequences."""
-    state = DeviceState(model, cache, block_size, EagerTwin(), SIZES, num_slots)
+    state = DeviceState(model, cache, block_size, EagerRecorder(), SIZES, num_slots)
     known = grammars(model.vocab_size)
-    return DeviceRunner(model, cache, block_size, state, mark=LateMark, grammars=known)
+    return DeviceRunner(model, cache, block_size, state, make_event=LateEvent, grammars=known)
 
 
 def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
     """What a worker with a GPU has, less constraints: replays decodes, if the model can be
     recorded."""
-    recorder = CudaRecorder(cache.device_cache.device)
+    recorder = CudaGraphRecorder(cache.device_cache.device)
     state = DeviceState(model, cache, block_size, recorder, SIZES)
     return DeviceRunner(model, cache, block_size, state)
 

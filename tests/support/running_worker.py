@@ -12,11 +12,10 @@ from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.counting_model import CountingModel, loaded_counting_model
-from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import WorkerError
-from worker_service.loader import LoadedModel, ModelConfig
-from worker_service.profiler import Profiler
-from worker_service.runner.model_executor import ModelExecutor
+from worker_service.loader import LoadedModel
+from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.service.lifecycle import Worker
 
 BLOCK_SIZE = 4

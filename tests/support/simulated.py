@@ -5,10 +5,10 @@ from typing import Any
 
 from pagewire.v1 import plan_pb2
 from tests.support.worker_driver import PlanBuilder, Row
+from worker_service.config import SimulationConfig
 from worker_service.plan import StepResult
 from worker_service.service import wire
 from worker_service.simulated.executor import SimulatedRunner
-from worker_service.simulation.config import SimulationConfig
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32

@@ -2,9 +2,8 @@
 
 import pytest
 
-from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import InvalidOption
-from worker_service.loader import ModelConfig
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,154 @@
-"""Which rank a process is: told by flags, by torchrun, or none, where it is to start them."""
+"""Flags of ranks, and which rank this process is, if it is one and does not launch them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
 
-from worker_service.command_line.rank_flags import LauncherName, RankFlags
+from typer import Option
+
+from worker_service.cli.options import env
 from worker_service.config import GroupConfig
+from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.parallel.torchrun import Torchrun, read_torchrun
+
+
+class LauncherName(StrEnum):
+    """Who starts the ranks."""
+
+    local = "local"
+    """The command itself, as children."""
+
+    ray = "ray"
+    """A Ray cluster, on its nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankFlags:
+    """What the command line says of ranks."""
+
+    group_id: Annotated[
+        str | None,
+        Option(envvar=env("GROUP_ID"), help="Worker group.", show_default="drawn at random"),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            envvar=env("TENSOR_PARALLEL_SIZE"), help="Ranks that share each layer of the model."
+        ),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Option(
+            envvar=env("PIPELINE_PARALLEL_SIZE"), help="Stages that the layers are spread over."
+        ),
+    ] = 1
+    rank: Annotated[
+        int | None,
+        Option(
+            envvar=env("RANK"),
+            help="Be this one of the ranks, and start none.",
+            show_default="start all ranks on this machine, unless torchrun has",
+        ),
+    ] = None
+    local_rank: Annotated[
+        int,
+        Option(
+            envvar=env("LOCAL_RANK"),
+            help="Which of the machine's GPUs a rank takes, or the first of those started.",
+        ),
+    ] = 0
+    distributed_init: Annotated[
+        str | None,
+        Option(
+            envvar=env("DISTRIBUTED_INIT"),
+            metavar="HOST:PORT",
+            help="Where rank 0 is to be found by the others; with --rank.",
+        ),
+    ] = None
+    launcher: Annotated[
+        LauncherName,
+        Option(
+            envvar=env("LAUNCHER"),
+            help="Who starts the ranks: this command on its machine, or a Ray cluster.",
+        ),
+    ] = LauncherName.local
+    num_nodes: Annotated[
+        int,
+        Option(
+            envvar=env("NUM_NODES"),
+            help="Machines with equal parts of the ranks, each started with --node-rank.",
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int | None,
+        Option(envvar=env("NODE_RANK"), help="Start this machine's part of the ranks."),
+    ] = None
+
+    def require_one_rank(self, option: str) -> None:
+        """Raises InvalidOption where `option` is given for several ranks."""
+        if self.layout_of(0).world_size > 1:
+            raise InvalidOption(f"{option}: expected one rank, got {self.sizes}")
+
+    def layout_of(self, rank: int) -> Layout:
+        """A rank's place. Raises InvalidOption."""
+        return Layout(
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            rank=rank,
+        )
+
+    @property
+    def sizes(self) -> str:
+        """For people."""
+        return (
+            f"tensor_parallel_size {self.tensor_parallel_size} and"
+            f" pipeline_parallel_size {self.pipeline_parallel_size}"
+        )
+
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchrunEnvironment:
+    """A rank's place, as its variables tell."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master: str
+    """`HOST:PORT`."""
+
+    @property
+    def group_id(self) -> str:
+        """A name that all its ranks come to."""
+        return f"torchrun-{self.master}"
+
+
+def read_torchrun(variables: Mapping[str, str]) -> TorchrunEnvironment | None:
+    """What the environment's `variables` tell, or None where torchrun has not set them.
+
+    Raises InvalidOption for numbers that are none.
+    """
+    if any(name not in variables for name in _NEEDED):
+        return None
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = variables.get(name, "0")
+        if not text.isdecimal():
+            raise InvalidOption(f"{name}: expected a number in the environment, got {text!r}")
+        numbers[name] = int(text)
+    return TorchrunEnvironment(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        master=f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankAssignment:
     """A process that is one rank, mostly the only one."""
 
     group: GroupConfig
@@ -25,7 +163,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StartRanks:
+class RanksToLaunch:
     """A process that is no rank, but starts some."""
 
     ranks: range
@@ -41,38 +179,40 @@ class StartRanks:
     """Which of the machine's GPUs the first of them takes, the others those after it."""
 
 
-def find_place(flags: RankFlags, variables: Mapping[str, str]) -> Place | StartRanks:
+def assign_rank(flags: RankFlags, variables: Mapping[str, str]) -> RankAssignment | RanksToLaunch:
     """What this process is to be, by its flags and environment. Raises InvalidOption."""
     world_size = flags.layout_of(0).world_size
     if flags.rank is not None and world_size > 1:
-        return _told_by_flags(flags, flags.rank)
+        return _from_flags(flags, flags.rank)
     if flags.rank is None and flags.launcher is LauncherName.ray:
         return _on_all_nodes(flags, world_size)
     if flags.num_nodes != 1:
         return _on_one_node(flags, world_size)
     if world_size == 1:
         layout = flags.layout_of(flags.rank or 0)
-        return Place(
+        return RankAssignment(
             group=GroupConfig(layout=layout), group_id=flags.group_id, local_rank=flags.local_rank
         )
     torchrun = read_torchrun(variables)
     if torchrun is not None:
-        return _told_by_torchrun(flags, torchrun)
-    return StartRanks(
+        return _from_torchrun(flags, torchrun)
+    return RanksToLaunch(
         ranks=range(world_size), group_id=flags.group_id, first_local_rank=flags.local_rank
     )
 
 
-def _on_all_nodes(flags: RankFlags, world_size: int) -> StartRanks:
+def _on_all_nodes(flags: RankFlags, world_size: int) -> RanksToLaunch:
     """Ray chooses the nodes and the ports."""
     if flags.num_nodes != 1:
         raise InvalidOption("num_nodes: expected none with --launcher ray, which chooses the nodes")
     if flags.distributed_init is not None:
         raise InvalidOption("distributed_init: expected none with --launcher ray, which chooses it")
-    return StartRanks(ranks=range(world_size), launcher=LauncherName.ray, group_id=flags.group_id)
+    return RanksToLaunch(
+        ranks=range(world_size), launcher=LauncherName.ray, group_id=flags.group_id
+    )
 
 
-def _on_one_node(flags: RankFlags, world_size: int) -> StartRanks:
+def _on_one_node(flags: RankFlags, world_size: int) -> RanksToLaunch:
     """As many ranks as any other node has, in the order of the nodes."""
     num_nodes, node = flags.num_nodes, flags.node_rank
     if num_nodes < 1 or world_size % num_nodes:
@@ -86,7 +226,7 @@ def _on_one_node(flags: RankFlags, world_size: int) -> StartRanks:
     if flags.distributed_init is None:
         raise InvalidOption("distributed_init: expected HOST:PORT of node 0, the same on all nodes")
     size = world_size // num_nodes
-    return StartRanks(
+    return RanksToLaunch(
         ranks=range(node * size, (node + 1) * size),
         distributed_init=flags.distributed_init,
         group_id=flags.group_id or f"nodes-{flags.distributed_init}",
@@ -94,32 +234,32 @@ def _on_one_node(flags: RankFlags, world_size: int) -> StartRanks:
     )
 
 
-def _told_by_flags(flags: RankFlags, rank: int) -> Place:
+def _from_flags(flags: RankFlags, rank: int) -> RankAssignment:
     if flags.group_id is None:
         raise InvalidOption("group_id: expected the same name on every rank of the group")
-    return Place(
+    return RankAssignment(
         group=GroupConfig(layout=flags.layout_of(rank), distributed_init=flags.distributed_init),
         group_id=flags.group_id,
         local_rank=flags.local_rank,
-        metrics_offset=_place_on_node(flags, rank),
+        metrics_offset=_index_on_node(flags, rank),
     )
 
 
-def _place_on_node(flags: RankFlags, rank: int) -> int:
+def _index_on_node(flags: RankFlags, rank: int) -> int:
     """A rank's place among those that its machine was told to start. Ray's ranks, whose machines
     are told nothing, count from the group's first."""
     world_size = flags.layout_of(rank).world_size
     return rank % max(1, world_size // max(1, flags.num_nodes))
 
 
-def _told_by_torchrun(flags: RankFlags, torchrun: Torchrun) -> Place:
+def _from_torchrun(flags: RankFlags, torchrun: TorchrunEnvironment) -> RankAssignment:
     layout = flags.layout_of(0)
     if torchrun.world_size != layout.world_size:
         raise InvalidOption(
             f"tensor_parallel_size: {flags.sizes} make {layout.world_size} ranks, but the"
             f" environment's WORLD_SIZE is {torchrun.world_size}"
         )
-    return Place(
+    return RankAssignment(
         group=GroupConfig(
             layout=flags.layout_of(torchrun.rank),
             distributed_init=flags.distributed_init or torchrun.master,
@@ -129,3 +269,29 @@ def _told_by_torchrun(flags: RankFlags, torchrun: Torchrun) -> Place:
         address_offset=torchrun.local_rank,
         metrics_offset=torchrun.local_rank,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayFlags:
+    """Ranks on a Ray cluster."""
+
+    ray_address: Annotated[
+        str | None,
+        Option(
+            envvar=[env("RAY_ADDRESS"), "RAY_ADDRESS"],
+            metavar="HOST:PORT",
+            help="The Ray cluster.",
+            show_default="the one this machine belongs to",
+        ),
+    ] = None
+    ray_cpus_per_rank: Annotated[
+        int, Option(envvar=env("RAY_CPUS_PER_RANK"), help="CPUs that Ray keeps for a rank.")
+    ] = 1
+    ray_timeout: Annotated[
+        float,
+        Option(
+            envvar=env("RAY_TIMEOUT"),
+            metavar="SECONDS",
+            help="How long to wait for nodes that have room for the group.",
+        ),
+    ] = 300.0

@@ -1,6 +1,7 @@
-"""The process as a service: its name, addresses, end and log."""
+"""Flags of the process as a service: name, addresses, shutdown, logs, TLS and cluster key."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -8,8 +9,8 @@ from typer import Option
 from service_common.cluster import ClusterConfig
 from service_common.logging_config import LogFormat, LogLevel
 from service_common.metrics_server import metrics_address
-from worker_service.cli.ranks import Place
-from worker_service.command_line.options import env
+from worker_service.cli.options import env
+from worker_service.cli.ranks import RankAssignment
 from worker_service.config import DEFAULT_LISTEN, NetworkConfig
 from worker_service.errors import InvalidOption
 from worker_service.launcher.launcher import address_of
@@ -91,18 +92,18 @@ class ServiceFlags:
         int | None, Option(envvar=env("LAUNCHER_PID"), hidden=True, help="End with this process.")
     ] = None
 
-    def network(self, place: Place, cluster: ClusterConfig) -> NetworkConfig:
+    def network(self, assignment: RankAssignment, cluster: ClusterConfig) -> NetworkConfig:
         """Where one rank listens and whom it registers with. Raises InvalidOption."""
-        advertise, health, offset = self.advertise, self.health_listen, place.address_offset
+        advertise, health, offset = self.advertise, self.health_listen, assignment.address_offset
         return NetworkConfig(
             listen=address_of(self.listen or DEFAULT_LISTEN, offset, "listen"),
             advertise=None if advertise is None else address_of(advertise, offset, "advertise"),
             health_listen=None if health is None else address_of(health, offset, "health_listen"),
             core=self.core,
             cluster=cluster,
-            metrics=self._metrics(place.metrics_offset),
+            metrics=self._metrics(assignment.metrics_offset),
             otlp_endpoint=self.otlp_endpoint,
-            **({} if place.group_id is None else {"group_id": place.group_id}),
+            **({} if assignment.group_id is None else {"group_id": assignment.group_id}),
         )
 
     def _metrics(self, offset: int) -> str | None:
@@ -111,3 +112,45 @@ class ServiceFlags:
         except ValueError as error:
             raise InvalidOption(str(error)) from None
         return None if first is None else address_of(first, offset, "metrics_port")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFlags:
+    """What the services of one deployment show each other."""
+
+    cluster_token_file: Annotated[
+        Path | None,
+        Option(
+            envvar=env("CLUSTER_TOKEN_FILE"),
+            metavar="FILE",
+            help="The token that the services of the deployment show each other.",
+        ),
+    ] = None
+    cluster_ca: Annotated[
+        Path | None,
+        Option(
+            envvar=env("CLUSTER_CA"),
+            metavar="FILE",
+            help="Authority of the services' certificates (PEM), for TLS between them.",
+        ),
+    ] = None
+    cluster_cert: Annotated[
+        Path | None,
+        Option(envvar=env("CLUSTER_CERT"), metavar="FILE", help="This service's certificate."),
+    ] = None
+    cluster_key: Annotated[
+        Path | None,
+        Option(envvar=env("CLUSTER_KEY"), metavar="FILE", help="That certificate's key (PEM)."),
+    ] = None
+
+    def config(self) -> ClusterConfig:
+        """As settings. Raises InvalidOption."""
+        try:
+            return ClusterConfig(
+                token_file=self.cluster_token_file,
+                ca=self.cluster_ca,
+                cert=self.cluster_cert,
+                key=self.cluster_key,
+            )
+        except ValueError as error:
+            raise InvalidOption(str(error)) from error

@@ -1,16 +1,21 @@
-"""Collectives of one epoch over torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Tensor- and pipeline-parallel communication over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-A group that lost a rank cannot be mended, so the lines are made anew for every epoch and belong to
-no global state. Three kinds: `stage` joins the ranks that share layers; a `hop` joins two ranks of
-consecutive stages; `everyone` joins all, always over gloo, and carries sampled tokens.
+A model's layers hold a `Communicator` for as long as the model lives. While it has joined the other
+ranks for an epoch it forwards to that epoch's `ProcessGroups`. Until then nothing is sent: sums are
+this rank's own part, gathered logits repeat its own, and a later stage computes on made-up hidden
+states. Shapes and memory are the same, so each rank loads, tries and profiles its model alone.
+
+A process group that lost a rank cannot be repaired, so the groups are created for each epoch and
+belong to no global state. `stage` joins the ranks that share layers; a `stage-link` joins two ranks
+of consecutive stages; `everyone` joins all, always over gloo, and carries sampled tokens.
 
 Sums. Between CPUs the partial sums are gathered and added in the order of the ranks, so that a
-row's result never depends on where it stands in a batch; gloo's own all-reduce adds an element's
-parts in an order that depends on its place. Between GPUs it is NCCL's all-reduce.
+row's result never depends on its position in a batch; gloo's own all-reduce adds an element's parts
+in an order that depends on its position. Between GPUs it is NCCL's all-reduce.
 
-gloo has no way to break off a collective: one that waits for a silent peer ends with its timeout.
-So waits are sliced, `interrupt` ends them from any thread, and what is still under way then is left
-to a thread of its own, which outlives nobody.
+gloo cannot abort a collective: one that waits for a silent peer ends with its timeout. So waits are
+sliced, `interrupt` ends them from any thread, and a collective still running then is left to a
+daemon thread.
 """
 
 import threading
@@ -23,7 +28,7 @@ import torch
 from torch import Tensor
 
 from worker_service.distributed.layout import Layout
-from worker_service.distributed.rendezvous import Meeting
+from worker_service.distributed.rendezvous import EpochRendezvous, Rendezvous
 from worker_service.errors import GroupBroken
 
 _SLICE = timedelta(milliseconds=200)
@@ -32,7 +37,7 @@ _MAX_SENDS = 16
 
 
 _PARTING_S = 1.0
-"""How long a rank that parts with the others waits for its own lines to close."""
+"""How long a rank that parts with the others waits for its own process groups to close."""
 
 
 class Transfer:
@@ -66,10 +71,10 @@ class Transfer:
                 raise GroupBroken("told to part with the other ranks")
 
 
-class Lines:
+class ProcessGroups:
     """What joins the ranks during one epoch. Used on one thread, but for `interrupt`."""
 
-    def __init__(self, layout: Layout, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, layout: Layout, meeting: EpochRendezvous, device: torch.device) -> None:
         """Meet the other ranks; raises GroupBroken if they do not come."""
         self._on_gpu = device.type == "cuda"
         self._broken = meeting.cancelled
@@ -82,9 +87,9 @@ class Lines:
         self._stage = make(f"stage-{layout.stage}", range(first, first + size))
         self._from_previous = self._to_next = None
         if not layout.is_first_stage:
-            self._from_previous = make(f"hop-{layout.stage}-{column}", (rank - size, rank))
+            self._from_previous = make(f"stage-link-{layout.stage}-{column}", (rank - size, rank))
         if not layout.is_last_stage:
-            self._to_next = make(f"hop-{layout.stage + 1}-{column}", (rank, rank + size))
+            self._to_next = make(f"stage-link-{layout.stage + 1}-{column}", (rank, rank + size))
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this stage."""
@@ -137,7 +142,7 @@ class Lines:
         self._stage = self._everyone = self._from_previous = self._to_next = None
         threads = []
         while groups:
-            threads.append(threading.Thread(target=_let_go, args=([groups.pop()],), daemon=True))
+            threads.append(threading.Thread(target=_release, args=([groups.pop()],), daemon=True))
             threads[-1].start()
         # A collective under way holds up its group's end, on gloo until a peer or time ends it.
         # Mostly there is none; then nothing is left of this when the process ends.
@@ -165,9 +170,77 @@ class Lines:
         return Transfer(group.broadcast(tensor, root), tensor, self._broken)
 
 
-def _let_go(group: list[Any]) -> None:
+def _release(group: list[Any]) -> None:
     group.clear()
 
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+class Communicator:
+    """This rank's layout, and its process groups while it has joined the others."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.groups: ProcessGroups | None = None
+        self._cancelled = threading.Event()
+        """Of the present epoch's meeting, from before it begins."""
+
+    @property
+    def joined(self) -> ProcessGroups:
+        """The process groups of this epoch. Raises GroupBroken without any."""
+        if self.groups is None:
+            raise GroupBroken("this rank has not joined the others")
+        return self.groups
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum of what the ranks of this stage have, the same on each."""
+        if self.groups is None or self.layout.tensor_parallel_size == 1:
+            return partial
+        return self.groups.sum(partial)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """[n, width] of each rank of this stage side by side, on every rank."""
+        if self.layout.tensor_parallel_size == 1:
+            return part
+        if self.groups is None:
+            return part.repeat(1, self.layout.tensor_parallel_size)
+        return self.groups.gather_columns(part)
+
+    def send_on(self, hidden: Tensor) -> None:
+        """Hand hidden states to the next stage; does not wait for it to take them."""
+        if self.groups is not None:
+            self.groups.send_on(hidden)
+
+    def receive(self, token_ids: Tensor, positions: Tensor, like: Tensor) -> Tensor:
+        """Hidden states of the previous stage, [num_tokens, hidden_size].
+
+        like: [hidden_size], of the type and on the device wanted. Before joining, rows that depend
+        on their token and position, and on nothing else.
+        """
+        if self.groups is not None:
+            return self.groups.receive(like.new_empty(len(token_ids), len(like)))
+        columns = torch.arange(1, len(like) + 1, device=like.device)
+        return torch.sin((token_ids + 7 * positions + 1).unsqueeze(1) * columns).to(like.dtype)
+
+    def join(self, rendezvous: Rendezvous, epoch: int, device: torch.device) -> None:
+        """Meet the others for an epoch. Raises GroupBroken if not all of them come."""
+        self.leave()
+        cancelled = self._cancelled = threading.Event()
+        meeting = rendezvous.meet(epoch, cancelled)
+        meeting.wait_for_all()
+        self.groups = ProcessGroups(self.layout, meeting, device)
+
+    def interrupt(self) -> None:
+        """From any thread: whatever waits for other ranks gives up, with GroupBroken."""
+        self._cancelled.set()
+        groups = self.groups
+        if groups is not None:
+            groups.interrupt()
+
+    def leave(self) -> None:
+        """Part with the others; those that wait for this rank learn of it."""
+        groups, self.groups = self.groups, None
+        if groups is not None:
+            groups.close()

@@ -51,13 +51,13 @@ class Rendezvous:
             why = str(error).splitlines()[0]
             raise CannotListen(f"{self._address} for the group's store", why) from None
 
-    def meet(self, epoch: int, cancelled: threading.Event) -> "Meeting":
+    def meet(self, epoch: int, cancelled: threading.Event) -> "EpochRendezvous":
         """The place where all ranks come for this epoch. Raises GroupBroken without rank 0.
 
         cancelled: see `Meeting`; may be set while this looks for rank 0.
         """
         local_host = local_host_towards(self._address)
-        return Meeting(self._store(f"epoch-{epoch}"), self._layout, local_host, cancelled)
+        return EpochRendezvous(self._store(f"epoch-{epoch}"), self._layout, local_host, cancelled)
 
     def _store(self, prefix: str) -> Any:
         try:
@@ -73,7 +73,7 @@ class Rendezvous:
         return PrefixStore(prefix, store)
 
 
-class Meeting:
+class EpochRendezvous:
     """The ranks of one epoch while they find each other."""
 
     def __init__(

@@ -13,8 +13,8 @@ from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, Ru
 from worker_service.engine.model_thread import ModelThread
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
+from worker_service.engine.tracing import WorkerTraces
 from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
-from worker_service.worker_traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from worker_service.engine.executor import Runner, Step
 from worker_service.engine.model_thread import ModelThread
-from worker_service.engine.step_stats import StepMeter
+from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
 from worker_service.errors import OutOfOrder, StepFailed, WorkerError
 from worker_service.plan import StepPlan, StepResult
-from worker_service.step_summary import StepSummary
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class StepStream:
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._next_step_id = 1
-        self._summary = StepSummary(epoch)
+        self._summary = StepLog(epoch)
         self._meter = meter
         self._traces = traces
         self._places = asyncio.Semaphore(MAX_PENDING_PLANS)

@@ -1,11 +1,12 @@
 """Spans of what requests do on this worker, for those whose traces are recorded.
 
-A stay begins when the plan arrives that introduces the first of a request's sequences, and ends
+A span begins when the plan arrives that introduces the first of a request's sequences, and ends
 with the last step before a plan forgets the last of them. A request that is preempted, swapped out
-or moved, and comes back, has another stay. What its steps cost is read from the meter at both ends,
-so that a request that is decoded costs a step nothing.
+or moved, and comes back, has another span. The cost of its steps is read from the meter at both
+ends, so a decoding request costs a step nothing.
 """
 
+import asyncio
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from service_common.tracing import Attributes, Tracing
+from service_common.tracing import Attributes, Tracing, make_tracing
+from service_common.version import VERSION
 from worker_service.array_types import BoolArray
-from worker_service.clock import monotonic_us
+from worker_service.config import WorkerConfig
 from worker_service.engine.step_stats import StepMeter
-from worker_service.plan import NewSequence, StepPlan, StepResult
+from worker_service.plan import NewSequence, StepPlan, StepResult, monotonic_us
 
 SPAN = "pagewire.execute"
 IDLE_US = 1_000_000
@@ -28,7 +30,7 @@ Totals = Mapping[str, int]
 
 
 @dataclass(slots=True)
-class _Stay:
+class _RequestSpan:
     """One request's sequences here."""
 
     traceparent: str
@@ -53,11 +55,11 @@ class StreamTraces:
         self._attributes = attributes
         self._lock = threading.Lock()
         self._is_closed = False
-        self._stays: dict[int, _Stay] = {}
+        self._stays: dict[int, _RequestSpan] = {}
         """By sequence."""
-        self._by_request: dict[str, _Stay] = {}
+        self._by_request: dict[str, _RequestSpan] = {}
         """By `traceparent`."""
-        self._prefilling: dict[str, _Stay] = {}
+        self._prefilling: dict[str, _RequestSpan] = {}
         """Those that have no token yet."""
         self._last_finished_us = 0
 
@@ -114,16 +116,16 @@ class StreamTraces:
             stay.seq_ids.add(new.seq_id)
             self._stays[new.seq_id] = stay
 
-    def _begin(self, new: NewSequence, plan: StepPlan) -> _Stay | None:
+    def _begin(self, new: NewSequence, plan: StepPlan) -> _RequestSpan | None:
         """A new stay; None if the sampler does not want it recorded."""
-        stay = _Stay(new.traceparent)
+        stay = _RequestSpan(new.traceparent)
         more = {"pagewire.num_cached_tokens": new.num_computed_tokens}
         if not self._start(stay, plan, more):
             return None
         self._by_request[stay.traceparent] = self._prefilling[stay.traceparent] = stay
         return stay
 
-    def _start(self, stay: _Stay, plan: StepPlan, more: Attributes) -> bool:
+    def _start(self, stay: _RequestSpan, plan: StepPlan, more: Attributes) -> bool:
         """Begin a stay's span; whether it is recorded."""
         attributes = {**self._attributes, "pagewire.first_step_id": plan.step_id, **more}
         start_s = plan.received_us / 1e6
@@ -160,7 +162,7 @@ class StreamTraces:
                 more = {"error.type": reason.name}
                 self._tracing.add_event(stay.span, "row failed", when_s, more)
 
-    def _end(self, stay: _Stay, reason: str) -> None:
+    def _end(self, stay: _RequestSpan, reason: str) -> None:
         """End a stay's span, if it has one, at the end of its last step."""
         span, stay.span = stay.span, None
         if span is None:
@@ -181,6 +183,35 @@ class StreamTraces:
         }
 
 
-def _rows_of(stay: _Stay, plan: StepPlan) -> BoolArray:
+def _rows_of(stay: _RequestSpan, plan: StepPlan) -> BoolArray:
     """Which of a plan's rows are a stay's. [num_rows]."""
     return np.isin(plan.seq_ids, np.fromiter(stay.seq_ids, np.int32))
+
+
+class WorkerTraces:
+    """Makes the traces of each step stream."""
+
+    def __init__(self, tracing: Tracing, config: WorkerConfig) -> None:
+        self._tracing = tracing
+        self._group_id = config.network.group_id
+        self._rank = config.group.layout.rank
+
+    def of_stream(self, epoch: int, meter: StepMeter) -> StreamTraces:
+        """Traces of an epoch's stream, whose steps `meter` counts."""
+        attributes: Attributes = {
+            "pagewire.group": self._group_id,
+            "pagewire.rank": self._rank,
+            "pagewire.epoch": epoch,
+        }
+        return StreamTraces(self._tracing, meter, attributes)
+
+    async def close(self) -> None:
+        """Export what is left; waits for it, but not for long."""
+        await asyncio.to_thread(self._tracing.close)
+
+
+def make_traces(config: WorkerConfig) -> WorkerTraces | None:
+    """None where neither a flag nor the environment names an endpoint. Raises CannotTrace."""
+    network = config.network
+    tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
+    return None if tracing is None else WorkerTraces(tracing, config)

@@ -1,15 +1,162 @@
-"""Ranks as children of the launcher, on its own machine: all of a group, or the machine's part."""
+"""Keeps the ranks of a group, or of one machine of it, running: by default as child processes."""
 
 import asyncio
 import contextlib
+import ctypes
+import logging
 import os
+import signal
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker_service.address import TcpAddress, UnixAddress, parse
 from worker_service.errors import InvalidOption
-from worker_service.launchers.launcher import RankHost
-from worker_service.launchers.rank_process import RankCommand, free_port
+
+logger = logging.getLogger(__name__)
+
+
+LONG_LIFE_S = 10.0
+"""A rank that ends by itself sooner than this would do so again."""
+
+MAX_QUICK_DEATHS = 5
+"""Of one rank in a row, by a signal."""
+
+_BACKOFF_S = 0.5
+
+
+class RankHost(ABC):
+    """Where ranks run."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Make room for them. Raises WorkerError where there is none."""
+
+    @abstractmethod
+    async def run(self, rank: int) -> int:
+        """Run a rank to its end; its exit code, negative where a signal killed it.
+
+        Once `terminate` has been called, no rank is left running that has not been told to end.
+        """
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Have all ranks end in order; told again, they end at once."""
+
+
+async def launch(ranks: Sequence[int], host: RankHost) -> int:
+    """Run ranks to their end; returns the exit code that tells of it."""
+    return await _Launcher(ranks, host).run()
+
+
+class _Launcher:
+    def __init__(self, ranks: Sequence[int], host: RankHost) -> None:
+        self._ranks = ranks
+        self._host = host
+        self._ending = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, 0)
+        await self._open()
+        async with asyncio.TaskGroup() as tasks:
+            for rank in self._ranks:
+                tasks.create_task(self._keep(rank))
+        return self._exit_code
+
+    async def _open(self) -> None:
+        """Open the host, unless told to end while it is waiting for something."""
+        opening = asyncio.ensure_future(self._host.open())
+        ending = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait((opening, ending), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if opening.done():
+            opening.result()
+        else:
+            opening.cancel()
+
+    async def _keep(self, rank: int) -> None:
+        """Run a rank again and again, until all shall end."""
+        num_quick_deaths = 0
+        while not self._ending.is_set():
+            started_at = time.monotonic()
+            code = await self._host.run(rank)
+            if self._ending.is_set():
+                return
+            if code == 0:
+                self._end(0)
+                return
+            is_quick = time.monotonic() - started_at < LONG_LIFE_S
+            num_quick_deaths = num_quick_deaths + 1 if is_quick else 0
+            if (code > 0 and is_quick) or num_quick_deaths == MAX_QUICK_DEATHS:
+                logger.error("giving up rank=%d exit_code=%d", rank, code)
+                self._end(max(code, 1))
+                return
+            logger.warning("restarting rank=%d exit_code=%d", rank, code)
+            await asyncio.sleep(_BACKOFF_S * num_quick_deaths)
+
+    def _end(self, exit_code: int) -> None:
+        """Have all ranks end in order; told again, they end at once."""
+        if not self._ending.is_set():
+            self._ending.set()
+            self._exit_code = exit_code
+        self._host.terminate()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCommand:
+    """A rank's command line: the launcher's own, and what is the rank's alone."""
+
+    arguments: Sequence[str]
+    """The launcher's, to which the rank's are added: the later of two counts."""
+
+    rank: int
+    local_rank: int
+    """Which of the GPUs that its parent sees it takes."""
+
+    store: str
+    """`HOST:PORT` of the group's store."""
+
+    group_id: str
+    listen: str
+    advertise: str | None = None
+
+    def as_child_of_this(self) -> list[str]:
+        """For a process that is to end with this one."""
+        words = [sys.executable, "-m", "worker_service", *self.arguments]
+        words += ["--rank", str(self.rank), "--local-rank", str(self.local_rank)]
+        words += ["--distributed-init", self.store, "--group-id", self.group_id]
+        words += ["--listen", self.listen]
+        words += [] if self.advertise is None else ["--advertise", self.advertise]
+        return [*words, "--launcher-pid", str(os.getpid())]
+
+
+def die_with_parent(launcher_pid: int) -> None:
+    """Have this process killed when its launcher ends. On Linux only.
+
+    Raises InvalidOption if it has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        raise InvalidOption(f"launcher_pid: {launcher_pid} is not this process's parent")
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now at one of this machine's addresses."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +221,7 @@ class LocalHost(RankHost):
         )
         self._processes[rank] = process
         if self._is_ending:  # since before it was there to be told
-            _tell_to_end(process)
+            _terminate(process)
         try:
             return await process.wait()
         finally:
@@ -84,7 +231,7 @@ class LocalHost(RankHost):
         """Send SIGTERM to all."""
         self._is_ending = True
         for process in self._processes.values():
-            _tell_to_end(process)
+            _terminate(process)
 
     def _command(self, rank: int) -> RankCommand:
         config = self._config
@@ -106,6 +253,6 @@ class LocalHost(RankHost):
         return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
-def _tell_to_end(process: asyncio.subprocess.Process) -> None:
+def _terminate(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
         process.terminate()

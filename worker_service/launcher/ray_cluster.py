@@ -1,13 +1,15 @@
 """Ranks on the nodes of a Ray cluster.
 
 A placement group has one bundle of resources per stage, with room for all the stage's ranks: Ray
-never divides a bundle between nodes, so tensor-parallel ranks are together, and it spreads bundles
-over as many nodes as there are. When a node dies Ray finds another place for its bundles.
+never splits a bundle between nodes, so tensor-parallel ranks are together, and it spreads bundles
+over as many nodes as there are. When a node dies Ray places its bundles elsewhere.
 
-The command that launches is Ray's driver: actors and placement group end with it. A rank whose
-process is killed is started again by its actor; an actor that is lost is made anew, in its bundle.
-The others keep their weights in both cases, unless rank 0, which keeps the group's store, has
-moved to another node: they cannot be told of another address, and are started again, too.
+The command that launches is Ray's driver: actors and placement group end with it. An actor is the
+parent of its rank's process, which is the same program that any other launcher starts; its output
+is the actor's, which Ray forwards to the driver. A rank whose process is killed is restarted by its
+actor; an actor that is lost is created again, in its bundle. The others keep their weights in both
+cases, unless rank 0, which keeps the group's store, has moved to another node: they cannot be given
+another address, so they are restarted, too.
 """
 
 import asyncio
@@ -15,18 +17,76 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Sequence
+import subprocess
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from worker_service.address import TcpAddress, parse
 from worker_service.errors import InvalidOption
-from worker_service.launcher.launcher import address_of
-from worker_service.launchers.launcher import RankHost
-from worker_service.launchers.rank_process import RankCommand
-from worker_service.launchers.ray_rank import RayNode, RayRank
+from worker_service.launcher.launcher import RankCommand, RankHost, address_of, free_port
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """Where an actor found itself."""
+
+    node_id: str
+    host: str
+    """The node's address, at which the others reach it."""
+
+    free_port: int
+    gpus: str | None
+    """CUDA_VISIBLE_DEVICES, as Ray set it."""
+
+
+class RayRank:
+    """A Ray actor: `run` on one of its threads, while others take signals."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
+
+    def node(self) -> RayNode:
+        """Where this is."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        return RayNode(
+            node_id=ray.get_runtime_context().get_node_id(),
+            host=host,
+            free_port=free_port(host),
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+
+    def run(self, command: RankCommand, environment: Mapping[str, str]) -> int:
+        """Run the rank to its end; its exit code, negative where a signal killed it.
+
+        environment: what is to be different from this node's.
+        """
+        # The process dies with the thread that started it, which waits here until its end.
+        self._process = subprocess.Popen(
+            command.as_child_of_this(), env=os.environ | environment, process_group=0
+        )
+        if self._is_ending:  # since before it was there to be told
+            self._process.terminate()
+        return self._process.wait()
+
+    def terminate(self) -> None:
+        """Have the rank end in order; told again, it ends at once."""
+        self._is_ending = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the rank, to be run again."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
 
 _FORWARDED = ("PAGEWIRE_", "HF_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
 """Environment variables of the command's that ranks get, wherever they are."""

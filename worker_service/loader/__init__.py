@@ -1,6 +1,12 @@
-"""From a name on the command line to a model ready to run."""
+"""From a name on the command line to a model ready to run.
 
-from worker_service.loader.config import LoadedModel, ModelConfig
-from worker_service.loader.load import load_model
+load.py          `load_model`: find, choose kernels, build, fill, try
+model_files.py   a directory, the hub or the embedded model; assets for frontends; fingerprint
+weights.py       reading safetensors, packing while loading, scales of an fp8 KV cache
+device.py        device, dtype, threads, and returning freed host memory
+trial.py         a first run that checks batch invariance
+"""
 
-__all__ = ["LoadedModel", "ModelConfig", "load_model"]
+from worker_service.loader.load import LoadedModel, load_model
+
+__all__ = ["LoadedModel", "load_model"]

@@ -1,14 +1,21 @@
-"""Which device and which number type a model runs in.
+"""The device and dtype a model runs in, its CPU threads, and what becomes of freed memory.
 
 `auto` takes the type the checkpoint was saved in, with one exception: on a CPU, float16 and
 bfloat16 become float32 unless the CPU multiplies them itself. float16 never does so fast on the
 CPUs of today; bfloat16 does with AVX512-BF16 or AMX. Emulated, they are slower than float32, and
-what they would save in memory is given up for speed and for tokens that do not depend on the batch.
+the memory they would save is given up for speed and for tokens that do not depend on the batch.
+
+glibc returns a freed piece to the system at once only if it was large, and what counts as large
+grows with what a process frees, up to 32 MiB: after the first big temporary, freed weights stay
+with the process. While a model is loaded that would be as much again as the model. While it runs,
+getting a step's temporaries from the system every time would cost a page fault for each page.
 """
 
+import ctypes
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +24,7 @@ from worker_service import cpu_cores
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
+
 
 _DTYPES = {
     "float32": torch.float32,
@@ -120,3 +128,28 @@ def pin_threads(cpus: Sequence[int]) -> None:
     team = [threading.get_native_id(), *sorted(cpu_cores.thread_ids() - before)]
     cpu_cores.pin(dict(zip(team, cpus, strict=False)))
     logger.info("threads pinned cpus=%s", list(cpus[: len(team)]))
+
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGE_WHEN_LOADING = 1 << 20
+_LARGE_WHEN_RUNNING = 32 << 20  # where glibc ends up by itself
+
+
+@contextmanager
+def freed_memory_returns() -> Iterator[None]:
+    """Within, large pieces go back to the system when freed; at the end, all that is free does.
+
+    Without glibc nothing happens.
+    """
+    libc = ctypes.CDLL(None)
+    if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_WHEN_LOADING)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_WHEN_RUNNING)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_WHEN_RUNNING)
+        libc.malloc_trim(0)

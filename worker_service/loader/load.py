@@ -1,35 +1,122 @@
-"""`load_model`: find, choose, build, fill, check."""
+"""`load_model`: find, choose kernels, build, fill, try.
+
+The attention features that a model needs are read from its configuration, by the same keys that
+native models read when they are built. For transformers models some features appear only at run
+time; the trial run then fails with the backend's error.
+"""
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, ModelConfig
+from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
-from worker_service.loader.config import LoadedModel, ModelConfig
-from worker_service.loader.device import pin_threads, resolve_device, resolve_dtype, set_threads
-from worker_service.loader.eager_packing import EagerPacking
-from worker_service.loader.fingerprint import fingerprint
-from worker_service.loader.host_memory import freed_memory_returns
-from worker_service.loader.kv_scales import load_kv_scales
-from worker_service.loader.model_files import read_config, resolve_model, special_tokens
-from worker_service.loader.needs import FP8, attention_needs
+from worker_service.loader.device import (
+    freed_memory_returns,
+    pin_threads,
+    resolve_device,
+    resolve_dtype,
+    set_threads,
+)
+from worker_service.loader.model_files import (
+    fingerprint,
+    read_config,
+    resolve_model,
+    special_tokens,
+)
 from worker_service.loader.trial import try_model
-from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
-from worker_service.models.interface import Model
+from worker_service.loader.weights import (
+    EagerPacking,
+    fill_dummy_weights,
+    load_kv_scales,
+    load_weights,
+    open_checkpoint,
+)
+from worker_service.models.interface import Model, ModelContext
 from worker_service.models.native import NativeModel
-from worker_service.models.placement import Placement
 from worker_service.models.registry import NATIVE_MODELS, build_native_model
-from worker_service.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+
+FP8 = torch.float8_e4m3fn
+
+_SOFT_CAP_KEYS = ("attn_logit_softcapping", "attention_logit_cap")
+_MODELS_WITH_SINKS = ("gpt_oss",)
+_ALWAYS_IN_A_WINDOW = ("MistralForCausalLM",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model with its weights on the device, and the facts others need of it."""
+
+    model: Model
+    config: ModelConfig
+    """As asked for, with `device`, `dtype`, `max_model_len` and `attention_backend` resolved."""
+
+    block_size: int
+    """Tokens per KV block: as asked for, or what the attention backend prefers."""
+
+    model_dir: Path
+    hf_config: Mapping[str, Any]
+    """The content of `config.json`."""
+
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence; may be empty."""
+
+    bos_token_id: int | None
+    fingerprint: str
+    batch_invariant: bool
+    """Whether a row's logits are bitwise the same whatever else is in the batch and however its
+    tokens were computed."""
+
+    communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
+    """The others that have a share of the model; mostly there are none."""
+
+
+def attention_needs(
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    *,
+    cache_dtype: torch.dtype | None,
+    block_size: int | None,
+    batch_invariant: bool,
+) -> AttentionNeeds:
+    """From the content of `config.json` and what the worker was told."""
+    text = config.get("text_config") or config
+    return AttentionNeeds(
+        dtype=dtype,
+        head_dim=head_dim(text),
+        cache_dtype=cache_dtype,
+        block_size=block_size,
+        sliding_window=any(_windows(text)),
+        soft_cap=any(text.get(key) for key in _SOFT_CAP_KEYS),
+        sinks=text.get("model_type") in _MODELS_WITH_SINKS,
+        alibi=bool(text.get("alibi")),
+        batch_invariant=batch_invariant,
+    )
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Elements of an attention head, where the configuration tells them in a usual way."""
+    size = config.get("hidden_size") or config.get("n_embd") or 0
+    heads = config.get("num_attention_heads") or config.get("n_head") or 1
+    return int(config.get("head_dim") or size // heads or 64)
+
+
+def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
+    yield "sliding_attention" in (config.get("layer_types") or ())
+    default = 4096 if (config.get("architectures") or [""])[0] in _ALWAYS_IN_A_WINDOW else None
+    window = config.get("sliding_window", default)
+    yield window is not None and config.get("use_sliding_window", True)
 
 
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
@@ -66,15 +153,15 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     )
     kernels = _kernels(device, needs, config.attention_backend)
 
-    place = Placement(
+    context = ModelContext(
         dtype=dtype,
         device=device,
         cache_dtype=cache_dtype,
         batch_invariant=config.batch_invariant,
-        ranks=Ranks(config.layout),
+        communicator=Communicator(config.layout),
     )
     with freed_memory_returns():
-        model = _build(config, hf_config, model_dir, place, kernels)
+        model = _build(config, hf_config, model_dir, context, kernels)
     if device.type == "cpu":
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
     kernels.attention.warm_up(dtype)
@@ -102,7 +189,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         fingerprint=fingerprint(model_dir, config.load_format),
-        ranks=place.ranks,
+        communicator=context.communicator,
         batch_invariant=same_bits and is_kept,
     )
     _log(loaded, time.monotonic() - started)
@@ -137,21 +224,21 @@ def _build(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     model_dir: Path,
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> Model:
-    model = build_native_model(hf_config, config.max_model_len, place, kernels)
+    model = build_native_model(hf_config, config.max_model_len, context, kernels)
     if model is None:
         _refuse_ranks(config.layout, hf_config)
-        return _build_through_transformers(config, hf_config, model_dir, place, kernels)
+        return _build_through_transformers(config, hf_config, model_dir, context, kernels)
     whole = model
     if config.layout.world_size > 1:
-        whole = _outline(config, hf_config, place, kernels)
-    names = {slot.name for slot in whole.weight_slots()}
-    model.num_parameters = sum(slot.target.numel() for slot in whole.weight_slots())
+        whole = _outline(config, hf_config, context, kernels)
+    names = {slot.name for slot in whole.weight_targets()}
+    model.num_parameters = sum(slot.target.numel() for slot in whole.weight_targets())
     packing = EagerPacking(model)
     if config.load_format == "dummy":
-        fill_dummy_weights(model.weight_slots(), on_filled=packing)
+        fill_dummy_weights(model.weight_targets(), on_filled=packing)
     else:
         checkpoint = open_checkpoint(model_dir)
         load_weights(
@@ -161,7 +248,7 @@ def _build(
             on_filled=packing,
             show_progress=config.show_progress,
         )
-        if place.cache_dtype == FP8:
+        if context.cache_dtype == FP8:
             load_kv_scales(model, checkpoint)
     model.finish_loading()
     return model
@@ -170,11 +257,11 @@ def _build(
 def _outline(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel:
     """The whole model without memory for its weights: what all ranks have together."""
-    outline = Placement(dtype=place.dtype, device=torch.device("meta"))
+    outline = ModelContext(dtype=context.dtype, device=torch.device("meta"))
     model = build_native_model(hf_config, config.max_model_len, outline, kernels)
     assert model is not None, "a rank's share of it was built"
     return model
@@ -194,7 +281,7 @@ def _build_through_transformers(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     model_dir: Path,
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> Model:
     if config.load_format != "dummy":
@@ -206,7 +293,7 @@ def _build_through_transformers(
         model_dir,
         hf_config,
         max_model_len=config.max_model_len,
-        place=place,
+        context=context,
         backend=kernels.attention,
         dummy_weights=config.load_format == "dummy",
         trust_remote_code=config.trust_remote_code,

@@ -1,14 +1,20 @@
-"""Where a model's files are: a directory, the hub, or the package itself."""
+"""A model's files: where they are (a directory, the hub, or the package itself), which of them
+frontends need, and a fingerprint of their contents.
+"""
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, ModelNotFound
 
 logger = logging.getLogger(__name__)
+
 
 EMBEDDED = "embedded"
 """The name of the model that is shipped with the package."""
@@ -106,3 +112,86 @@ def special_tokens(
         bos = holder.get("bos_token_id") if bos is None else bos
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return tuple(dict.fromkeys(int(token) for token in eos_ids)), bos
+
+
+ASSET_NAMES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
+
+
+def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
+    """(file name, content) of each file a frontend needs and the model has.
+
+    A model that has no `tokenizer.json` but the files of an older tokenizer gets one made from
+    them, if `transformers` can. A chat template within `tokenizer_config.json` stays there.
+    """
+    for name in ASSET_NAMES:
+        file = model_dir / name
+        if file.is_file():
+            yield name, file.read_bytes()
+        elif name == "tokenizer.json":
+            converted = _converted_tokenizer(model_dir)
+            if converted is not None:
+                yield name, converted
+
+
+def _converted_tokenizer(model_dir: Path) -> bytes | None:
+    """A `tokenizer.json` made from an older tokenizer's files; None if there are none, or if
+    `transformers` cannot convert them."""
+    if not any(any(model_dir.glob(pattern)) for pattern in _SLOW_TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, use_fast=True, trust_remote_code=False)
+    except Exception as error:  # whatever a tokenizer's own code raises; the model can be served
+        logger.warning("no tokenizer.json could be made error=%s", str(error).splitlines()[:1])
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        made = Path(folder) / "tokenizer.json"
+        return made.read_bytes() if made.is_file() else None
+
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+"""As safetensors itself limits it."""
+
+
+def fingerprint(model_dir: Path, load_format: str = "safetensors") -> str:
+    """A hash over configuration, tokenizer and the headers of the weight files.
+
+    The weights themselves are not read: two fine-tunings with the same shapes and the same other
+    files have the same fingerprint unless their headers' metadata or their files' sizes differ.
+    """
+    digest = hashlib.sha256(load_format.encode())
+    for name, content in iter_assets(model_dir):
+        _add(digest, name.encode())
+        _add(digest, content)
+    if load_format == "safetensors":
+        for file in sorted(model_dir.glob("*.safetensors")):
+            _add(digest, file.name.encode())
+            _add(digest, str(file.stat().st_size).encode())
+            _add(digest, _header(file))
+    return digest.hexdigest()[:32]
+
+
+def _add(digest: "hashlib._Hash", data: bytes) -> None:
+    """With its length, so that no two different lists of pieces look alike."""
+    digest.update(_LENGTH.pack(len(data)))
+    digest.update(data)
+
+
+def _header(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        start = stream.read(_LENGTH.size)
+        if len(start) < _LENGTH.size:
+            raise BadCheckpoint(f"{file} is truncated")
+        (length,) = _LENGTH.unpack(start)
+        return stream.read(min(length, _MAX_HEADER_BYTES))

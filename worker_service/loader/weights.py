@@ -1,8 +1,18 @@
-"""Reading weights from safetensors, and from nothing else: a pickle may run any code."""
+"""Reading weights from safetensors only: a pickle may run any code.
 
+Packing while loading, so that a model is never in memory twice: a linear layer is packed as soon as
+its weight is complete, and its original freed. So the peak is the packed model and one layer.
+
+Scales of an fp8 KV cache. Quantisation tools measure per layer how large keys and values get and
+store one number for each, `self_attn.k_scale` and `self_attn.v_scale`, or the same below `k_proj`
+and `v_proj`. Without them the scale is 1, which suits models whose keys and values stay well below
+448.
+"""
+
+import logging
 import sys
 import zlib
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +22,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.model_files import read_json
-from worker_service.models.native import NativeModel, WeightSlot
+from worker_service.models.linear import Linear
+from worker_service.models.native import NativeModel, WeightTarget
+
+logger = logging.getLogger(__name__)
+
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -26,13 +41,13 @@ _MAX_NAMES = 8
 _MAX_MAPPED_BYTES = 64 << 20
 """Read of a file before it is closed and opened again."""
 
-Wanted = tuple[str, WeightSlot]
+Wanted = tuple[str, WeightTarget]
 """A tensor's name in the checkpoint, and where it goes."""
 
-OnFilled = Callable[[WeightSlot], None]
+OnFilled = Callable[[WeightTarget], None]
 
 
-def _nothing(slot: WeightSlot) -> None:
+def _nothing(slot: WeightTarget) -> None:
     """Nobody wants to know."""
 
 
@@ -112,8 +127,8 @@ def load_weights(
     misshapen tensors are all named in one error before anything is read. others: canonical names
     of tensors that are other ranks'. on_filled: called with each slot, which is let go then.
     """
-    slots: dict[str, list[WeightSlot]] = {}
-    for slot in model.weight_slots():
+    slots: dict[str, list[WeightTarget]] = {}
+    for slot in model.weight_targets():
         slots.setdefault(slot.name, []).append(slot)
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
     _check_names(model, slots, sources, others)
@@ -153,7 +168,7 @@ def _fill_some(file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: 
 
 def _check_names(
     model: NativeModel,
-    slots: Mapping[str, list[WeightSlot]],
+    slots: Mapping[str, list[WeightTarget]],
     sources: Mapping[str, str],
     others: Container[str],
 ) -> None:
@@ -182,7 +197,7 @@ def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
 
 
 def fill_dummy_weights(
-    slots: Iterator[WeightSlot], seed: int = 0, on_filled: OnFilled = _nothing
+    slots: Iterator[WeightTarget], seed: int = 0, on_filled: OnFilled = _nothing
 ) -> None:
     """Small random numbers, the same for the same seed: weights for benchmarks.
 
@@ -232,3 +247,51 @@ def _listed(names: list[str]) -> str:
     """The first few, and how many more there are."""
     rest = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
+    """Set each layer's scales. Raises BadCheckpoint for one that is not a positive number."""
+    sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+    num_found = num_layers = 0
+    for name, attention in model.kv_scale_holders():
+        num_layers += 1
+        for part, attribute in (("k", "key_scale"), ("v", "value_scale")):
+            names = (f"{name}.{part}_scale", f"{name}.{part}_proj.{part}_scale")
+            found = [sources[each] for each in names if each in sources]
+            if found:
+                setattr(attention, attribute, _read(checkpoint, found[0]))
+                num_found += 1
+    logger.info("kv scales num_layers=%d num_found=%d others=1.0", num_layers, num_found)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> float:
+    tensor = read_tensor(checkpoint, name)
+    scale = float(tensor) if tensor.numel() == 1 else 0.0
+    if not 0.0 < scale < float("inf"):
+        raise BadCheckpoint(f"{name}: expected one positive number, got {tensor.tolist()}")
+    return scale
+
+
+class EagerPacking:
+    """Counts what each weight still lacks; called with every slot that has been filled."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self._num_missing = Counter(_memory_of(slot.target) for slot in model.weight_targets())
+        self._linears: dict[int, list[Linear]] = defaultdict(list)
+        """By the memory of their weights, which a tied head shares with the embedding."""
+        for module in model.modules():
+            if isinstance(module, Linear) and module.weight is not None:
+                self._linears[_memory_of(module.weight)].append(module)
+
+    def __call__(self, slot: WeightTarget) -> None:
+        """Pack the layers whose weight is complete with this slot."""
+        memory = _memory_of(slot.target)
+        self._num_missing[memory] -= 1
+        if self._num_missing[memory] == 0:
+            for linear in self._linears.pop(memory, ()):
+                linear.pack()
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """The same for all views of one piece of memory."""
+    return tensor.untyped_storage().data_ptr()

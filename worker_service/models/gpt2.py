@@ -12,12 +12,10 @@ from pagewire_kernels.backends import Kernels
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.distributed.layout import Share
 from worker_service.errors import UnsupportedModel
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
-from worker_service.models.linear import Linear
-from worker_service.models.native import NativeModel, WeightSlot, norm_slots, vocab_slots
-from worker_service.models.placement import Placement
-from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
+from worker_service.models.linear import Linear, RowParallelLinear, VocabEmbedding, VocabHead
+from worker_service.models.native import NativeModel, WeightTarget, norm_targets, vocab_targets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,21 +51,21 @@ class GPT2Layer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
-        self, settings: GPT2Settings, layer: int, place: Placement, kernels: Kernels
+        self, settings: GPT2Settings, layer: int, context: ModelContext, kernels: Kernels
     ) -> None:
         """layer: of the whole model's."""
         super().__init__()
-        s, size, layout = settings, settings.hidden_size, place.ranks.layout
+        s, size, layout = settings, settings.hidden_size, context.communicator.layout
         heads = layout.even_share(s.num_heads, "attention heads")
         self._heads_shape = (3, heads.size, s.head_dim)
         self._attended = heads.times(s.head_dim)
         self._inner = layout.even_share(s.inner_size, "columns of the MLP")
-        self.attention_norm = LayerNorm(size, s.norm_eps, place, kernels.layers)
-        self.qkv = Linear(size, 3 * self._attended.size, bias=True, **place.as_kwargs())
-        self.output = RowParallelLinear(self._attended, size, bias=True, place=place)
-        self.mlp_norm = LayerNorm(size, s.norm_eps, place, kernels.layers)
-        self.up = Linear(size, self._inner.size, bias=True, **place.as_kwargs())
-        self.down = RowParallelLinear(self._inner, size, bias=True, place=place)
+        self.attention_norm = LayerNorm(size, s.norm_eps, context, kernels.layers)
+        self.qkv = Linear(size, 3 * self._attended.size, bias=True, **context.as_kwargs())
+        self.output = RowParallelLinear(self._attended, size, bias=True, context=context)
+        self.mlp_norm = LayerNorm(size, s.norm_eps, context, kernels.layers)
+        self.up = Linear(size, self._inner.size, bias=True, **context.as_kwargs())
+        self.down = RowParallelLinear(self._inner, size, bias=True, context=context)
         self._activation = ACTIVATIONS[s.activation]
         self._kernels = kernels.layers
         own_layer = layer - layout.layer_range(s.num_layers).start
@@ -84,15 +82,15 @@ class GPT2Layer(nn.Module):
         inner = self.up(self.mlp_norm(residual, x))
         return self.down(self._kernels.activate(inner, self._activation))
 
-    def slots(self, name: str) -> Iterator[WeightSlot]:
+    def slots(self, name: str) -> Iterator[WeightTarget]:
         size = self._attended.total
         qkv = [self._attended.within(offset, 3 * size) for offset in (0, size, 2 * size)]
-        yield from norm_slots(f"{name}.ln_1", self.attention_norm)
-        yield from _column_slots(f"{name}.attn.c_attn", self.qkv, qkv)
-        yield from _row_slots(f"{name}.attn.c_proj", self.output, self._attended)
-        yield from norm_slots(f"{name}.ln_2", self.mlp_norm)
-        yield from _column_slots(f"{name}.mlp.c_fc", self.up, [self._inner])
-        yield from _row_slots(f"{name}.mlp.c_proj", self.down, self._inner)
+        yield from norm_targets(f"{name}.ln_1", self.attention_norm)
+        yield from _column_targets(f"{name}.attn.c_attn", self.qkv, qkv)
+        yield from _row_targets(f"{name}.attn.c_proj", self.output, self._attended)
+        yield from norm_targets(f"{name}.ln_2", self.mlp_norm)
+        yield from _column_targets(f"{name}.mlp.c_fc", self.up, [self._inner])
+        yield from _row_targets(f"{name}.mlp.c_proj", self.down, self._inner)
 
 
 class GPT2Model(NativeModel):
@@ -107,12 +105,12 @@ class GPT2Model(NativeModel):
         self,
         settings: GPT2Settings,
         max_model_len: int,
-        place: Placement,
+        context: ModelContext,
         kernels: Kernels,
     ) -> None:
-        super().__init__(settings.hidden_size, place, kernels)
+        super().__init__(settings.hidden_size, context, kernels)
         s = self._settings = settings
-        layout = place.ranks.layout
+        layout = context.communicator.layout
         self.architecture = "GPT2LMHeadModel"
         self.vocab_size = s.vocab_size
         self.max_model_len = max_model_len
@@ -121,21 +119,21 @@ class GPT2Model(NativeModel):
             num_layers=len(self._layer_range),
             num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
-            dtype=place.kv_dtype,
+            dtype=context.kv_dtype,
         )
         self.embedding = self.position_embedding = self.head = self.norm = None
         if layout.is_first_stage:
-            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place, kernels.layers)
+            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, context, kernels.layers)
             self.position_embedding = torch.empty(
-                s.max_positions, s.hidden_size, **place.as_kwargs()
+                s.max_positions, s.hidden_size, **context.as_kwargs()
             )
         self.layers = nn.ModuleList(
-            GPT2Layer(s, layer, place, kernels) for layer in self._layer_range
+            GPT2Layer(s, layer, context, kernels) for layer in self._layer_range
         )
         if layout.is_last_stage:
-            self.norm = LayerNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
+            self.norm = LayerNorm(s.hidden_size, s.norm_eps, context, kernels.layers)
             tied_to = self.embedding if s.tie_word_embeddings else None
-            self.head = VocabHead(s.vocab_size, s.hidden_size, place, tied_to)
+            self.head = VocabHead(s.vocab_size, s.hidden_size, context, tied_to)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -160,16 +158,16 @@ class GPT2Model(NativeModel):
         outer = name.startswith(("transformer.", "lm_head."))
         return name if outer else f"transformer.{name}"
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_targets(self) -> Iterator[WeightTarget]:
         tied = self._settings.tie_word_embeddings
-        yield from vocab_slots(self, "transformer.wte.weight", "lm_head.weight", tied=tied)
+        yield from vocab_targets(self, "transformer.wte.weight", "lm_head.weight", tied=tied)
         if self.position_embedding is not None:
-            yield WeightSlot("transformer.wpe.weight", self.position_embedding)
+            yield WeightTarget("transformer.wpe.weight", self.position_embedding)
         for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, GPT2Layer)
             yield from layer.slots(f"transformer.h.{i}")
         if self.norm is not None:
-            yield from norm_slots("transformer.ln_f", self.norm)
+            yield from norm_targets("transformer.ln_f", self.norm)
 
 
 def gpt2_settings(config: Mapping[str, Any]) -> GPT2Settings:
@@ -191,7 +189,7 @@ def gpt2_settings(config: Mapping[str, Any]) -> GPT2Settings:
     )
 
 
-def _column_slots(name: str, linear: Linear, shares: list[Share]) -> Iterator[WeightSlot]:
+def _column_targets(name: str, linear: Linear, shares: list[Share]) -> Iterator[WeightTarget]:
     """Slots of a layer stored as [in_features, out_features]; `shares` are of its outputs."""
     assert linear.weight is not None
     assert linear.bias is not None
@@ -199,13 +197,13 @@ def _column_slots(name: str, linear: Linear, shares: list[Share]) -> Iterator[We
     for weight, bias, share in zip(
         linear.weight.split(sizes), linear.bias.split(sizes), shares, strict=True
     ):
-        yield WeightSlot(f"{name}.weight", weight.t(), axis=1, share=share)
-        yield WeightSlot(f"{name}.bias", bias, share=share)
+        yield WeightTarget(f"{name}.weight", weight.t(), axis=1, share=share)
+        yield WeightTarget(f"{name}.bias", bias, share=share)
 
 
-def _row_slots(name: str, linear: Linear, share: Share) -> Iterator[WeightSlot]:
+def _row_targets(name: str, linear: Linear, share: Share) -> Iterator[WeightTarget]:
     """Slots of a layer stored as [in_features, out_features]; `share` is of its inputs."""
     assert linear.weight is not None
     assert linear.bias is not None
-    yield WeightSlot(f"{name}.weight", linear.weight.t(), share=share)
-    yield WeightSlot(f"{name}.bias", linear.bias)
+    yield WeightTarget(f"{name}.weight", linear.weight.t(), share=share)
+    yield WeightTarget(f"{name}.bias", linear.bias)

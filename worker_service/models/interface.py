@@ -1,12 +1,14 @@
-"""What the model runner needs of a model, whoever wrote it."""
+"""What the model runner needs of a model, and what a model is built with."""
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Protocol, TypedDict, runtime_checkable
 
 import torch
 
 from pagewire_kernels.computed import Computed
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.distributed.communicator import Communicator
+from worker_service.distributed.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +71,38 @@ class ComputesLogits(Protocol):
         """As `Model.forward`; sampled: int64, the rows whose logits are wanted too, if that is no
         more work than to compute them afterwards."""
         ...
+
+
+class _TensorOptions(TypedDict):
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelContext:
+    """Type and place of weights, activations and KV, and the ranks that share them."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    cache_dtype: torch.dtype | None = None
+    """Of the KV cache, where it differs."""
+
+    batch_invariant: bool = False
+    """Whether a GPU, too, must compute a row the same in any batch, bitwise."""
+
+    communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
+
+    @property
+    def needs_fixed_products(self) -> bool:
+        """Whether linear layers must go through a kernel of our own for that."""
+        return self.batch_invariant and self.device.type == "cuda"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
+
+    def as_kwargs(self) -> _TensorOptions:
+        """For torch's constructors."""
+        return {"dtype": self.dtype, "device": self.device}

@@ -6,15 +6,15 @@ from torch import Tensor, nn
 from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
-from worker_service.models.placement import Placement
+from worker_service.models.interface import ModelContext
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, eps: float, place: Placement, kernels: LayerKernels) -> None:
+    def __init__(self, size: int, eps: float, context: ModelContext, kernels: LayerKernels) -> None:
         super().__init__()
-        self.weight = torch.empty(size, **place.as_kwargs())
+        self.weight = torch.empty(size, **context.as_kwargs())
         self.eps = eps
         self._kernels = kernels
 
@@ -29,11 +29,16 @@ class LayerNorm(nn.Module):
     """(x - mean) / deviation * weight + bias over the last axis."""
 
     def __init__(
-        self, size: int, eps: float, place: Placement, kernels: LayerKernels, affine: bool = True
+        self,
+        size: int,
+        eps: float,
+        context: ModelContext,
+        kernels: LayerKernels,
+        affine: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = torch.empty(size, **place.as_kwargs()) if affine else None
-        self.bias = torch.empty(size, **place.as_kwargs()) if affine else None
+        self.weight = torch.empty(size, **context.as_kwargs()) if affine else None
+        self.bias = torch.empty(size, **context.as_kwargs()) if affine else None
         self._eps = eps
         self._kernels = kernels
 

@@ -1,13 +1,135 @@
-"""Linear layers: packed on CPUs (see `packed_weight`); plain on GPUs, or in a fixed order."""
+"""Linear layers: packed for a CPU's vector units; plain, or in a fixed order, on GPUs.
+
+Packed weights are laid out once, after loading. The native kernels take float32, and bfloat16 where
+they were built. oneDNN takes the rest, and bfloat16 where the processor multiplies matrices in
+tiles (AMX), which the native kernels do not use. Both compute a row to the same bits whatever rows
+are beside it; torch's own `linear` does not.
+
+oneDNN's products are two to three times as fast as torch's own for few rows, and batch-invariant: a
+row's result is bitwise the same for any number of rows from two on (measured with torch 2.13 from 1
+to 4096 rows; torch's own `linear` chooses its kernel, and with it the order of sums, by the number
+of rows). A single row takes another path, so it is computed twice. For each number of rows oneDNN
+makes a kernel and keeps the last thousand: some milliseconds and some hundred kilobytes each, which
+prompts of every length would cost again and again. So large numbers of rows are rounded up to few.
+
+Sharded layers. A column-parallel linear layer is an ordinary one with fewer outputs: each rank has
+the rows of its weight that belong to its heads or inner columns. The layer after it takes those as
+inputs, and is row-parallel. With one rank each of these layers computes exactly what its ordinary
+counterpart does.
+"""
 
 from collections.abc import Callable
+from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.cpu.native import NativeGatedWeight
+from pagewire_kernels.cpu.native import (
+    HugeMemory,
+    Library,
+    NativeGatedWeight,
+    NativeWeight,
+    library,
+)
+from pagewire_kernels.cpu.native import linear as native
 from pagewire_kernels.layer_kernels import LayerKernels
-from worker_service.models.packed_weight import PackedWeight, can_pack, pack, pack_gated
+from worker_service.distributed.layout import Share
+from worker_service.models.interface import ModelContext
+
+MIN_ROWS = 2
+"""Fewer rows are padded up to this."""
+
+MAX_EXACT_ROWS = 64
+"""More rows are padded up to a number of four significant bits: by an eighth at most."""
+
+
+def num_padded_rows(num_rows: int) -> int:
+    """With how many rows a product of `num_rows` is computed."""
+    if num_rows <= MAX_EXACT_ROWS:
+        return max(num_rows, MIN_ROWS)
+    step = 1 << ((num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
+
+
+class OneDNNWeight:
+    """A packed weight of float32, bfloat16 or float16; see `packed_weight.PackedWeight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+
+    @staticmethod
+    def can_pack(dtype: torch.dtype) -> bool:
+        """Whether oneDNN has such products on this machine."""
+        if not torch.backends.mkldnn.is_available():
+            return False
+        if dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if dtype == torch.float16:
+            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return dtype == torch.float32
+
+    def apply(
+        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
+        num_rows = rows.shape[0]
+        num_more = num_padded_rows(num_rows) - num_rows
+        if num_more:
+            rows = torch.cat([rows, rows[:num_more]])
+        product = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
+        return product[:num_rows].to(output_dtype or product.dtype)
+
+
+class PackedWeight(Protocol):
+    """A weight [out_features, in_features] in some layout of its own."""
+
+    out_features: int
+    in_features: int
+
+    def apply(
+        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, in_features]; returns [num_rows, out_features].
+
+        output_dtype: the weight's, or float32.
+        """
+        ...
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has a packed product for `dtype`."""
+    if device.type != "cpu":
+        return False
+    return _native_library(dtype) is not None or OneDNNWeight.can_pack(dtype)
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """A packed copy of a weight that can be packed."""
+    native_library = _native_library(weight.dtype)
+    if native_library is None:
+        return OneDNNWeight(weight)
+    return NativeWeight(weight, native_library, _memory())
+
+
+def pack_gated(weight: Tensor, activation: str) -> NativeGatedWeight | None:
+    """A packed copy of a gate's weight and, after it, that of what it gates, if this machine has
+    a product that computes both and applies the gate."""
+    native_library = _native_library(weight.dtype) if weight.device.type == "cpu" else None
+    if native_library is None:
+        return None
+    return NativeGatedWeight(weight, activation, native_library, _memory())
+
+
+def _native_library(dtype: torch.dtype) -> Library | None:
+    tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return library() if dtype in native.DTYPES and not tiles else None
+
+
+@cache
+def _memory() -> HugeMemory:
+    return HugeMemory()
 
 
 class Linear(nn.Module):
@@ -107,3 +229,86 @@ class TiedLinear(Linear):
         super().pack()
         if self.packed is not None:
             self._on_packed(self.packed)
+
+
+class RowParallelLinear(Linear):
+    """y = x W^T + b, where each rank has some columns of x and of W; every rank gets y."""
+
+    def __init__(
+        self, inputs: Share, out_features: int, *, bias: bool, context: ModelContext
+    ) -> None:
+        super().__init__(inputs.size, out_features, bias=bias, **context.as_kwargs())
+        self._is_shared = not inputs.is_whole
+        self._communicator = context.communicator
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [num_rows, in_features of this rank]; returns [num_rows, out_features]."""
+        if not self._is_shared:
+            return super().forward(rows)
+        total = self._communicator.sum(self.multiply(rows, None))
+        return total if self.bias is None else total + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of a table by token, where each rank has the rows of some tokens."""
+
+    def __init__(
+        self, vocab_size: int, size: int, context: ModelContext, kernels: LayerKernels
+    ) -> None:
+        super().__init__()
+        self.share = context.communicator.layout.vocab_share(vocab_size)
+        num_rows = context.communicator.layout.vocab_rows(vocab_size)
+        self.weight: Tensor | None = torch.empty(num_rows, size, **context.as_kwargs())
+        self.weight[self.share.size :] = 0
+        self.packed: NativeWeight | None = None
+        self._kernels = kernels
+        self._communicator = context.communicator
+
+    def share_packed(self, packed: PackedWeight) -> None:
+        """Take rows from the head's packed copy of the table, if they can be; ours is freed."""
+        if isinstance(packed, NativeWeight):
+            self.packed, self.weight = packed, None
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [num_tokens]; returns [num_tokens, size]."""
+        if self.share.is_whole:
+            return self._rows(token_ids)
+        rows = token_ids - self.share.start
+        is_ours = (rows >= 0) & (rows < self.share.size)
+        found = self._rows(torch.where(is_ours, rows, 0))
+        # One rank has a row's numbers and the others zeros, so the sum is exact.
+        return self._communicator.sum(found.masked_fill_(~is_ours.unsqueeze(1), 0))
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed.gather(indices)
+        assert self.weight is not None
+        return self._kernels.embed(self.weight, indices)
+
+
+class VocabHead(nn.Module):
+    """Logits from hidden states, where each rank has the rows of some tokens."""
+
+    def __init__(
+        self, vocab_size: int, size: int, context: ModelContext, tied_to: VocabEmbedding | None
+    ) -> None:
+        """tied_to: the embedding whose table is the head's weight too, if this rank has it."""
+        super().__init__()
+        self.share = context.communicator.layout.vocab_share(vocab_size)
+        num_rows = context.communicator.layout.vocab_rows(vocab_size)
+        if tied_to is None:
+            self.linear = Linear(size, num_rows, bias=False, **context.as_kwargs())
+            assert self.linear.weight is not None
+            self.linear.weight[self.share.size :] = 0
+        else:
+            assert tied_to.weight is not None
+            self.linear = TiedLinear(tied_to.weight, tied_to.share_packed)
+        self._communicator = context.communicator
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
+        logits = self.linear.multiply(hidden, None, torch.float32)
+        if self.share.is_whole:
+            return logits
+        # Only the last ranks' rows are padded, so the padding is at the end.
+        return self._communicator.gather_columns(logits)[:, : self.share.total].contiguous()

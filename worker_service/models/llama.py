@@ -10,21 +10,25 @@ from torch import Tensor, nn
 from pagewire_kernels.backends import Kernels
 from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
-from worker_service.models.linear import GatedLinear, Linear
+from worker_service.models.linear import (
+    GatedLinear,
+    Linear,
+    RowParallelLinear,
+    VocabEmbedding,
+    VocabHead,
+)
 from worker_service.models.native import (
     KV_SCALE_NAMES,
     NativeModel,
-    WeightSlot,
-    column_slots,
-    norm_slots,
-    row_slots,
-    vocab_slots,
+    WeightTarget,
+    column_targets,
+    norm_targets,
+    row_targets,
+    vocab_targets,
 )
-from worker_service.models.placement import Placement
 from worker_service.models.rotary import RotarySettings, RotaryTable
-from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +65,13 @@ class LlamaAttention(nn.Module):
         self,
         settings: LlamaSettings,
         layer: int,
-        place: Placement,
+        context: ModelContext,
         kernels: Kernels,
         rotary: RotaryTable,
     ) -> None:
         """layer: of the whole model's."""
         super().__init__()
-        s, layout = settings, place.ranks.layout
+        s, layout = settings, context.communicator.layout
         heads = layout.even_share(s.num_heads, "attention heads")
         kv_heads = layout.kv_head_share(s.num_kv_heads)
         self._num_heads, self._num_kv_heads = heads.size, kv_heads.size
@@ -75,14 +79,16 @@ class LlamaAttention(nn.Module):
         self._inner, self._kv_inner = heads.times(s.head_dim), kv_heads.times(s.head_dim)
         num_stacked = heads.size + 2 * kv_heads.size
         self.qkv = Linear(
-            s.hidden_size, num_stacked * s.head_dim, bias=s.qkv_bias, **place.as_kwargs()
+            s.hidden_size, num_stacked * s.head_dim, bias=s.qkv_bias, **context.as_kwargs()
         )
-        self.output = RowParallelLinear(self._inner, s.hidden_size, bias=s.output_bias, place=place)
+        self.output = RowParallelLinear(
+            self._inner, s.hidden_size, bias=s.output_bias, context=context
+        )
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if s.qk_norm:
-            self.query_norm = RMSNorm(s.head_dim, s.norm_eps, place, kernels.layers)
-            self.key_norm = RMSNorm(s.head_dim, s.norm_eps, place, kernels.layers)
+            self.query_norm = RMSNorm(s.head_dim, s.norm_eps, context, kernels.layers)
+            self.key_norm = RMSNorm(s.head_dim, s.norm_eps, context, kernels.layers)
         self._norm_eps = s.norm_eps
         self._rotary = rotary
         self._kernels = kernels.layers
@@ -117,40 +123,42 @@ class LlamaAttention(nn.Module):
         )
         return self.output(self.attention.attend(query, kv_cache, metadata))
 
-    def slots(self, name: str) -> Iterator[WeightSlot]:
+    def slots(self, name: str) -> Iterator[WeightTarget]:
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        yield from column_slots(names, self.qkv, [self._inner, self._kv_inner, self._kv_inner])
-        yield from row_slots(f"{name}.o_proj", self.output, self._inner)
+        yield from column_targets(names, self.qkv, [self._inner, self._kv_inner, self._kv_inner])
+        yield from row_targets(f"{name}.o_proj", self.output, self._inner)
         if self.query_norm is not None and self.key_norm is not None:
-            yield from norm_slots(f"{name}.q_norm", self.query_norm)
-            yield from norm_slots(f"{name}.k_norm", self.key_norm)
+            yield from norm_targets(f"{name}.q_norm", self.query_norm)
+            yield from norm_targets(f"{name}.k_norm", self.key_norm)
 
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)); gate and up come from one product."""
 
-    def __init__(self, settings: LlamaSettings, place: Placement, kernels: LayerKernels) -> None:
+    def __init__(
+        self, settings: LlamaSettings, context: ModelContext, kernels: LayerKernels
+    ) -> None:
         super().__init__()
         s = settings
-        inner = place.ranks.layout.even_share(s.intermediate_size, "columns of the MLP")
+        inner = context.communicator.layout.even_share(s.intermediate_size, "columns of the MLP")
         self.gate_up = GatedLinear(
             s.hidden_size,
             inner.size,
             ACTIVATIONS[s.activation],
             kernels,
             bias=s.mlp_bias,
-            **place.as_kwargs(),
+            **context.as_kwargs(),
         )
-        self.down = RowParallelLinear(inner, s.hidden_size, bias=s.mlp_bias, place=place)
+        self.down = RowParallelLinear(inner, s.hidden_size, bias=s.mlp_bias, context=context)
         self._inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
 
-    def slots(self, name: str) -> Iterator[WeightSlot]:
+    def slots(self, name: str) -> Iterator[WeightTarget]:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        yield from column_slots(names, self.gate_up, [self._inner, self._inner])
-        yield from row_slots(f"{name}.down_proj", self.down, self._inner)
+        yield from column_targets(names, self.gate_up, [self._inner, self._inner])
+        yield from row_targets(f"{name}.down_proj", self.down, self._inner)
 
 
 class LlamaLayer(nn.Module):
@@ -160,16 +168,16 @@ class LlamaLayer(nn.Module):
         self,
         settings: LlamaSettings,
         layer: int,
-        place: Placement,
+        context: ModelContext,
         kernels: Kernels,
         rotary: RotaryTable,
     ) -> None:
         super().__init__()
         s = settings
-        self.attention_norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
-        self.attention = LlamaAttention(s, layer, place, kernels, rotary)
-        self.mlp_norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
-        self.mlp = GatedMLP(s, place, kernels.layers)
+        self.attention_norm = RMSNorm(s.hidden_size, s.norm_eps, context, kernels.layers)
+        self.attention = LlamaAttention(s, layer, context, kernels, rotary)
+        self.mlp_norm = RMSNorm(s.hidden_size, s.norm_eps, context, kernels.layers)
+        self.mlp = GatedMLP(s, context, kernels.layers)
 
     def forward(
         self,
@@ -184,10 +192,10 @@ class LlamaLayer(nn.Module):
         x = self.attention(x, positions, kv_cache, metadata)
         return self.mlp(self.mlp_norm(residual, x))
 
-    def slots(self, name: str) -> Iterator[WeightSlot]:
-        yield from norm_slots(f"{name}.input_layernorm", self.attention_norm)
+    def slots(self, name: str) -> Iterator[WeightTarget]:
+        yield from norm_targets(f"{name}.input_layernorm", self.attention_norm)
         yield from self.attention.slots(f"{name}.self_attn")
-        yield from norm_slots(f"{name}.post_attention_layernorm", self.mlp_norm)
+        yield from norm_targets(f"{name}.post_attention_layernorm", self.mlp_norm)
         yield from self.mlp.slots(f"{name}.mlp")
 
 
@@ -202,33 +210,33 @@ class LlamaModel(NativeModel):
         self,
         settings: LlamaSettings,
         max_model_len: int,
-        place: Placement,
+        context: ModelContext,
         kernels: Kernels,
     ) -> None:
-        super().__init__(settings.hidden_size, place, kernels)
+        super().__init__(settings.hidden_size, context, kernels)
         s = self._settings = settings
-        layout = place.ranks.layout
+        layout = context.communicator.layout
         self.architecture = s.architecture
         self.vocab_size = s.vocab_size
         self.max_model_len = max_model_len
         self._layer_range = layout.layer_range(s.num_layers)
         self.embedding = self.head = self.norm = None
         if layout.is_first_stage:
-            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, place, kernels.layers)
-        rotary = RotaryTable(s.rotary, max_model_len, place.dtype, place.device)
+            self.embedding = VocabEmbedding(s.vocab_size, s.hidden_size, context, kernels.layers)
+        rotary = RotaryTable(s.rotary, max_model_len, context.dtype, context.device)
         self.layers = nn.ModuleList(
-            LlamaLayer(s, layer, place, kernels, rotary) for layer in self._layer_range
+            LlamaLayer(s, layer, context, kernels, rotary) for layer in self._layer_range
         )
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
             num_kv_heads=layout.kv_head_share(s.num_kv_heads).size,
             head_dim=s.head_dim,
-            dtype=place.kv_dtype,
+            dtype=context.kv_dtype,
         )
         if layout.is_last_stage:
-            self.norm = RMSNorm(s.hidden_size, s.norm_eps, place, kernels.layers)
+            self.norm = RMSNorm(s.hidden_size, s.norm_eps, context, kernels.layers)
             tied_to = self.embedding if s.tie_word_embeddings else None
-            self.head = VocabHead(s.vocab_size, s.hidden_size, place, tied_to)
+            self.head = VocabHead(s.vocab_size, s.hidden_size, context, tied_to)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -254,14 +262,14 @@ class LlamaModel(NativeModel):
             assert isinstance(layer, LlamaLayer)
             yield f"model.layers.{i}.self_attn", layer.attention.attention
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_targets(self) -> Iterator[WeightTarget]:
         tied = self._settings.tie_word_embeddings
-        yield from vocab_slots(self, "model.embed_tokens.weight", "lm_head.weight", tied=tied)
+        yield from vocab_targets(self, "model.embed_tokens.weight", "lm_head.weight", tied=tied)
         for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, LlamaLayer)
             yield from layer.slots(f"model.layers.{i}")
         if self.norm is not None:
-            yield from norm_slots("model.norm", self.norm)
+            yield from norm_targets("model.norm", self.norm)
 
 
 def llama_settings(config: Mapping[str, Any]) -> LlamaSettings:

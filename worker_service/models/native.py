@@ -9,23 +9,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import Kernels, Whole
+from pagewire_kernels.backends import ForwardFn, Kernels
 from pagewire_kernels.computed import Computed
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Share
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import PagedAttention
-from worker_service.models.linear import Linear
-from worker_service.models.placement import Placement
-from worker_service.parallel.layers import VocabEmbedding, VocabHead
-from worker_service.parallel.ranks import Ranks
+from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 
 KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSlot:
+class WeightTarget:
     """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
 
     name: str
@@ -73,25 +71,25 @@ class NativeModel(nn.Module, ABC):
     """Numbers in the checkpoint, a tied one counted once; of all ranks together. Known once loading
     is finished."""
 
-    ranks: Ranks
+    communicator: Communicator
     embedding: VocabEmbedding | None
     """None on later stages."""
 
     head: VocabHead | None
     """None on earlier stages."""
 
-    def __init__(self, hidden_size: int, place: Placement, kernels: Kernels) -> None:
+    def __init__(self, hidden_size: int, context: ModelContext, kernels: Kernels) -> None:
         super().__init__()
-        self.ranks = place.ranks
-        alone = place.ranks.layout.world_size == 1
-        self._run: Whole | None = None
+        self.communicator = context.communicator
+        alone = context.communicator.layout.world_size == 1
+        self._run: ForwardFn | None = None
         if alone:
             self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
-        self._needs_fixed_products = place.needs_fixed_products
-        self._hidden_like = torch.empty(hidden_size, **place.as_kwargs())
+        self._needs_fixed_products = context.needs_fixed_products
+        self._hidden_like = torch.empty(hidden_size, **context.as_kwargs())
 
     @abstractmethod
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_targets(self) -> Iterator[WeightTarget]:
         """Where each tensor of a checkpoint goes; every slot must be filled."""
 
     def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
@@ -122,7 +120,7 @@ class NativeModel(nn.Module, ABC):
 
     def end_stage(self, residual: Tensor, x: Tensor | None) -> Tensor:
         """What the head takes, or the next stage: [num_tokens, hidden_size]."""
-        if self.ranks.layout.is_last_stage:
+        if self.communicator.layout.is_last_stage:
             return self.finish(residual, x)
         return residual if x is None else residual.add_(x)
 
@@ -152,14 +150,14 @@ class NativeModel(nn.Module, ABC):
         a part of the same program."""
         if self._run is not None:
             return self._run(token_ids, positions, kv_cache, metadata, sampled)
-        layout = self.ranks.layout
+        layout = self.communicator.layout
         if layout.is_first_stage:
             x = self.embed(token_ids, positions)
         else:
-            x = self.ranks.receive(token_ids, positions, like=self._hidden_like)
+            x = self.communicator.receive(token_ids, positions, like=self._hidden_like)
         x = self.run_layers(x, positions, kv_cache, metadata)
         if not layout.is_last_stage:
-            self.ranks.send_on(x)
+            self.communicator.send_on(x)
         return Computed(x)
 
     @torch.inference_mode()
@@ -185,51 +183,51 @@ class NativeModel(nn.Module, ABC):
                     module.fix_order()
 
 
-def linear_slots(name: str, linear: Linear) -> Iterator[WeightSlot]:
+def linear_targets(name: str, linear: Linear) -> Iterator[WeightTarget]:
     """Slots of a linear layer that the checkpoint holds as one."""
     assert linear.weight is not None
-    yield WeightSlot(f"{name}.weight", linear.weight)
+    yield WeightTarget(f"{name}.weight", linear.weight)
     if linear.bias is not None:
-        yield WeightSlot(f"{name}.bias", linear.bias)
+        yield WeightTarget(f"{name}.bias", linear.bias)
 
 
-def column_slots(names: list[str], linear: Linear, shares: list[Share]) -> Iterator[WeightSlot]:
+def column_targets(names: list[str], linear: Linear, shares: list[Share]) -> Iterator[WeightTarget]:
     """Slots of several linear layers that we compute as one; `shares` are of their outputs."""
     assert linear.weight is not None
     sizes = [share.size for share in shares]
     for name, part, share in zip(names, linear.weight.split(sizes), shares, strict=True):
-        yield WeightSlot(f"{name}.weight", part, share=share)
+        yield WeightTarget(f"{name}.weight", part, share=share)
     if linear.bias is not None:
         for name, part, share in zip(names, linear.bias.split(sizes), shares, strict=True):
-            yield WeightSlot(f"{name}.bias", part, share=share)
+            yield WeightTarget(f"{name}.bias", part, share=share)
 
 
-def row_slots(name: str, linear: Linear, share: Share) -> Iterator[WeightSlot]:
+def row_targets(name: str, linear: Linear, share: Share) -> Iterator[WeightTarget]:
     """Slots of a linear layer of which each rank has a share of the inputs."""
     assert linear.weight is not None
-    yield WeightSlot(f"{name}.weight", linear.weight, axis=1, share=share)
+    yield WeightTarget(f"{name}.weight", linear.weight, axis=1, share=share)
     if linear.bias is not None:
-        yield WeightSlot(f"{name}.bias", linear.bias)
+        yield WeightTarget(f"{name}.bias", linear.bias)
 
 
-def vocab_slots(
+def vocab_targets(
     model: NativeModel, embedding_name: str, head_name: str, *, tied: bool
-) -> Iterator[WeightSlot]:
+) -> Iterator[WeightTarget]:
     """Slots of embedding and head; a tied head of a later stage takes the embedding's numbers."""
     if model.embedding is not None:
         share, weight = model.embedding.share, model.embedding.weight
         assert weight is not None
-        yield WeightSlot(embedding_name, weight[: share.size], share=share)
+        yield WeightTarget(embedding_name, weight[: share.size], share=share)
     if model.head is not None and not (tied and model.embedding is not None):
         share, weight = model.head.share, model.head.linear.weight
         assert weight is not None
         name = embedding_name if tied else head_name
-        yield WeightSlot(name, weight[: share.size], share=share)
+        yield WeightTarget(name, weight[: share.size], share=share)
 
 
-def norm_slots(name: str, norm: nn.Module) -> Iterator[WeightSlot]:
+def norm_targets(name: str, norm: nn.Module) -> Iterator[WeightTarget]:
     """Slots of an RMSNorm or a LayerNorm."""
     for part in ("weight", "bias"):
         tensor = getattr(norm, part, None)
         if tensor is not None:
-            yield WeightSlot(f"{name}.{part}", tensor)
+            yield WeightTarget(f"{name}.{part}", tensor)

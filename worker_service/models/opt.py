@@ -10,20 +10,18 @@ from torch import Tensor, nn
 from pagewire_kernels.backends import Kernels
 from pagewire_kernels.layer_kernels import LayerKernels
 from pagewire_kernels.metadata import AttentionMetadata
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, RowParallelLinear, VocabEmbedding, VocabHead
 from worker_service.models.native import (
     NativeModel,
-    WeightSlot,
-    column_slots,
-    linear_slots,
-    norm_slots,
-    row_slots,
-    vocab_slots,
+    WeightTarget,
+    column_targets,
+    linear_targets,
+    norm_targets,
+    row_targets,
+    vocab_targets,
 )
-from worker_service.models.placement import Placement
-from worker_service.parallel.layers import RowParallelLinear, VocabEmbedding, VocabHead
 
 POSITION_OFFSET = 2
 """The first rows of the position table are unused."""
@@ -63,22 +61,22 @@ class OPTLayer(nn.Module):
     """Attention and MLP with their norms."""
 
     def __init__(
-        self, settings: OPTSettings, layer: int, place: Placement, kernels: Kernels
+        self, settings: OPTSettings, layer: int, context: ModelContext, kernels: Kernels
     ) -> None:
         """layer: of the whole model's."""
         super().__init__()
-        s, size, layout = settings, settings.hidden_size, place.ranks.layout
+        s, size, layout = settings, settings.hidden_size, context.communicator.layout
         self._settings = s
         heads = layout.even_share(s.num_heads, "attention heads")
         self._heads_shape = (3, heads.size, s.head_dim)
         self._attended = heads.times(s.head_dim)
         self._inner = layout.even_share(s.ffn_size, "columns of the MLP")
-        self.qkv = Linear(size, 3 * self._attended.size, bias=s.bias, **place.as_kwargs())
-        self.output = RowParallelLinear(self._attended, size, bias=s.bias, place=place)
-        self.attention_norm = _norm(s, place, kernels.layers)
-        self.up = Linear(size, self._inner.size, bias=s.bias, **place.as_kwargs())
-        self.down = RowParallelLinear(self._inner, size, bias=s.bias, place=place)
-        self.mlp_norm = _norm(s, place, kernels.layers)
+        self.qkv = Linear(size, 3 * self._attended.size, bias=s.bias, **context.as_kwargs())
+        self.output = RowParallelLinear(self._attended, size, bias=s.bias, context=context)
+        self.attention_norm = _norm(s, context, kernels.layers)
+        self.up = Linear(size, self._inner.size, bias=s.bias, **context.as_kwargs())
+        self.down = RowParallelLinear(self._inner, size, bias=s.bias, context=context)
+        self.mlp_norm = _norm(s, context, kernels.layers)
         self._activation = ACTIVATIONS[s.activation]
         self._kernels = kernels.layers
         own_layer = layer - layout.layer_range(s.num_layers).start
@@ -103,14 +101,14 @@ class OPTLayer(nn.Module):
     def _mlp(self, x: Tensor) -> Tensor:
         return self.down(self._kernels.activate(self.up(x), self._activation))
 
-    def slots(self, name: str) -> Iterator[WeightSlot]:
+    def slots(self, name: str) -> Iterator[WeightTarget]:
         names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-        yield from column_slots(names, self.qkv, [self._attended] * 3)
-        yield from row_slots(f"{name}.self_attn.out_proj", self.output, self._attended)
-        yield from norm_slots(f"{name}.self_attn_layer_norm", self.attention_norm)
-        yield from column_slots([f"{name}.fc1"], self.up, [self._inner])
-        yield from row_slots(f"{name}.fc2", self.down, self._inner)
-        yield from norm_slots(f"{name}.final_layer_norm", self.mlp_norm)
+        yield from column_targets(names, self.qkv, [self._attended] * 3)
+        yield from row_targets(f"{name}.self_attn.out_proj", self.output, self._attended)
+        yield from norm_targets(f"{name}.self_attn_layer_norm", self.attention_norm)
+        yield from column_targets([f"{name}.fc1"], self.up, [self._inner])
+        yield from row_targets(f"{name}.fc2", self.down, self._inner)
+        yield from norm_targets(f"{name}.final_layer_norm", self.mlp_norm)
 
 
 class OPTModel(NativeModel):
@@ -120,12 +118,12 @@ class OPTModel(NativeModel):
         self,
         settings: OPTSettings,
         max_model_len: int,
-        place: Placement,
+        context: ModelContext,
         kernels: Kernels,
     ) -> None:
-        super().__init__(settings.hidden_size, place, kernels)
+        super().__init__(settings.hidden_size, context, kernels)
         s = self._settings = settings
-        layout = place.ranks.layout
+        layout = context.communicator.layout
         self.architecture = "OPTForCausalLM"
         self.vocab_size = s.vocab_size
         self.max_model_len = max_model_len
@@ -134,7 +132,7 @@ class OPTModel(NativeModel):
             num_layers=len(self._layer_range),
             num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
-            dtype=place.kv_dtype,
+            dtype=context.kv_dtype,
         )
         self.embedding = self.head = None
         self.position_embedding: Tensor | None = None
@@ -142,33 +140,33 @@ class OPTModel(NativeModel):
         self.project_out: Linear | None = None
         self.norm: LayerNorm | None = None
         if layout.is_first_stage:
-            self._make_first(place, kernels.layers)
+            self._make_first(context, kernels.layers)
         self.layers = nn.ModuleList(
-            OPTLayer(s, layer, place, kernels) for layer in self._layer_range
+            OPTLayer(s, layer, context, kernels) for layer in self._layer_range
         )
         if layout.is_last_stage:
-            self._make_last(place, kernels.layers)
+            self._make_last(context, kernels.layers)
 
-    def _make_first(self, place: Placement, kernels: LayerKernels) -> None:
+    def _make_first(self, context: ModelContext, kernels: LayerKernels) -> None:
         s = self._settings
-        self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, place, kernels)
+        self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, context, kernels)
         self.position_embedding = torch.empty(
-            s.max_positions + POSITION_OFFSET, s.hidden_size, **place.as_kwargs()
+            s.max_positions + POSITION_OFFSET, s.hidden_size, **context.as_kwargs()
         )
         if s.embedding_size != s.hidden_size:
             self.project_in = Linear(
-                s.embedding_size, s.hidden_size, bias=False, **place.as_kwargs()
+                s.embedding_size, s.hidden_size, bias=False, **context.as_kwargs()
             )
 
-    def _make_last(self, place: Placement, kernels: LayerKernels) -> None:
+    def _make_last(self, context: ModelContext, kernels: LayerKernels) -> None:
         s = self._settings
-        self.norm = _norm(s, place, kernels) if s.final_norm else None
+        self.norm = _norm(s, context, kernels) if s.final_norm else None
         if s.embedding_size != s.hidden_size:
             self.project_out = Linear(
-                s.hidden_size, s.embedding_size, bias=False, **place.as_kwargs()
+                s.hidden_size, s.embedding_size, bias=False, **context.as_kwargs()
             )
         tied_to = self.embedding if s.tie_word_embeddings else None
-        self.head = VocabHead(s.vocab_size, s.embedding_size, place, tied_to)
+        self.head = VocabHead(s.vocab_size, s.embedding_size, context, tied_to)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -197,22 +195,22 @@ class OPTModel(NativeModel):
         """Some checkpoints hold the inner model alone."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_targets(self) -> Iterator[WeightTarget]:
         tied = self._settings.tie_word_embeddings
-        yield from vocab_slots(
+        yield from vocab_targets(
             self, "model.decoder.embed_tokens.weight", "lm_head.weight", tied=tied
         )
         if self.position_embedding is not None:
-            yield WeightSlot("model.decoder.embed_positions.weight", self.position_embedding)
+            yield WeightTarget("model.decoder.embed_positions.weight", self.position_embedding)
         for name in ("project_in", "project_out"):
             linear = getattr(self, name)
             if linear is not None:
-                yield from linear_slots(f"model.decoder.{name}", linear)
+                yield from linear_targets(f"model.decoder.{name}", linear)
         for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, OPTLayer)
             yield from layer.slots(f"model.decoder.layers.{i}")
         if self.norm is not None:
-            yield from norm_slots("model.decoder.final_layer_norm", self.norm)
+            yield from norm_targets("model.decoder.final_layer_norm", self.norm)
 
 
 def opt_settings(config: Mapping[str, Any]) -> OPTSettings:
@@ -235,5 +233,5 @@ def opt_settings(config: Mapping[str, Any]) -> OPTSettings:
     )
 
 
-def _norm(settings: OPTSettings, place: Placement, kernels: LayerKernels) -> LayerNorm:
-    return LayerNorm(settings.hidden_size, _NORM_EPS, place, kernels, settings.norm_affine)
+def _norm(settings: OPTSettings, context: ModelContext, kernels: LayerKernels) -> LayerNorm:
+    return LayerNorm(settings.hidden_size, _NORM_EPS, context, kernels, settings.norm_affine)

@@ -6,20 +6,20 @@ from typing import Any
 from pagewire_kernels.backends import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption
 from worker_service.models.gpt2 import GPT2Model, gpt2_settings
+from worker_service.models.interface import ModelContext
 from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.llama import LlamaModel, llama_settings
 from worker_service.models.native import NativeModel
 from worker_service.models.opt import OPTModel, opt_settings
-from worker_service.models.placement import Placement
 from worker_service.models.rotary import SCALING_TYPES
 
-Builder = Callable[[Mapping[str, Any], int | None, Placement, Kernels], NativeModel | None]
+Builder = Callable[[Mapping[str, Any], int | None, ModelContext, Kernels], NativeModel | None]
 
 
 def build_native_model(
     config: Mapping[str, Any],
     max_model_len: int | None,
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel | None:
     """A model in our own code with weights yet to be filled in; None if there is none for it.
@@ -31,7 +31,7 @@ def build_native_model(
     if builder is None:
         return None
     try:
-        return builder(config, max_model_len, place, kernels)
+        return builder(config, max_model_len, context, kernels)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
 
@@ -46,7 +46,7 @@ def limit_model_len(asked: int | None, limit: int) -> int:
 def _build_llama(
     config: Mapping[str, Any],
     max_model_len: int | None,
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel | None:
     settings = llama_settings(config)
@@ -54,33 +54,33 @@ def _build_llama(
     if not known or settings.rotary.parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return None
     length = limit_model_len(max_model_len, settings.rotary.max_model_len())
-    return LlamaModel(settings, length, place, kernels)
+    return LlamaModel(settings, length, context, kernels)
 
 
 def _build_opt(
     config: Mapping[str, Any],
     max_model_len: int | None,
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel | None:
     settings = opt_settings(config)
     if settings.activation not in ACTIVATIONS:
         return None
     length = limit_model_len(max_model_len, settings.max_positions)
-    return OPTModel(settings, length, place, kernels)
+    return OPTModel(settings, length, context, kernels)
 
 
 def _build_gpt2(
     config: Mapping[str, Any],
     max_model_len: int | None,
-    place: Placement,
+    context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel | None:
     settings = gpt2_settings(config)
     if settings.activation not in ACTIVATIONS:
         return None
     length = limit_model_len(max_model_len, settings.max_positions)
-    return GPT2Model(settings, length, place, kernels)
+    return GPT2Model(settings, length, context, kernels)
 
 
 NATIVE_MODELS: dict[str, Builder] = {

@@ -27,7 +27,7 @@ from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Column
 from worker_service.runner.batch import HostInputs
-from worker_service.runner.device_rows import DeviceSlots
+from worker_service.runner.device_rows import DeviceRows
 from worker_service.runner.device_sampler import DeviceSampler, SamplingRows
 from worker_service.runner.sequence_table import UNKNOWN_TOKEN
 
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 Replay = Callable[[], None]
 
 _NUM_COLUMNS = 6
-_ROOM_FOR_CHANGES = 2**18
+_MAX_CHANGES_BYTES = 2**18
 """Bytes of a landing beyond the inputs; a step with more changes than that is computed eagerly."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Makes recordings."""
 
     def record(self, work: Callable[[], None]) -> Replay:
@@ -48,7 +48,7 @@ class Recorder(Protocol):
         ...
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """Records CUDA graphs. All share one pool of memory: they never run at the same time, and a
     later one takes no more than the largest, if that comes first."""
 
@@ -88,7 +88,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class EagerTwin:
+class EagerRecorder:
     """Records nothing: replays do the work again. What padding does can be seen on any device."""
 
     def record(self, work: Callable[[], None]) -> Replay:
@@ -113,7 +113,7 @@ class DecodeGraphs:
         self,
         model: Model,
         kv_cache: Tensor,
-        slots: DeviceSlots,
+        slots: DeviceRows,
         sampler: DeviceSampler,
         sizes: Sequence[int],
     ) -> None:
@@ -124,7 +124,7 @@ class DecodeGraphs:
         self._sampler = sampler
         self._sizes = sorted(sizes)
         device, largest = kv_cache.device, self._sizes[-1]
-        num_bytes = 4 * _NUM_COLUMNS * largest + ALIGNMENT + _ROOM_FOR_CHANGES
+        num_bytes = 4 * _NUM_COLUMNS * largest + ALIGNMENT + _MAX_CHANGES_BYTES
         self.landing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         """Where each step's inputs arrive, [6, size] as `columns` makes them, and its changes."""
         self.outcome = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -134,7 +134,7 @@ class DecodeGraphs:
         self._forwards: dict[int, Replay] = {}
         self._samplings: dict[int, Replay] = {}
 
-    def record(self, recorder: Recorder, *, show_progress: bool | None = None) -> None:
+    def record(self, recorder: GraphRecorder, *, show_progress: bool | None = None) -> None:
         """Record all sizes, the largest first.
 
         show_progress: whether to draw a bar on stderr; None draws it on a terminal only.
@@ -157,7 +157,7 @@ class DecodeGraphs:
 
     def have_room_for(self, changes: Sequence[Column]) -> bool:
         """Whether these fit behind the inputs where they land."""
-        return sum(column.nbytes + ALIGNMENT for column in changes) <= _ROOM_FOR_CHANGES
+        return sum(column.nbytes + ALIGNMENT for column in changes) <= _MAX_CHANGES_BYTES
 
     def columns(self, inputs: HostInputs, positions: Int64Array, size: int) -> Int32Array:
         """[6, size]: a decode step's inputs and each row's output position, filled up."""

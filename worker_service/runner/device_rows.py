@@ -29,11 +29,11 @@ FAILURES = {
 
 _NUM_PARAMS = 6
 _MAX_TABLE_BYTES = 64 * 2**20
-_MAX_INITIAL_SLOTS = 1024
-_MIN_INITIAL_SLOTS = 64
+_MAX_INITIAL_ROWS = 1024
+_MIN_INITIAL_ROWS = 64
 
 
-class DeviceSlots:
+class DeviceRows:
     """Block tables, sampling parameters and latest tokens on the device.
 
     One slot more than sequences can have: `padding_slot`, which has no blocks and belongs to the
@@ -128,12 +128,12 @@ class DeviceSlots:
         return outcome
 
 
-def initial_slots(max_blocks: int, num_seqs: int = 1) -> int:
+def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
     """Slots to begin with: enough for most, as long as the block tables stay small, and in any case
     for so many sequences, whose host table doubles until it holds them."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
     needed = 1 << (num_seqs - 1).bit_length()
-    return max(_MIN_INITIAL_SLOTS, min(_MAX_INITIAL_SLOTS, affordable), needed)
+    return max(_MIN_INITIAL_ROWS, min(_MAX_INITIAL_ROWS, affordable), needed)
 
 
 def _pack(table: SamplingTable, slots: Int64Array) -> Int64Array:

@@ -1,17 +1,17 @@
 """The model runner of a GPU: steps are launched without waiting for the device.
 
 A launch sends what the plan changed, and the step's inputs, in one copy from pinned memory; what
-the device knows already it gathers by slot (`slots.py`). Sampled tokens stay on the device, where
-the next step finds them, and are copied to the host meanwhile (`flight.py`). A batch of decodes
-replays a recording (`graphs.py`); prefills and mixed batches are computed eagerly.
+the device has already is gathered by row (`device_rows.py`). Sampled tokens stay on the device,
+where the next step finds them, and are copied to the host meanwhile (`pending_tokens.py`). A batch
+of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
 
-What the host has to know before a launch is said here, in one place:
+What the host has to know before a launch is listed here only:
 
 | a plan with | waits for |
 | --- | --- |
 | a fork | the tokens of its parent, which it takes over |
 | bad words of several tokens | the tokens of the sequences that have them |
-| more penalties than the device counts for (`penalties.py`) | the same |
+| more penalties than the device counts for (`device_sampler.py`) | the same |
 | constraints | the tokens of the sequences that have them, but only once its forward pass is
   launched, which the device computes meanwhile |
 | candidates, chosen tokens, prompt log probabilities | every step launched before; and is itself
@@ -23,26 +23,155 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from worker_service.array_types import Int64Array
-from worker_service.clock import monotonic_us
-from worker_service.device.launch import StepLaunch
-from worker_service.device.marks import Mark, marks
+from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.plan import StepPlan, StepResult
-from worker_service.runner.batch import StepRows, lay_out, resolve_rows
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.model_runner import Begun, ModelRunner
-from worker_service.runner.pending_tokens import Flight, Flights, LastFinish
+from worker_service.pinned_memory import Column, upload
+from worker_service.plan import StepPlan, StepResult, monotonic_us
+from worker_service.runner.batch import HostInputs, StepRows, lay_out, resolve_rows
+from worker_service.runner.device_sampler import SamplingRows
+from worker_service.runner.device_state import DeviceState, RowChanges
+from worker_service.runner.model_runner import ModelRunner, StepStart
+from worker_service.runner.pending_tokens import (
+    DeviceEvent,
+    FetchedLogprobs,
+    InFlightStep,
+    LastFinishTime,
+    PendingTokens,
+    StepBuffers,
+    event_type,
+)
+from worker_service.runner.sequence_table import UNKNOWN_TOKEN
 from worker_service.sampling.sampler import SamplingBatch
 from worker_service.sampling.sampling_table import NO_LOGPROBS
 from worker_service.structured.masks import MaskedRows
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
+
+
+class StepLaunch:
+    """First `forward` or `replay`, then `sample`. Nothing here waits for the device."""
+
+    def __init__(
+        self, model: Model, kv_cache: Tensor, state: DeviceState, buffers: StepBuffers
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._state = state
+        self._slots = state.slots
+        self._sampler = state.sampler
+        self._graphs = state.graphs
+        self._buffers = buffers
+        self._replayed_size = 0
+        self._rows: SamplingRows | None = None
+        self._logits: Callable[[], Tensor] | None = None
+
+    def recorded_size(self, num_rows: int, changes: RowChanges) -> int | None:
+        """The padded size that a decode step of so many rows can be replayed at, if any."""
+        if self._graphs is None or not self._graphs.have_room_for(changes.columns):
+            return None
+        return self._graphs.size_for(num_rows)
+
+    def forward(
+        self,
+        inputs: HostInputs,
+        last_states: Int64Array,
+        batch: SamplingBatch,
+        changes: RowChanges,
+    ) -> None:
+        """Compute any batch. last_states: which hidden states the batch's rows sample from."""
+        unknown = np.flatnonzero(inputs.token_ids == UNKNOWN_TOKEN)
+        sequences = np.searchsorted(inputs.query_start, unknown, side="right") - 1
+        columns: list[Column] = [
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slot_mapping,
+            inputs.query_start.astype(np.int32),
+            inputs.context_lens.astype(np.int32),
+            inputs.slots,
+            unknown,
+            inputs.slots[sequences],
+            last_states,
+            batch.slots,
+            batch.positions.astype(np.int32),
+        ]
+        sent = self._buffers.staging.send([*columns, *changes.columns])
+        self._state.apply(changes, sent[len(columns) :])
+        token_ids, positions, slot_mapping, query_start, context_lens, slots = sent[:6]
+        unknown_at, unknown_slots, last, row_slots, row_positions = sent[6 : len(columns)]
+        self._slots.fill_in(token_ids, unknown_at, unknown_slots)
+        metadata = AttentionMetadata(
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=self._slots.block_tables[:, : inputs.max_blocks].index_select(0, slots),
+            slot_mapping=slot_mapping,
+            max_query_len=inputs.max_query_len,
+            max_context_len=inputs.max_context_len,
+        )
+        hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
+        self._rows = SamplingRows(slots=row_slots, positions=row_positions)
+        # Without a way back to this launch: a circle would keep hidden states and caches, which are
+        # memory of the device, until the garbage collector comes.
+        model = self._model
+        self._logits = lambda: model.compute_logits(hidden.index_select(0, last))
+
+    def replay(
+        self, inputs: HostInputs, batch: SamplingBatch, changes: RowChanges, size: int
+    ) -> None:
+        """Compute a batch of decodes that all sample, by the recording of a padded size."""
+        graphs, num_rows = self._graphs, len(batch.slots)
+        assert graphs is not None, "recorded_size gave a size"
+        columns = graphs.columns(inputs, batch.positions, size)
+        sent = self._buffers.staging.send([columns, *changes.columns], graphs.landing)
+        self._state.apply(changes, sent[1:])
+        graphs.replay_forward(size)
+        self._replayed_size = size
+        self._logits = lambda: graphs.logits(num_rows)
+
+    def sample(
+        self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
+    ) -> tuple[npt.NDArray[np.int64], FetchedLogprobs | None]:
+        """Where the batch's tokens or failures will be on the host, and log probabilities.
+
+        wanted: the rows that ask for log probabilities, with `num_top` of the most probable tokens.
+        """
+        num_rows = len(batch.slots)
+        if num_rows == 0:
+            return np.empty(0, np.int64), None
+        if self._replayed_size:
+            assert self._graphs is not None, "replayed before"
+            if not batch.is_changed and not len(wanted):
+                self._graphs.replay_sampling(self._replayed_size)
+                return self._buffers.fetch(self._graphs.outcome[:num_rows]), None
+            self._rows = self._graphs.rows(self._replayed_size, num_rows)
+        return self._sample_eagerly(batch, wanted, num_top)
+
+    def _sample_eagerly(
+        self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
+    ) -> tuple[npt.NDArray[np.int64], FetchedLogprobs | None]:
+        assert self._rows is not None, "computed before"
+        assert self._logits is not None, "computed before"
+        logits = self._logits()
+        index = upload(wanted, logits.device) if len(wanted) else None
+        # Log probabilities are of the model's own logits, which are about to be changed.
+        raw = None if index is None else logits.index_select(0, index)
+        if batch.is_changed:
+            outcome = self._sampler.sample_changed(logits, self._rows, batch)
+        else:
+            outcome = self._sampler.sample(logits, self._rows)
+        numbers = self._buffers.fetch(outcome)
+        if index is None or raw is None:
+            return numbers, None
+        chosen = outcome.index_select(0, index)
+        tensors = self._sampler.logprobs(raw, chosen, int(num_top.max()))
+        return numbers, FetchedLogprobs.fetch(wanted, num_top, tensors)
 
 
 class DeviceRunner(ModelRunner):
@@ -58,21 +187,21 @@ class DeviceRunner(ModelRunner):
         cache: CacheEngine,
         block_size: int,
         state: DeviceState,
-        mark: Callable[[], Mark] | None = None,
+        make_event: Callable[[], DeviceEvent] | None = None,
         grammars: "Grammars | None" = None,
     ) -> None:
-        """mark: makes marks in the device's work; None makes those of the cache's device."""
+        """make_event: records an event in the device's work; None: as the cache's device does."""
         super().__init__(model, cache, block_size, grammars)
         self._state = state
-        self._flights = Flights(self._device)
-        self._last_finish = LastFinish()
-        self._mark = mark or marks(self._device)
+        self._pending = PendingTokens(self._device)
+        self._last_finish = LastFinishTime()
+        self._make_event = make_event or event_type(self._device)
         state.forget()
 
     def reset(self) -> None:
         """Forget all sequences; steps under way may still be collected."""
         super().reset()
-        self._flights.forget_all()
+        self._pending.forget_all()
         self._state.forget()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -82,37 +211,37 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Step:
         """Begin what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
-        self._flights.learn_what_is_there(self._sequences)
+        self._pending.resolve_available(self._sequences)
         begun = self._begin(plan)
         rows = resolve_rows(plan, self._sequences)
         if self._needs_the_host(plan, rows):
             waiting_since_us = monotonic_us()
-            self._flights.learn_all(self._sequences)
+            self._pending.resolve_all(self._sequences)
             begun = begun.later(monotonic_us() - waiting_since_us)
             result = self._finish(plan, begun)
             for slot in rows.slots.tolist():
                 self._state.penalties.note(slot, self._sequences.sampling)
             return FinishedStep(result)
-        flight = self._fly(plan, rows, begun)
-        self._flights.add(flight)
-        return flight
+        step = self._launch(plan, rows, begun)
+        self._pending.add(step)
+        return step
 
     def _forget(self, plan: StepPlan) -> None:
         slots = self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids")
-        self._flights.forget(slots)
+        self._pending.forget(slots)
         for slot in slots.tolist():
             self._state.penalties.release(slot)
         super()._forget(plan)
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         table = self._sequences
         seq_ids = [new.parent_seq_id for new in plan.new_sequences if new.parent_seq_id is not None]
         seq_ids += plan.appended_tokens[:, 0].tolist()
         needed = [table.slot(seq_id) for seq_id in seq_ids if seq_id in table]
-        self._flights.learn(np.array(needed, np.int64), table)
-        super()._take_in(plan)
+        self._pending.resolve(np.array(needed, np.int64), table)
+        super()._admit(plan)
         if table.num_slots > self._state.slots.padding_slot:
-            self._flights.learn_all(table)
+            self._pending.resolve_all(table)
             self._state.grow(table)
             return
         slots = self._state.slots
@@ -134,20 +263,20 @@ class DeviceRunner(ModelRunner):
         in_prompt = table.num_computed_tokens[slots] < table.num_prompt_tokens[slots]
         return bool(asking) and any(slot in asking for slot in slots[in_prompt].tolist())
 
-    def _fly(self, plan: StepPlan, rows: StepRows, begun: Begun) -> Flight:
+    def _launch(self, plan: StepPlan, rows: StepRows, begun: StepStart) -> InFlightStep:
         """Queue a step's work. Nothing here may wait for the device, but for what edits need."""
         table = self._sequences
         errors = self._start(rows).errors
         sampling = self._sampling_rows(rows)
         slots = rows.slots[sampling]
-        self._flights.learn(self._slots_to_read(slots), table)
+        self._pending.resolve(self._slots_to_read(slots), table)
         batch = SamplingBatch(
             slots=slots,
             positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
             edited=table.edited_rows(slots),
         )
-        buffers = self._flights.buffers()
-        begin = self._mark()
+        buffers = self._pending.buffers()
+        begin = self._make_event()
         launch = StepLaunch(self._model, self._cache.device_cache, self._state, buffers)
         inputs = lay_out(rows.slots[rows.computes], rows.num_tokens[rows.computes], table)
         changes = self._state.changes(table)
@@ -158,24 +287,24 @@ class DeviceRunner(ModelRunner):
             launch.forward(inputs, self._last_states(sampling, rows), batch, changes)
         else:
             launch.replay(inputs, batch, changes, size)
-        computed = self._mark()
+        computed = self._make_event()
         batch = replace(batch, masked=self._masks_of(slots))
         num_top = table.sampling.num_logprobs[slots]
         wanted = np.flatnonzero(num_top != NO_LOGPROBS)
         numbers, logprobs = launch.sample(batch, wanted, num_top[wanted])
         self._advance(rows)
-        return Flight(
+        return InFlightStep(
             plan=plan,
             rows=sampling,
             slots=slots,
-            places=table.expect_tokens(slots),
+            positions=table.expect_tokens(slots),
             errors=errors,
             numbers=numbers,
             logprobs=logprobs,
             buffers=buffers,
             begin=begin,
             computed=computed,
-            end=self._mark(),
+            end=self._make_event(),
             launched_us=begun.started_us,
             cache_us=begun.cache_done_us - begun.started_us,
             cache_device_us=self._cache.timer(),
@@ -188,7 +317,7 @@ class DeviceRunner(ModelRunner):
         if self._masks is None:
             return None
         constrained = [slot for _, slot in self._masks.constrained(slots)]
-        self._flights.learn(np.array(constrained, np.int64), self._sequences)
+        self._pending.resolve(np.array(constrained, np.int64), self._sequences)
         rows = self._constrained_rows(slots)
         return self._masks.compute(rows) if rows else None
 

@@ -6,19 +6,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker_service.device.penalties import MAX_BYTES, DevicePenalties
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
-from worker_service.runner.cuda_graphs import DecodeGraphs, Recorder
-from worker_service.runner.device_rows import DeviceSlots, initial_slots
-from worker_service.runner.device_sampler import DeviceSampler, sampling_kernels
+from worker_service.runner.cuda_graphs import DecodeGraphs, GraphRecorder
+from worker_service.runner.device_rows import DeviceRows, initial_rows
+from worker_service.runner.device_sampler import (
+    MAX_COUNT_BYTES,
+    DevicePenalties,
+    DeviceSampler,
+    sampling_kernels,
+)
 from worker_service.runner.sequence_table import SequenceTable
 
 logger = logging.getLogger(__name__)
 
 
-class Changes(NamedTuple):
+class RowChanges(NamedTuple):
     """Columns of what has changed."""
 
     slots: list[Column]
@@ -39,11 +43,11 @@ class DeviceState:
         model: Model,
         cache: CacheEngine,
         block_size: int,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
         sizes: list[int] | None = None,
         num_slots: int | None = None,
         num_seqs: int = 1,
-        max_penalty_bytes: int = MAX_BYTES,
+        max_penalty_bytes: int = MAX_COUNT_BYTES,
     ) -> None:
         """recorder: makes recordings of decode steps of these padded sizes; None makes none.
         num_slots: sequences to make room for at first; None takes enough for most, and for as many
@@ -55,7 +59,7 @@ class DeviceState:
         self._recorder = recorder
         self._sizes = sizes or []
         self._max_penalty_bytes = max_penalty_bytes
-        self._make(num_slots or initial_slots(self._max_blocks, num_seqs))
+        self._make(num_slots or initial_rows(self._max_blocks, num_seqs))
 
     def note_new(self, slot: int, table: SequenceTable) -> None:
         """A sequence has come into a slot."""
@@ -67,11 +71,11 @@ class DeviceState:
         self.slots.forget()
         self.penalties.forget()
 
-    def changes(self, table: SequenceTable) -> Changes:
+    def changes(self, table: SequenceTable) -> RowChanges:
         """What has changed since the last time, to be sent and applied."""
-        return Changes(self.slots.changes(table), self.penalties.changes(table.sampling))
+        return RowChanges(self.slots.changes(table), self.penalties.changes(table.sampling))
 
-    def apply(self, changes: Changes, sent: list[Tensor]) -> None:
+    def apply(self, changes: RowChanges, sent: list[Tensor]) -> None:
         """Take in changes, whose columns have arrived as these tensors."""
         count = len(changes.slots)
         self.slots.apply(sent[:count])
@@ -88,7 +92,7 @@ class DeviceState:
     def _make(self, num_slots: int) -> None:
         device = self._kv_cache.device
         self.graphs: DecodeGraphs | None = None
-        self.slots = DeviceSlots(num_slots, self._max_blocks, device)
+        self.slots = DeviceRows(num_slots, self._max_blocks, device)
         vocab_size, max_bytes = self._model.vocab_size, self._max_penalty_bytes
         self.penalties = DevicePenalties(vocab_size, device, max_bytes)
         self.sampler = DeviceSampler(self.slots, self.penalties, sampling_kernels(device))
@@ -96,7 +100,7 @@ class DeviceState:
             self.graphs = self._record(self._recorder)
 
     @torch.inference_mode()
-    def _record(self, recorder: Recorder) -> DecodeGraphs | None:
+    def _record(self, recorder: GraphRecorder) -> DecodeGraphs | None:
         graphs = DecodeGraphs(self._model, self._kv_cache, self.slots, self.sampler, self._sizes)
         try:
             graphs.record(recorder)

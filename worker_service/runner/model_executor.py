@@ -1,24 +1,26 @@
-"""A model on a device, as the engine drives it."""
+"""A model on a device, as the engine drives it; `torch.compile` and torch's profiler on request."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.distributed.rendezvous import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
-from worker_service.errors import DeviceLost, InvalidOption
+from worker_service.errors import DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import profile_blocks
 from worker_service.loader import LoadedModel
-from worker_service.loader.assets import iter_assets
-from worker_service.models.compiled import compile_layers
-from worker_service.profiler import Profiler
-from worker_service.runner.cuda_graphs import CudaRecorder, graph_sizes
+from worker_service.loader.model_files import iter_assets
+from worker_service.models.interface import Model
+from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.model_runner import ModelRunner
@@ -29,6 +31,54 @@ if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
+
+
+def compile_layers(
+    model: Model, device: torch.device, backend: str | Callable[..., Any] = "inductor"
+) -> None:
+    """Have each layer compiled at its first call, for any number of rows.
+
+    Layers one by one, and not the model: they are alike, so they share what is compiled. Raises
+    InvalidOption for a model that is not in our own code, and on a CPU, whose kernels take
+    addresses where the compiler has none.
+    """
+    if device.type == "cpu":
+        raise InvalidOption("compile: expected a GPU, got a CPU")
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise InvalidOption(f"compile: {model.architecture} has no layers of ours to compile")
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
+class Profiler:
+    """At most one trace at a time. Start and stop it on the thread to be traced."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Begin a trace. Raises OutOfOrder if one is running."""
+        if self._running is not None:
+            raise OutOfOrder("a profile is running already")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._running = torch.profiler.profile(activities=activities)
+        self._running.start()
+
+    def stop(self) -> str:
+        """End the trace and write it, for chrome://tracing. Returns the file's path."""
+        if self._running is None:
+            raise OutOfOrder("no profile is running")
+        running, self._running = self._running, None
+        running.stop()
+        path = self._directory / f"pagewire-worker-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(str(path))
+        return str(path)
+
 
 _WAITING_BACKENDS = ("reference",)
 """Attention backends that wait for the device in the middle of a step."""
@@ -88,7 +138,7 @@ class ModelExecutor:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
-            num_ranks=self.loaded.ranks.layout.world_size,
+            num_ranks=self.loaded.communicator.layout.world_size,
             num_graphs=len(sizes),
             largest_graph=max(sizes, default=0),
         )
@@ -96,7 +146,7 @@ class ModelExecutor:
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
         """A runner over the caches there are, if they have the right sizes, or over new ones."""
         if self._rendezvous is not None:
-            self.loaded.ranks.join(self._rendezvous, epoch, self._device)
+            self.loaded.communicator.join(self._rendezvous, epoch, self._device)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
             # Let go of the old ones first: both would not fit. Blocks that are still being moved
             # would come to lie in memory that others have by then.
@@ -112,8 +162,8 @@ class ModelExecutor:
             )
         model, block_size = self.loaded.model, self.loaded.block_size
         if self._rendezvous is not None:
-            ranks = self.loaded.ranks
-            return RankRunner(model, self._cache, block_size, ranks, self._grammars)
+            communicator = self.loaded.communicator
+            return RankRunner(model, self._cache, block_size, communicator, self._grammars)
         if self._device.type == "cpu":
             return ModelRunner(model, self._cache, block_size, self._grammars)
         if self._state is None or self._state_num_seqs < self._max_num_seqs:
@@ -125,7 +175,7 @@ class ModelExecutor:
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()
-        recorder = CudaRecorder(self._device) if sizes else None
+        recorder = CudaGraphRecorder(self._device) if sizes else None
         return DeviceState(
             self.loaded.model,
             cache,
@@ -161,7 +211,7 @@ class ModelExecutor:
     def interrupt(self) -> None:
         """From any thread: have what waits for other ranks give up."""
         if self._loaded is not None:
-            self._loaded.ranks.interrupt()
+            self._loaded.communicator.interrupt()
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The files of the checkpoint that frontends need."""

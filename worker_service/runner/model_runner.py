@@ -13,17 +13,31 @@ from torch import Tensor
 
 from pagewire_kernels.computed import Computed, HeadOutput
 from worker_service.array_types import Int64Array
-from worker_service.clock import monotonic_us
-from worker_service.decode_inputs import DecodeInputs
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import ComputesLogits, Model
-from worker_service.plan import NewSequence, RowErrorReason, StepPlan, StepResult, StepTimings
-from worker_service.prompt_logprobs import prompt_logprobs
-from worker_service.runner.batch import ForwardInputs, StepRows, build_inputs, lay_out, resolve_rows
+from worker_service.plan import (
+    Candidates,
+    NewSequence,
+    PromptLogprobs,
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+    monotonic_us,
+)
+from worker_service.runner.batch import (
+    DecodeInputs,
+    ForwardInputs,
+    StepRows,
+    build_inputs,
+    lay_out,
+    resolve_rows,
+)
 from worker_service.runner.sequence_table import SequenceTable
-from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
+from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, Samples, SamplingBatch, sample
 from worker_service.structured.masks import ConstrainedRow, MaskedRows, TokenMasks
 
@@ -59,7 +73,7 @@ class LastLogits(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What a step brought so far, by row of the plan."""
 
     tokens: Int64Array
@@ -74,16 +88,16 @@ class Outcome:
     """Input preparation and forward pass, in microseconds."""
 
 
-class Begun(NamedTuple):
+class StepStart(NamedTuple):
     """When a step's first parts were done, on the monotonic clock."""
 
     started_us: int
     cache_done_us: int
-    taken_in_us: int
+    admitted_us: int
 
-    def later(self, by_us: int) -> "Begun":
+    def later(self, by_us: int) -> "StepStart":
         """The same, had it happened that much later."""
-        return Begun(*(time_us + by_us for time_us in self))
+        return StepStart(*(time_us + by_us for time_us in self))
 
 
 class ModelRunner:
@@ -144,19 +158,19 @@ class ModelRunner:
         """
         return self._finish(plan, self._begin(plan))
 
-    def _begin(self, plan: StepPlan) -> Begun:
+    def _begin(self, plan: StepPlan) -> StepStart:
         """Everything before the forward pass: cache operations, and what changed."""
         started_us = monotonic_us()
         self._forget(plan)
         self._cache.execute(plan)
         cache_done_us = monotonic_us()
-        self._take_in(plan)
-        return Begun(started_us, cache_done_us, monotonic_us())
+        self._admit(plan)
+        return StepStart(started_us, cache_done_us, monotonic_us())
 
-    def _finish(self, plan: StepPlan, begun: Begun) -> StepResult:
+    def _finish(self, plan: StepPlan, begun: StepStart) -> StepResult:
         """Compute and sample, until the tokens are there."""
         outcome = self._compute(plan)
-        forward_us = begun.taken_in_us - begun.cache_done_us + outcome.forward_us
+        forward_us = begun.admitted_us - begun.cache_done_us + outcome.forward_us
         if len(plan.seq_ids) == 0:
             self._cache.finish()  # there is nothing that could run beside
         finished_us = monotonic_us()
@@ -183,7 +197,7 @@ class ModelRunner:
             self._masks.remove(self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids"))
         self._sequences.forget(plan.forget_seq_ids)
 
-    def _compute(self, plan: StepPlan) -> Outcome:
+    def _compute(self, plan: StepPlan) -> StepOutcome:
         """Compute the plan's rows, and sample."""
         started_us = monotonic_us()
         rows = resolve_rows(plan, self._sequences)
@@ -200,7 +214,7 @@ class ModelRunner:
             self._sample(outcome, logits, sampling, rows, masks)
         return outcome
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
             self._sequences.add(new, f"new_sequences[{index}]")
             self._take_in_constraint(new, f"new_sequences[{index}]")
@@ -235,14 +249,16 @@ class ModelRunner:
         rows = self._constrained_rows(slots)
         return self._masks.begin(rows) if rows and self._masks is not None else None
 
-    def _start(self, rows: StepRows) -> Outcome:
+    def _start(self, rows: StepRows) -> StepOutcome:
         """An outcome in which sequences that failed in an earlier step fail again."""
         errors = {}
         if failures := self._sequences.failures:
             slots = enumerate(rows.slots.tolist())
             errors = {row: failures[slot] for row, slot in slots if slot in failures}
         tokens = np.full(len(rows.slots), NO_TOKEN, np.int64)
-        return Outcome(tokens=tokens, logprobs={}, prompt_logprobs={}, candidates={}, errors=errors)
+        return StepOutcome(
+            tokens=tokens, logprobs={}, prompt_logprobs={}, candidates={}, errors=errors
+        )
 
     def _forward(self, rows: StepRows, sampling: Int64Array) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
@@ -305,7 +321,9 @@ class ModelRunner:
             hidden = hidden[self._index(positions)]
         return self._model.compute_logits(hidden)
 
-    def _add_prompt_logprobs(self, outcome: Outcome, rows: StepRows, forward: ForwardPass) -> None:
+    def _add_prompt_logprobs(
+        self, outcome: StepOutcome, rows: StepRows, forward: ForwardPass
+    ) -> None:
         """Log probabilities of the prompt tokens that the rows' hidden states predict."""
         table = self._sequences
         if not table.prompt_logprobs:
@@ -342,7 +360,7 @@ class ModelRunner:
 
     def _sample(
         self,
-        outcome: Outcome,
+        outcome: StepOutcome,
         logits: LastLogits,
         sampling: Int64Array,
         rows: StepRows,
@@ -378,7 +396,7 @@ class ModelRunner:
         table.append_tokens(rows.slots[sampled], outcome.tokens[sampled])
 
     def _note_failures(
-        self, outcome: Outcome, samples: Samples, sampling: Int64Array, rows: StepRows
+        self, outcome: StepOutcome, samples: Samples, sampling: Int64Array, rows: StepRows
     ) -> None:
         for row in sampling[samples.non_finite].tolist():
             self._fail(outcome, rows, row, RowErrorReason.NON_FINITE_LOGITS)
@@ -386,7 +404,7 @@ class ModelRunner:
             if row not in outcome.errors:
                 self._fail(outcome, rows, row, RowErrorReason.NO_CANDIDATES)
 
-    def _fail(self, outcome: Outcome, rows: StepRows, row: int, reason: RowErrorReason) -> None:
+    def _fail(self, outcome: StepOutcome, rows: StepRows, row: int, reason: RowErrorReason) -> None:
         """End a row; its sequence stands still until it is forgotten."""
         outcome.errors[row] = reason
         self._sequences.failures[int(rows.slots[row])] = reason

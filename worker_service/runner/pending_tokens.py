@@ -1,14 +1,21 @@
-"""Steps under way on the device, from launch until both threads have what came of them.
+"""Tokens that were sampled, on the device or by another rank, but that the host does not know yet.
 
-A flight's numbers are read twice. The thread that follows the model thread *collects* them, for the
-core, as soon as they are there. The model thread *learns* them, for the host's table of sequences,
-when it comes to it: before the next launch, or where a plan needs to know a token now. Neither
-waits for the other, and neither changes what the other reads.
+`PendingTokens`: in-flight steps of a `DeviceRunner`. The outcome of a step is read twice. The
+collector thread *collects* it for the core as soon as it is there. The model thread *resolves* it
+into the table of sequences before the next launch, or where a plan needs to know a token now.
+Neither waits for the other, and neither changes what the other reads. `DeviceEvent` is a point in
+the device's work to wait for.
+
+`RankPendingTokens`: one rank samples and broadcasts, so ranks agree by construction. The others
+resolve a row's token only when they need it; until then a placeholder stands in its sequence, so
+that the first stage of a pipeline can continue with other rows. A message carries its step id,
+which must equal the receiver's.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +23,92 @@ import torch
 from torch import Tensor
 
 from worker_service.array_types import Int64Array
-from worker_service.clock import monotonic_us
-from worker_service.device.marks import Mark
+from worker_service.distributed.communicator import ProcessGroups, Transfer
+from worker_service.errors import GroupBroken
 from worker_service.pinned_memory import Staging
-from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
+from worker_service.plan import (
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+    monotonic_us,
+)
 from worker_service.runner.device_rows import FAILURES
 from worker_service.runner.device_sampler import LogprobTensors
 from worker_service.runner.sequence_table import SequenceTable
-from worker_service.sampler.entries import TokenLogprobs
 from worker_service.sampling.logprobs import table_of
 
-_NOBODY = -1
+
+class DeviceEvent(Protocol):
+    """A point in what was queued to a device: all that was queued before it."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has got there."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it has; others may use the interpreter meanwhile."""
+        ...
+
+    def us_since(self, earlier: "DeviceEvent") -> int:
+        """Microseconds of device time between two events that are reached."""
+        ...
+
+
+class CudaEvent:
+    """An event on the current stream of the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has got there."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        # A thread that has no device yet would take the first one, and memory there.
+        with torch.cuda.device(self._event.device):
+            self._event.synchronize()
+
+    def us_since(self, earlier: DeviceEvent) -> int:
+        """Microseconds between the two."""
+        assert isinstance(earlier, CudaEvent)
+        return round(earlier._event.elapsed_time(self._event) * 1000)
+
+
+class HostEvent:
+    """On a CPU what was queued is done."""
+
+    is_reached = True
+
+    def __init__(self) -> None:
+        self._time_us = monotonic_us()
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def us_since(self, earlier: DeviceEvent) -> int:
+        """Microseconds between the two."""
+        assert isinstance(earlier, HostEvent)
+        return self._time_us - earlier._time_us
+
+
+def event_type(device: torch.device) -> Callable[[], DeviceEvent]:
+    """The class of events in a device's work."""
+    return CudaEvent if device.type == "cuda" else HostEvent
+
+
+_FORGOTTEN = -1
 _INITIAL_ROWS = 512
 
 
-class Buffers:
-    """Host memory of one flight: what the device reads, and what it writes its numbers to."""
+class StepBuffers:
+    """Host memory of one in-flight step: its inputs, and the outcome that the device writes."""
 
     def __init__(self, device: torch.device) -> None:
         self.staging = Staging(device)
@@ -88,7 +165,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-class LastFinish:
+class LastFinishTime:
     """When the step collected last was done: the next one has had the device only since then."""
 
     def __init__(self) -> None:
@@ -96,7 +173,7 @@ class LastFinish:
 
 
 @dataclass(kw_only=True, slots=True)
-class Flight:
+class InFlightStep:
     """One launched step. Implements `worker_service.engine.executor.Step`."""
 
     plan: StepPlan
@@ -104,9 +181,9 @@ class Flight:
     """[n]: the plan's rows that sample."""
 
     slots: Int64Array
-    """[n]: theirs; the model thread's alone, _NOBODY once a sequence is forgotten."""
+    """[n]: theirs; the model thread's alone, _FORGOTTEN once a sequence is forgotten."""
 
-    places: Int64Array
+    positions: Int64Array
     """[n]: where in its sequence each row's token will stand."""
 
     errors: dict[int, RowErrorReason]
@@ -116,10 +193,10 @@ class Flight:
     """[n]: a token or one of `FAILURES` each, once `end` is reached."""
 
     logprobs: FetchedLogprobs | None
-    buffers: Buffers
-    begin: Mark
-    computed: Mark
-    end: Mark
+    buffers: StepBuffers
+    begin: DeviceEvent
+    computed: DeviceEvent
+    end: DeviceEvent
     launched_us: int
     cache_us: int
     """Microseconds that the cache operations took the host."""
@@ -127,8 +204,8 @@ class Flight:
     cache_device_us: Callable[[], int]
     """Microseconds that they have taken the device."""
 
-    last_finish: LastFinish
-    is_learnt: bool = False
+    last_finish: LastFinishTime
+    is_resolved: bool = False
     is_collected: bool = False
 
     def collect(self) -> StepResult:
@@ -169,64 +246,158 @@ class Flight:
         )
 
 
-class Flights:
-    """The model thread's side: which steps it has not learnt the tokens of."""
+class PendingTokens:
+    """The model thread's side: in-flight steps whose tokens it has not resolved."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._flights: deque[Flight] = deque()
-        self._spare: list[Buffers] = []
+        self._steps: deque[InFlightStep] = deque()
+        self._spare: list[StepBuffers] = []
 
-    def buffers(self) -> Buffers:
-        """Memory for one more flight."""
-        while self._flights and self._flights[0].is_learnt and self._flights[0].is_collected:
-            self._spare.append(self._flights.popleft().buffers)
-        return self._spare.pop() if self._spare else Buffers(self._device)
+    def buffers(self) -> StepBuffers:
+        """Memory for one more in-flight step."""
+        while self._steps and self._steps[0].is_resolved and self._steps[0].is_collected:
+            self._spare.append(self._steps.popleft().buffers)
+        return self._spare.pop() if self._spare else StepBuffers(self._device)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, step: InFlightStep) -> None:
         """A step was launched."""
-        self._flights.append(flight)
+        self._steps.append(step)
 
-    def learn_what_is_there(self, table: SequenceTable) -> None:
-        """Learn the tokens of steps that are done, without waiting."""
-        for flight in self._unlearnt():
-            if not flight.end.is_reached:
+    def resolve_available(self, table: SequenceTable) -> None:
+        """Resolve the tokens of steps that are done, without waiting."""
+        for step in self._unresolved():
+            if not step.end.is_reached:
                 return
-            _learn(flight, table)
+            _resolve(step, table)
 
-    def learn(self, slots: Int64Array, table: SequenceTable) -> None:
+    def resolve(self, slots: Int64Array, table: SequenceTable) -> None:
         """Wait until all tokens of these sequences are known."""
         if len(slots) == 0:
             return
-        unlearnt = self._unlearnt()
-        last = max((i for i, f in enumerate(unlearnt) if np.isin(f.slots, slots).any()), default=-1)
-        for flight in unlearnt[: last + 1]:
-            _learn(flight, table)
+        unresolved = self._unresolved()
+        last = max(
+            (i for i, f in enumerate(unresolved) if np.isin(f.slots, slots).any()), default=-1
+        )
+        for step in unresolved[: last + 1]:
+            _resolve(step, table)
 
-    def learn_all(self, table: SequenceTable) -> None:
+    def resolve_all(self, table: SequenceTable) -> None:
         """Wait until all tokens are known."""
-        for flight in self._unlearnt():
-            _learn(flight, table)
+        for step in self._unresolved():
+            _resolve(step, table)
 
     def forget(self, slots: Int64Array) -> None:
         """What is still to come of these sequences is of no interest."""
-        for flight in self._unlearnt():
-            flight.slots[np.isin(flight.slots, slots)] = _NOBODY
+        for step in self._unresolved():
+            step.slots[np.isin(step.slots, slots)] = _FORGOTTEN
 
     def forget_all(self) -> None:
         """Nothing that is still to come is."""
-        for flight in self._unlearnt():
-            flight.is_learnt = True
+        for step in self._unresolved():
+            step.is_resolved = True
 
-    def _unlearnt(self) -> list[Flight]:
-        return [flight for flight in self._flights if not flight.is_learnt]
+    def _unresolved(self) -> list[InFlightStep]:
+        return [step for step in self._steps if not step.is_resolved]
 
 
-def _learn(flight: Flight, table: SequenceTable) -> None:
-    flight.end.wait()
-    flight.is_learnt = True
-    is_known = flight.slots != _NOBODY
-    has_token = is_known & (flight.numbers >= 0)
-    table.learn_tokens(flight.slots[has_token], flight.places[has_token], flight.numbers[has_token])
-    for index in np.flatnonzero(is_known & (flight.numbers < 0)).tolist():
-        table.take_back(int(flight.slots[index]), FAILURES[int(flight.numbers[index])])
+def _resolve(step: InFlightStep, table: SequenceTable) -> None:
+    step.end.wait()
+    step.is_resolved = True
+    is_known = step.slots != _FORGOTTEN
+    has_token = is_known & (step.numbers >= 0)
+    table.resolve_tokens(step.slots[has_token], step.positions[has_token], step.numbers[has_token])
+    for index in np.flatnonzero(is_known & (step.numbers < 0)).tolist():
+        table.take_back(int(step.slots[index]), FAILURES[int(step.numbers[index])])
+
+
+_NO_TOKEN = -1
+"""Of a row that neither sampled nor failed, or for whose token the core has candidates."""
+_FIRST_ERROR = -2
+"""Errors count down from here, in the order of RowErrorReason."""
+_REASONS = list(RowErrorReason)
+
+
+def encode_outcome(tokens: Int64Array, errors: dict[int, RowErrorReason]) -> Int64Array:
+    """One number per row: its token, _NO_TOKEN, or its error."""
+    numbers = tokens.copy()
+    for row, reason in errors.items():
+        numbers[row] = _FIRST_ERROR - _REASONS.index(reason)
+    return numbers
+
+
+@dataclass(kw_only=True, slots=True)
+class _PendingMessage:
+    """A message that has not been resolved."""
+
+    step_id: int
+    transfer: Transfer
+    slots: Int64Array
+    """Of the rows; _FORGOTTEN where nothing will be resolved, or the sequence is forgotten."""
+
+    has_placeholder: npt.NDArray[np.bool_]
+    """Rows whose token is awaited."""
+
+
+class RankPendingTokens:
+    """This rank's side of it, for one epoch."""
+
+    def __init__(self, groups: ProcessGroups, table: SequenceTable) -> None:
+        self._groups = groups
+        self._table = table
+        self._messages: deque[_PendingMessage] = deque()
+        self._sent: deque[Transfer] = deque()
+
+    def broadcast(self, step_id: int, numbers: Int64Array) -> None:
+        """On the sampling rank: what came of some rows, in `encode_outcome`'s form."""
+        while self._sent and self._sent[0].is_done:
+            self._sent.popleft().wait()
+        message = torch.from_numpy(np.concatenate([[step_id], numbers]))
+        self._sent.append(self._groups.share_with_all(message))
+
+    def expect(self, step_id: int, slots: Int64Array, sampling: npt.NDArray[np.bool_]) -> None:
+        """On the others: these rows' sequences have a placeholder now where they are `sampling`."""
+        while self._messages and self._messages[0].transfer.is_done:
+            self._resolve_next()
+        waits = slots[sampling]
+        self._table.append_tokens(waits, np.zeros(len(waits), np.int64))
+        # Only rows that sample, or report what the model makes of their prompt, can fail.
+        may_fail = sampling | np.isin(slots, list(self._table.prompt_logprobs))
+        message = torch.empty(1 + len(slots), dtype=torch.int64)
+        self._messages.append(
+            _PendingMessage(
+                step_id=step_id,
+                transfer=self._groups.share_with_all(message),
+                slots=np.where(may_fail, slots, _FORGOTTEN),
+                has_placeholder=sampling,
+            )
+        )
+
+    def resolve(self, slots: Int64Array) -> None:
+        """Wait until nothing is awaited of these sequences. Raises GroupBroken."""
+        last = max(
+            (i for i, e in enumerate(self._messages) if np.isin(e.slots, slots).any()), default=-1
+        )
+        for _ in range(last + 1):
+            self._resolve_next()
+
+    def forget(self, slots: Int64Array) -> None:
+        """What is still to come of these sequences is of no interest."""
+        for pending in self._messages:
+            pending.slots[np.isin(pending.slots, slots)] = _FORGOTTEN
+
+    def _resolve_next(self) -> None:
+        pending = self._messages.popleft()
+        step_id, *numbers = pending.transfer.wait().tolist()
+        if step_id != pending.step_id:
+            raise GroupBroken(f"rank at step {pending.step_id}, the sampling rank at {step_id}")
+        rows = zip(pending.slots.tolist(), pending.has_placeholder, numbers, strict=True)
+        for slot, has_placeholder, number in rows:
+            if slot == _FORGOTTEN:
+                continue
+            if number >= 0:
+                self._table.token_ids[slot, self._table.num_tokens[slot] - 1] = number
+            elif has_placeholder:
+                self._table.num_tokens[slot] -= 1
+            if number <= _FIRST_ERROR:
+                self._table.failures[slot] = _REASONS[_FIRST_ERROR - number]

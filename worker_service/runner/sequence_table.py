@@ -20,10 +20,10 @@ NO_BLOCK = -1
 UNKNOWN_TOKEN = -1
 """Stands for a token that the device has sampled and the host has not heard of."""
 
-_INITIAL_SLOTS = 64
+_INITIAL_ROWS = 64
 
 
-class PromptLogprobsWish(NamedTuple):
+class PromptLogprobsRequest(NamedTuple):
     """Which prompt log probabilities a sequence asked for."""
 
     start: int
@@ -60,22 +60,22 @@ class SequenceTable:
         max_blocks = -(-max_model_len // block_size)
         # One more than the model's length: the last position may still sample. Zeroed by the
         # operating system, so a page costs memory only once tokens are written to it.
-        self.token_ids = np.zeros((_INITIAL_SLOTS, max_model_len + 1), np.int32)
-        self.block_tables = np.full((_INITIAL_SLOTS, max_blocks), NO_BLOCK, np.int32)
-        self.num_tokens = np.zeros(_INITIAL_SLOTS, np.int64)
-        self.num_prompt_tokens = np.zeros(_INITIAL_SLOTS, np.int64)
-        self.num_computed_tokens = np.zeros(_INITIAL_SLOTS, np.int64)
-        self.num_blocks = np.zeros(_INITIAL_SLOTS, np.int64)
-        self.prompt_logprobs: dict[int, PromptLogprobsWish] = {}
+        self.token_ids = np.zeros((_INITIAL_ROWS, max_model_len + 1), np.int32)
+        self.block_tables = np.full((_INITIAL_ROWS, max_blocks), NO_BLOCK, np.int32)
+        self.num_tokens = np.zeros(_INITIAL_ROWS, np.int64)
+        self.num_prompt_tokens = np.zeros(_INITIAL_ROWS, np.int64)
+        self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
+        self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
+        self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         """By slot, for the few that asked."""
         self.failures: dict[int, RowErrorReason] = {}
         """Why no token could be sampled, by slot: such a sequence stands still until forgotten."""
-        self.sampling = SamplingTable(_INITIAL_SLOTS)
+        self.sampling = SamplingTable(_INITIAL_ROWS)
         self._slot_of: dict[int, int] = {}
         self._free_slots: list[list[int]] = [[] for _ in range(num_parts)]
         """Of each part, the next to be taken last."""
         self._part_sizes = [0] * num_parts
-        self._add_slots(0, _INITIAL_SLOTS)
+        self._add_slots(0, _INITIAL_ROWS)
 
     def __len__(self) -> int:
         """Number of sequences known."""
@@ -139,7 +139,7 @@ class SequenceTable:
         self.block_tables[slot, : len(new.block_ids)] = new.block_ids
         self.num_blocks[slot] = len(new.block_ids)
         if new.sampling.num_prompt_logprobs is not None:
-            self.prompt_logprobs[slot] = PromptLogprobsWish(
+            self.prompt_logprobs[slot] = PromptLogprobsRequest(
                 new.prompt_logprobs_start, new.sampling.num_prompt_logprobs
             )
         if parent is not None and parent in self.failures:
@@ -193,7 +193,7 @@ class SequenceTable:
         self.num_tokens[slots] += 1
         return places
 
-    def learn_tokens(self, slots: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
+    def resolve_tokens(self, slots: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
         """Take note of tokens that were unknown, at the positions that `expect_tokens` gave."""
         self.token_ids[slots, places] = tokens
         self.sampling.append(slots, tokens)

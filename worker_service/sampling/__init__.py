@@ -1,21 +1,15 @@
-"""The sampler: from a step's logits to one token per row.
+"""The host's sampler: from a step's logits to one token per row.
 
 | file | holds |
 | --- | --- |
 | `sampler.py` | the order of operations, greedy choice, failed rows |
-| `params.py`, `table.py` | a sequence's parameters; those of all sequences as columns by slot |
-| `edits.py`, `bad_words.py`, `occurrences.py` | exclusions, biases and penalties |
-| `masking.py` | what constraints exclude |
+| `sampling_table.py` | the sampling parameters of all sequences, as columns |
+| `logit_edits.py` | bad words, biases, penalties, and constraints' bitmasks |
 | `draw.py` | min-p, top-k, top-p, and the draw |
 | `philox.py` | counter-based random numbers |
-| `logprobs.py`, `entries.py` | log probabilities and ranks; how a result holds them |
-| `candidates.py` | where the core chooses: the tokens among which it does |
-| `upload.py` | numbers to a device without waiting for it |
+| `logprobs.py` | log probabilities and ranks, of prompts too; candidates where the core chooses |
 
 A row's outcome depends on its own logits, parameters and tokens only: bitwise, on the CPU, whatever
-else is in the batch. No function keeps state between steps; what must be remembered of a sequence
-is in `SamplingTable`. On a GPU `worker_service/runner/device_sampler.py` samples, with the edits of this
-package.
-
-Nothing is imported here: `params.py` and `entries.py` serve a worker that has no torch.
+else is in the batch. No function keeps state between steps; a sequence's state is in
+`SamplingTable`. On a GPU `runner/device_sampler.py` samples, with the edits of this package.
 """

@@ -1,21 +1,96 @@
-"""Changes to single logits that a sequence's parameters and tokens ask for, before temperature.
+"""Changes to single logits that a sequence's parameters and tokens require, before temperature.
 
 The order is vLLM's: bad words and suppressed tokens are excluded, then biases are added, then
-penalties applied. Each kind is one gather and one scatter over all rows that have it.
+penalties applied. Each kind is one gather and one scatter over all rows that have it. What a
+constraint does not allow is excluded last, from a bitmask.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagewire_kernels import reference
 from worker_service.array_types import Int32Array
-from worker_service.sampler.bad_words import BadWords
-from worker_service.sampler.occurrences import Occurrences
-from worker_service.sampler.upload import upload
+from worker_service.pinned_memory import upload
 from worker_service.sampling_params import SamplerParams
+from worker_service.structured.masks import MaskedRows
+
+
+class BadWords:
+    """One sequence's bad words, indexed so that a step looks only at those about to be completed.
+
+    Words are matched against the output alone, as vLLM does: a prompt may end with the beginning of
+    a bad word and the output complete it.
+    """
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        words = tuple(words)
+        self._single = np.array([word[0] for word in words if len(word) == 1], np.int32)
+        self._by_prefix_end: dict[int, list[tuple[Int32Array, int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                prefix = np.array(word[:-1], np.int32)
+                self._by_prefix_end.setdefault(word[-2], []).append((prefix, word[-1]))
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether there are words of several tokens."""
+        return bool(self._by_prefix_end)
+
+    def banned_after(self, output: Int32Array) -> Int32Array:
+        """Tokens that would complete a bad word after this output."""
+        if not self._by_prefix_end or len(output) == 0:
+            return self._single
+        completing = [
+            last
+            for prefix, last in self._by_prefix_end.get(int(output[-1]), ())
+            if len(prefix) <= len(output) and np.array_equal(output[-len(prefix) :], prefix)
+        ]
+        return np.concatenate([self._single, np.array(completing, np.int32)])
+
+
+class Occurrences:
+    """The distinct tokens of one sequence and how often each is in its output.
+
+    Sparse, because a sequence uses a small part of a vocabulary. Columns grow by doubling; the
+    first `len(self)` entries count. Invariant: `_index[token_ids[i]] == i`, no token twice.
+    """
+
+    def __init__(self, prompt: Int32Array, output: Int32Array, *, with_prompt: bool) -> None:
+        distinct = np.unique(np.concatenate([prompt, output]) if with_prompt else output)
+        self._token_ids = np.empty(max(64, 2 * len(distinct)), np.int32)
+        self._counts = np.zeros(len(self._token_ids), np.int32)
+        self._token_ids[: len(distinct)] = distinct
+        self._index = {token: i for i, token in enumerate(distinct.tolist())}
+        for token in output.tolist():
+            self._counts[self._index[token]] += 1
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The distinct tokens."""
+        return self._token_ids[: len(self)]
+
+    @property
+    def output_counts(self) -> Int32Array:
+        """How often each is in the output; 0 for those of the prompt alone."""
+        return self._counts[: len(self)]
+
+    def append(self, token: int) -> None:
+        """Take note of one more output token."""
+        index = self._index.setdefault(token, len(self))
+        if index == len(self._token_ids):
+            self._token_ids = np.concatenate([self._token_ids, np.empty_like(self._token_ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._token_ids[index] = token
+        self._counts[index] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +198,26 @@ def _indices(logits: Tensor, rows: list[int], columns: list[Int32Array]) -> tupl
         upload(row_index, logits.device),
         upload(column_index.astype(np.int64), logits.device),
     )
+
+
+def apply_masks(logits: Tensor, masked: MaskedRows | None) -> None:
+    """Masks rows in place. logits: float32 [n, vocab_size]."""
+    if masked is None:
+        return
+    if not logits.is_cpu:
+        rows, bitmask = upload(masked.rows, logits.device), upload(masked.bitmask, logits.device)
+        reference.apply_bitmask(logits, rows, bitmask)
+        return
+    # numpy unpacks bits with vector instructions; torch has no such thing.
+    excluded = torch.from_numpy(_excluded(masked, logits.shape[1]))
+    if len(masked.rows) == len(logits):
+        logits.masked_fill_(excluded, -torch.inf)
+        return
+    for row, columns in zip(masked.rows.tolist(), excluded, strict=True):
+        logits[row].masked_fill_(columns, -torch.inf)
+
+
+def _excluded(masked: MaskedRows, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """[m, vocab_size]."""
+    packed = (~masked.bitmask).view(np.uint8)
+    return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)

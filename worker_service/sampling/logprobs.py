@@ -1,4 +1,6 @@
-"""Log probabilities of the model's own distribution, before penalties and temperature."""
+"""Log probabilities of the model's own distribution, before penalties and temperature: of sampled
+tokens, of prompt tokens, and of the candidates among which the core chooses.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
+from worker_service.array_types import Float32Array, Int32Array, Int64Array
+from worker_service.models.interface import Model
+from worker_service.pinned_memory import upload
+from worker_service.plan import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampling.draw import largest
 
 MIN_WINDOW = 32
@@ -97,3 +102,57 @@ def _order(
     """Columns by falling value, the lower token id first among equals."""
     order = np.lexsort((ids, -values), axis=-1)
     return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+
+
+def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
+    """Turns these rows' logits into log probabilities, in place: what edits change are those."""
+    index = upload(rows, logits.device)
+    logits[index] = torch.log_softmax(logits[index], dim=-1)
+
+
+def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, Candidates]:
+    """The most probable tokens of these rows, by row; none that was excluded. Of equal ones
+    those with the lowest ids, however many a neighbour asks for.
+
+    logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are told of each.
+    """
+    index = upload(rows, logprobs.device)
+    # One more than is told, to see whether those that are told end among equals.
+    token_ids, values = most_probable(logprobs[index], int(counts.max()) + 1)
+    found = {}
+    for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
+        ids, best = token_ids[place], values[place]
+        kept = min(count, int(np.isfinite(best).sum()))
+        if kept and best[kept - 1] == best[-1] and len(best) < logprobs.shape[1]:
+            ids, best = _sorted(logprobs[row])
+        found[row] = Candidates(token_ids=ids[:kept].astype(np.int32), logprobs=best[:kept])
+    return found
+
+
+def _sorted(logprobs: Tensor) -> tuple[Int64Array, Float32Array]:
+    """All tokens of a row: ids and log probabilities, the lower id first among equals."""
+    values = logprobs.cpu().numpy()
+    ids = np.argsort(-values, kind="stable")
+    return ids, values[ids]
+
+
+MAX_LOGITS_BYTES = 64 * 2**20
+"""Logits computed at once. They need a whole vocabulary's row per token, so a long prompt's would
+not fit into memory."""
+
+
+def prompt_logprobs(
+    model: Model, hidden: Tensor, token_ids: Int32Array, start: int, num_top: int
+) -> PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens and of the most probable ones in their place.
+
+    hidden: [num_tokens, hidden_size], the states that predict them; token_ids: the prompt's own;
+    start: position of the first.
+    """
+    targets = upload(token_ids.astype("int64"), hidden.device)
+    piece = max(1, MAX_LOGITS_BYTES // (4 * model.vocab_size))
+    tables = [
+        logprob_table(model.compute_logits(part), target, num_top)
+        for part, target in zip(hidden.split(piece), targets.split(piece), strict=True)
+    ]
+    return joined(start, tables, num_top)

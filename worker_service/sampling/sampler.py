@@ -3,9 +3,9 @@
 The order of operations is vLLM's:
 
 1. log probabilities, where asked for, are of the model's own logits; where the core chooses the
-   token, they take the logits' place from here on (`candidates.py`);
-2. bad words and suppressed tokens are excluded, biases added, penalties applied (`edits.py`); then
-   what the sequence's constraint does not allow is excluded (`masking.py`);
+   token, they take the logits' place from here on (`logprobs.py`);
+2. bad words and suppressed tokens are excluded, biases added, penalties applied, then what
+   the sequence's constraint does not allow is excluded (`logit_edits.py`);
 3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
    divides the logits;
 4. min-p and top-k, then top-p, and the draw (`draw.py`) with a uniform number that depends on the
@@ -22,13 +22,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from worker_service.array_types import Float32Array, Int32Array, Int64Array
-from worker_service.sampler.candidates import offer, to_logprobs
-from worker_service.sampler.entries import Candidates, TokenLogprobs
-from worker_service.sampler.masking import apply_masks
-from worker_service.sampler.upload import upload
+from worker_service.pinned_memory import upload
+from worker_service.plan import Candidates, TokenLogprobs
 from worker_service.sampling.draw import Filters, draw, draw_unfiltered
-from worker_service.sampling.logit_edits import EditedRow, apply_edits
-from worker_service.sampling.logprobs import logprob_table
+from worker_service.sampling.logit_edits import EditedRow, apply_edits, apply_masks
+from worker_service.sampling.logprobs import logprob_table, offer, to_logprobs
 from worker_service.sampling.philox import uniform
 from worker_service.sampling.sampling_table import NO_LOGPROBS, SamplingTable
 from worker_service.structured.masks import MaskedRows

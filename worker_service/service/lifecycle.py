@@ -18,11 +18,11 @@ from worker_service.address import Address, advertised, parse
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import Executor
+from worker_service.engine.tracing import make_traces
 from worker_service.errors import DeviceLost, SentAway, WorkerError
-from worker_service.metrics.collector import WorkerCollector, WorkerFacts, make_registry
+from worker_service.service.metrics import WorkerCollector, WorkerFacts, make_registry
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer
-from worker_service.worker_traces import make_traces
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The `WorkerService` rpcs: they await and translate, no more."""
+"""The `WorkerService` rpcs: they await and translate, errors into statuses with details."""
 
 import asyncio
 import logging
@@ -13,16 +13,41 @@ from google.protobuf.message import DecodeError
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
-from service_common.grpc_status import unless_over
-from worker_service.clock import monotonic_us
+from service_common.errors import PagewireError
+from service_common.grpc_status import Statuses, unless_over
+from worker_service import errors
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
+from worker_service.plan import monotonic_us
 from worker_service.service import wire
-from worker_service.status_codes import abort
 
 logger = logging.getLogger(__name__)
+
+
+STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
+    errors.WorkerError: grpc.StatusCode.INTERNAL,
+    errors.InvalidOption: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.UnsupportedModel: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.BadCheckpoint: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NotReady: grpc.StatusCode.UNAVAILABLE,
+    errors.InvalidPlan: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.SentAway: grpc.StatusCode.UNAVAILABLE,
+    errors.StaleEpoch: grpc.StatusCode.ABORTED,
+    errors.GroupBroken: grpc.StatusCode.ABORTED,
+    errors.DeviceLost: grpc.StatusCode.UNAVAILABLE,
+    errors.StepFailed: grpc.StatusCode.INTERNAL,
+}
+
+_STATUSES = Statuses(STATUS_CODES)
+
+to_status = _STATUSES.status
+abort = _STATUSES.abort
+
 
 ASSET_CHUNK_BYTES = 2**20
 

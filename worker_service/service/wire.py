@@ -18,13 +18,13 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     ROW_ERROR_MESSAGES,
     NewSequence,
+    PromptLogprobs,
     RowErrorReason,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
-from worker_service.sampler.entries import PromptLogprobs, TokenLogprobs
-from worker_service.sampling_params import SamplerParams
-from worker_service.structured.constraint import Constraint, ConstraintKind
+from worker_service.sampling_params import Constraint, ConstraintKind, SamplerParams
 
 MAX_LOGPROBS = 1024
 """Most probable tokens a row may ask for, candidates too; the frontends' own limits are far below.

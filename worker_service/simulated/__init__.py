@@ -1,21 +1,19 @@
-"""A worker without a model: it checks every plan, and picks tokens by hashing.
+"""An executor without a model: it checks every plan, and picks tokens by hashing.
 
-It stands behind the same engine, servicer and registration as the real one, so it speaks the whole
-worker protocol, but it needs neither torch nor weights. It is there to try the scheduler with, to
-load it at scales that no machine's models reach, and to find plans that break the contract.
+It runs behind the same engine, servicer and registration as the real one, so it speaks the whole
+worker protocol, but needs neither torch nor weights. Its purpose is to try the scheduler, to load
+it at scales that no machine's models reach, and to find plans that break the contract. It
+deliberately shares no code with `runner/` and `sampling/`: it judges them.
 
 | file | holds |
 | --- | --- |
-| `executor.py` | what the engine drives: facts of the model, sizes of the caches, runners |
-| `runner.py` | one step: move blocks, take in sequences, read, write, wait, sample |
-| `memory.py` | the memory model: what is in which slot, and what may be done with which block |
-| `sequence.py`, `table.py` | sequences, and what plans may say of them |
-| `rows.py` | the rules of a step's rows |
-| `tokens.py`, `logprobs.py` | the simulated model: histories, next tokens, log probabilities |
-| `sampler.py`, `draw.py` | which token is chosen, by the same rules as for a real model |
-| `cost.py`, `config.py` | how long a step takes; all settings |
+| `executor.py` | the engine's executor; a step: move blocks, add sequences, check, sample, wait |
+| `memory_model.py` | what is in which KV slot, and what may be done with which block |
+| `sequences.py` | sequences and the rows of a step, checked against the rules of `plan.proto` |
+| `model.py` | the simulated model: histories, next tokens, log probabilities |
+| `sampler.py` | which token is chosen, by the same rules as for a real model |
 
-A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and says what
-was wrong. A token is a function of the tokens before it, its parameters, choice and position alone,
-and chosen by the rules of sampling.proto.
+A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and what was
+wrong. A token is a function of the tokens before it, its parameters, choice and position alone, and
+chosen by the rules of sampling.proto. `SimulationConfig` is in `worker_service/config.py`.
 """

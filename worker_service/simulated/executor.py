@@ -1,26 +1,36 @@
-"""One simulated step: check the plan against the memory model, sample, take the time it takes."""
+"""The simulated executor, as the engine drives it.
+
+A step checks its plan against the memory model, samples, and takes the time of `CostModel`.
+"""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from worker_service.clock import monotonic_us
-from worker_service.engine.executor import FinishedStep
-from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings
-from worker_service.sampler.entries import Candidates, PromptLogprobs, TokenLogprobs
+from worker_service.config import SimulationConfig
+from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts
+from worker_service.errors import OutOfOrder
+from worker_service.plan import (
+    Candidates,
+    PromptLogprobs,
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+    monotonic_us,
+)
 from worker_service.simulated.memory_model import MemoryModel
-from worker_service.simulated.model import NextToken
-from worker_service.simulated.sequences import SequenceTable
-from worker_service.simulation.config import SimulationConfig
-from worker_service.simulation.logprobs import prompt_logprobs, token_logprobs
-from worker_service.simulation.rows import Batch, Row, resolve_rows
+from worker_service.simulated.model import NextToken, prompt_logprobs, token_logprobs
+from worker_service.simulated.sequences import Batch, Row, SimulatedSequenceTable, resolve_rows
 
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RowResults:
     """What a step brought so far; dictionaries by row."""
 
     tokens: list[int] = field(default_factory=list)
@@ -56,7 +66,7 @@ class SimulatedRunner:
             num_cpu_blocks=self._num_cpu_blocks,
             block_size=self._block_size,
         )
-        self._table = SequenceTable(
+        self._table = SimulatedSequenceTable(
             self._memory,
             vocab_size=self._config.vocab_size,
             max_model_len=self._config.max_model_len,
@@ -72,14 +82,14 @@ class SimulatedRunner:
         self._move_blocks(plan)
         _wait_until(started_us + self._config.cost.swap_us(len(plan.swap_out) + len(plan.swap_in)))
         cache_done_us = monotonic_us()
-        self._take_in(plan)
+        self._admit(plan)
         batch = resolve_rows(
             plan,
             self._table,
             block_size=self._block_size,
             max_model_len=self._config.max_model_len,
         )
-        outcome = Outcome()
+        outcome = RowResults()
         self._report_prompts(batch, outcome)
         self._compute(batch)
         num_tokens = int(plan.num_tokens.sum())
@@ -112,7 +122,7 @@ class SimulatedRunner:
         self._memory.swap_in(plan.swap_in.tolist())
         self._memory.copy(plan.copy.tolist())
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
             self._table.add(new, f"new_sequences[{index}]")
         self._table.append_chosen(plan.appended_tokens)
@@ -133,7 +143,7 @@ class SimulatedRunner:
                 row.sequence.num_computed = parent.sequence.num_computed
                 self._memory.read(row.sequence, row.index)
 
-    def _report_prompts(self, batch: Batch, outcome: Outcome) -> None:
+    def _report_prompts(self, batch: Batch, outcome: RowResults) -> None:
         """Log probabilities of the prompt tokens that the rows' positions predict."""
         for row in batch.rows:
             sequence = row.sequence
@@ -147,7 +157,7 @@ class SimulatedRunner:
                     sequence, start, end, self._config.vocab_size, num_top
                 )
 
-    def _sample(self, batch: Batch, outcome: Outcome) -> None:
+    def _sample(self, batch: Batch, outcome: RowResults) -> None:
         for row in batch.rows:
             if row.sequence.failure is None and row.sample:
                 self._sample_row(row, outcome)
@@ -156,7 +166,7 @@ class SimulatedRunner:
                 if row.sample:
                     outcome.tokens.append(NO_TOKEN)
 
-    def _sample_row(self, row: Row, outcome: Outcome) -> None:
+    def _sample_row(self, row: Row, outcome: RowResults) -> None:
         sequence, vocab_size = row.sequence, self._config.vocab_size
         distribution = NextToken(sequence.histories[-1], vocab_size)
         if sequence.sampling.num_candidates is not None:
@@ -182,3 +192,64 @@ def _wait_until(end_us: float) -> None:
     left_us = end_us - monotonic_us()
     if left_us > 0:
         time.sleep(left_us / 1e6)
+
+
+class SimulatedExecutor:
+    """Implements `worker_service.engine.executor.Executor`."""
+
+    def __init__(self, config: SimulationConfig, block_size: int) -> None:
+        self._config = config
+        self._block_size = block_size
+
+    def load(self) -> ModelFacts:
+        """Facts of a model whose tokens depend on nothing but its vocabulary's size."""
+        config = self._config
+        return ModelFacts(
+            architecture="Simulated",
+            fingerprint=f"simulated-{config.vocab_size}-{config.eos_token_id}",
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            eos_token_ids=(config.eos_token_id,),
+            bos_token_id=None,
+            dtype="none",
+            block_size=self._block_size,
+            block_bytes=0,
+            num_parameters=0,
+            batch_invariant=True,
+            structured_output=False,  # its tokens have no text
+            device="simulated",
+            attention_backend="",
+        )
+
+    def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        """As many as the settings say."""
+        return BlockCounts(
+            num_gpu_blocks=self._config.num_gpu_blocks, num_cpu_blocks=self._config.num_cpu_blocks
+        )
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> SimulatedRunner:
+        """A runner over empty caches."""
+        return SimulatedRunner(
+            self._config,
+            block_size=self._block_size,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+        )
+
+    def check_device(self) -> None:
+        """There is none to be lost."""
+
+    def interrupt(self) -> None:
+        """There are no other ranks to wait for."""
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """None: there is no tokenizer, prompts are token ids."""
+        return iter(())
+
+    def start_profile(self) -> None:
+        """Refused: there is no device to trace."""
+        raise OutOfOrder("a simulated worker has nothing to profile")
+
+    def stop_profile(self) -> str:
+        """Refused: no profile is ever running."""
+        raise OutOfOrder("no profile is running")

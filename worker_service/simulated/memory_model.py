@@ -19,8 +19,7 @@ Plain integers only: neither numpy nor protobuf.
 from collections.abc import Collection, Sequence
 
 from worker_service.errors import InvalidPlan
-from worker_service.simulated.model import History
-from worker_service.simulation.sequence import SimulatedSequence
+from worker_service.simulated.model import History, SimulatedSequence
 
 Slots = list[History | None]
 Pairs = Sequence[Sequence[int]]

@@ -1,9 +1,9 @@
-"""The model that is simulated: a distribution over next tokens, made of integer hashes.
+"""The simulated model: a distribution over next tokens, made of integer hashes.
 
 What a real KV cache holds at a position depends on all tokens up to it; here that is a `History`,
 a 64-bit hash chained over them. A history puts the vocabulary into an order of its own (an affine
 permutation), and the token of rank r in it has the probability 2^-(r+1). So tokens, ranks and log
-probabilities fit each other, as with a real model, and any mistake in what a sequence is made of
+probabilities are consistent, as with a real model, and any mistake in what a sequence is made of
 changes what is sampled.
 
 Everything is plain 64-bit integer arithmetic: the same on every machine, and within microseconds.
@@ -11,6 +11,12 @@ Everything is plain 64-bit integer arithmetic: the same on every machine, and wi
 
 import math
 from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from worker_service.plan import PromptLogprobs, TokenLogprobs
 
 History = int
 """Hash of all tokens up to and including one position."""
@@ -93,3 +99,65 @@ class NextToken:
         while math.gcd(step, self.vocab_size) != 1:
             step += 1
         return step
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SimulatedSequence:
+    """Tokens, their histories and where their KV lies.
+
+    Invariants: one history per token; num_checked <= num_computed <= len(tokens).
+    """
+
+    seq_id: int
+    num_prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    histories: list[History] = field(default_factory=list)
+    """What the slot of each position must hold."""
+
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens whose KV is in the blocks."""
+
+    num_checked: int = 0
+    """Tokens whose slots have been found to hold this sequence's own KV. A slot cannot change
+    unnoticed while a sequence holds its block, so none is looked at twice."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Some tokens more."""
+        history = self.histories[-1] if self.histories else START
+        for token in tokens:
+            history = extend(history, token)
+            self.tokens.append(token)
+            self.histories.append(history)
+
+
+def token_logprobs(distribution: NextToken, token: int, num_top: int) -> TokenLogprobs:
+    """A token's log probability and those of the most probable ones."""
+    own = distribution.rank(token)
+    ranks = [own, *range(num_top)]
+    return TokenLogprobs(
+        token_ids=np.array([token, *map(distribution.token, range(num_top))], np.int32),
+        logprobs=np.array([distribution.logprob(rank) for rank in ranks], np.float32),
+        rank=own + 1,
+    )
+
+
+def prompt_logprobs(
+    sequence: SimulatedSequence, start: int, end: int, vocab_size: int, num_top: int
+) -> PromptLogprobs:
+    """Log probabilities of the prompt tokens from position `start`, at least 1, to `end`."""
+    num_top = min(num_top, vocab_size)
+    entries = [
+        token_logprobs(
+            NextToken(sequence.histories[position - 1], vocab_size),
+            sequence.tokens[position],
+            num_top,
+        )
+        for position in range(start, end)
+    ]
+    return PromptLogprobs(
+        start=start,
+        token_ids=np.stack([entry.token_ids for entry in entries]),
+        logprobs=np.stack([entry.logprobs for entry in entries]),
+        ranks=np.array([entry.rank for entry in entries], np.int32),
+    )

@@ -2,16 +2,14 @@
 
 | file | holds |
 | --- | --- |
-| `constraint.py` | what an output must match, as the wire tells it |
-| `lark.py` | the same as one grammar in llguidance's Lark dialect |
 | `vocabulary.py` | the text of each token, from the model's tokenizer.json |
-| `grammars.py` | compiled constraints, shared by the sequences that have them |
-| `matching.py` | how far one sequence has come |
-| `masks.py` | a step's bitmasks, computed beside the forward pass |
+| `grammars.py` | constraints as llguidance grammars, compiled once and shared by sequences |
+| `masks.py` | each sequence's matcher, and a step's bitmasks, computed beside the forward pass |
 
 What is allowed is a pure function of the constraint and the output tokens (`sampling.proto`,
-`Constraint`). A matcher here is that function's memory and nothing more: it is made anew from the
-tokens wherever there is none, after a preemption, a loss or a fork.
+`Constraint`). A matcher only caches that function's state: it is rebuilt from the tokens wherever
+there is none, after a preemption, a loss or a fork.
 
-`constraint.py` is imported by the wire; all else needs llguidance, and nothing needs torch.
+Constraints themselves are in `worker_service/sampling_params.py`. This package needs llguidance
+when it compiles a grammar; nothing in it needs torch.
 """

@@ -1,11 +1,15 @@
-"""Compiled constraints over one vocabulary, shared by all sequences that have them, and the threads
-that compile them and compute masks.
+"""Constraints as grammars in llguidance's Lark dialect, compiled once and shared by sequences.
 
 Compiling takes from a millisecond to about a second; frontends refuse what takes longer. It happens
 on a thread of its own, from the moment a sequence comes, so that a prefill hides it.
+
+Frontends check the very same grammar text (`scheduler_service/frontend/structured/lark.py`): what
+they accept is what is compiled here. A test compares the two.
 """
 
+import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,8 +17,54 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from worker_service.structured.constraint import Constraint
-from worker_service.structured.lark import to_lark
+from worker_service.sampling_params import Constraint, ConstraintKind
+
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Otherwise llguidance allows, where only one text can follow, no token of it but the tokenizer's
+own next one; the contract allows all that begin it."""
+
+WHITE_SPACE = r"(?: |\r?\n[ \t]{0,32})"
+"""Between the parts of a JSON text: as compact, spaced and indented ones have it. Bounded, so that
+no model writes white space for ever."""
+
+
+def to_lark(kind: ConstraintKind, texts: Sequence[str]) -> str:
+    """The grammar. Raises ValueError for a schema that is no JSON object or boolean."""
+    if kind is ConstraintKind.GRAMMAR:
+        return texts[0] + NO_FORCING
+    if kind is ConstraintKind.JSON_SCHEMA:
+        return f"start: %json {_schema(texts[0])}{NO_FORCING}"
+    pattern = texts[0] if kind is ConstraintKind.REGEX else "|".join(map(_literal, texts))
+    return f"start: /{_between_slashes(pattern)}/{NO_FORCING}"
+
+
+def _schema(text: str) -> str:
+    """Written anew, so that nothing but one JSON value comes into the grammar."""
+    schema = json.loads(text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("expected a JSON object or true")
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+
+
+def _literal(text: str) -> str:
+    """A regular expression for one text."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text)
+
+
+_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+
+def _between_slashes(pattern: str) -> str:
+    """The pattern as it stands between slashes, on one line."""
+    return re.sub(
+        r"\\.|[/\n\r]",
+        lambda found: _IN_SLASHES.get(found[0][-1], found[0]),
+        pattern,
+        flags=re.DOTALL,
+    )
+
 
 MAX_CACHED = 32
 """Compiled constraints kept after their last sequence has gone, the latest used."""

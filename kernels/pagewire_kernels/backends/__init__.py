@@ -10,7 +10,7 @@ self_check.py  a small case, run on the device before a GPU backend is trusted
 
 from pagewire_kernels.backends.abilities import Abilities, AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
-from pagewire_kernels.backends.kernels import Kernels, Whole, select_kernels
+from pagewire_kernels.backends.kernels import ForwardFn, Kernels, select_kernels
 from pagewire_kernels.backends.reference import ReferenceBackend
 from pagewire_kernels.backends.select import BACKEND_NAMES, select_backend
 
@@ -19,9 +19,9 @@ __all__ = [
     "Abilities",
     "AttentionBackend",
     "AttentionNeeds",
+    "ForwardFn",
     "Kernels",
     "ReferenceBackend",
-    "Whole",
     "select_backend",
     "select_kernels",
 ]

@@ -27,7 +27,7 @@ Head = Callable[[Tensor], Tensor]
 """Of hidden states, to logits, float32 [num_rows, vocab_size]."""
 
 
-class Whole(Protocol):
+class ForwardFn(Protocol):
     """A model's embedding and layers and, where that is as well, its head."""
 
     def __call__(
@@ -49,7 +49,7 @@ class Kernels:
     attention: AttentionBackend
     layers: LayerKernels
 
-    def prepare(self, embed: Embed, layers: Layers, head: Head) -> Whole:
+    def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
         """What computes the same as a model's parts: they themselves, or a recorded program."""
         if self.layers.name == "native":
             from pagewire_kernels.cpu.native import library

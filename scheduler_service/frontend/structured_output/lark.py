@@ -1,6 +1,6 @@
 """A constraint as one grammar in the dialect of Lark that llguidance reads.
 
-Workers compile the very same text (`worker_service/structured/lark.py`); a test holds the two to
+Workers compile the very same text (`worker_service/structured/grammars.py`); a test holds both to
 each other.
 """
 

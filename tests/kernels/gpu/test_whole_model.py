@@ -14,9 +14,9 @@ from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver
 from worker_service.loader.model_files import read_config
 from worker_service.loader.weights import load_weights, open_checkpoint
+from worker_service.models.interface import ModelContext
 from worker_service.models.linear import Linear
 from worker_service.models.native import NativeModel
-from worker_service.models.placement import Placement
 from worker_service.models.registry import build_native_model
 
 pytestmark = MARKS
@@ -27,7 +27,7 @@ PLAIN = Kernels(ReferenceBackend(), TorchLayerKernels())
 
 def _model(family: str, kernels: Kernels) -> NativeModel:
     folder = checkpoint(family)
-    place = Placement(dtype=torch.float32, device=DEVICE, batch_invariant=True)
+    place = ModelContext(dtype=torch.float32, device=DEVICE, batch_invariant=True)
     model = build_native_model(read_config(folder), None, place, kernels)
     assert model is not None
     load_weights(model, open_checkpoint(folder), show_progress=False)

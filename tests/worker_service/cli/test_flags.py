@@ -21,10 +21,8 @@ from tests.support.cluster import SERVING, health
 from tests.support.worker_driver import PlanBuilder
 from tools.launch import environment
 from worker_service.__main__ import app
-from worker_service.cli.options import takes_flags
-from worker_service.command_line.cache_flags import CacheFlags
-from worker_service.command_line.options import parse_bytes
-from worker_service.command_line.runner_flags import RunnerFlags
+from worker_service.cli.model_flags import CacheFlags, RunnerFlags
+from worker_service.cli.options import parse_bytes, takes_flags
 
 GIB = 2**30
 

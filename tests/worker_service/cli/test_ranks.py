@@ -2,8 +2,13 @@
 
 import pytest
 
-from worker_service.cli.ranks import Place, StartRanks, find_place
-from worker_service.command_line.rank_flags import LauncherName, RankFlags
+from worker_service.cli.ranks import (
+    LauncherName,
+    RankAssignment,
+    RankFlags,
+    RanksToLaunch,
+    assign_rank,
+)
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.launcher.launcher import LocalConfig, address_of
@@ -32,27 +37,27 @@ def flags(**settings: object) -> RankFlags:
 def test_one_rank_is_itself_whatever_the_environment_says() -> None:
     alone = flags(tensor_parallel_size=1, pipeline_parallel_size=1)
     for variables in ({}, TORCHRUN):
-        place = find_place(alone, variables)
-        assert isinstance(place, Place)
-        assert place.group.layout == Layout()
-        assert place.group.store_address is None
+        assignment = assign_rank(alone, variables)
+        assert isinstance(assignment, RankAssignment)
+        assert assignment.group.layout == Layout()
+        assert assignment.group.store_address is None
 
 
 def test_without_a_rank_all_are_started() -> None:
-    all_of_them = StartRanks(ranks=range(4))
-    assert find_place(flags(), {}) == all_of_them
-    assert find_place(flags(), {"RANK": "3"}) == all_of_them, "not all of torchrun's variables"
+    all_of_them = RanksToLaunch(ranks=range(4))
+    assert assign_rank(flags(), {}) == all_of_them
+    assert assign_rank(flags(), {"RANK": "3"}) == all_of_them, "not all of torchrun's variables"
 
 
 def test_a_node_starts_its_part() -> None:
     given = flags(num_nodes=2, node_rank=1, distributed_init="host-a:29500")
-    place = find_place(given, TORCHRUN)
-    assert isinstance(place, StartRanks)
-    assert place.ranks == range(2, 4)
-    assert place.distributed_init == "host-a:29500"
-    assert place.group_id == "nodes-host-a:29500", "the same on all nodes"
+    assignment = assign_rank(given, TORCHRUN)
+    assert isinstance(assignment, RanksToLaunch)
+    assert assignment.ranks == range(2, 4)
+    assert assignment.distributed_init == "host-a:29500"
+    assert assignment.group_id == "nodes-host-a:29500", "the same on all nodes"
     named = flags(num_nodes=4, node_rank=0, distributed_init="host-a:29500", group_id="big")
-    assert find_place(named, {}) == StartRanks(
+    assert assign_rank(named, {}) == RanksToLaunch(
         ranks=range(1), distributed_init="host-a:29500", group_id="big"
     )
 
@@ -60,9 +65,9 @@ def test_a_node_starts_its_part() -> None:
 def test_ranks_take_the_gpus_from_the_one_that_was_told_on() -> None:
     nodes = {"num_nodes": 2, "node_rank": 0, "distributed_init": "host-a:29500"}
     for settings in ({}, nodes):
-        place = find_place(flags(local_rank=4, **settings), {})
-        assert isinstance(place, StartRanks)
-        assert place.first_local_rank == 4
+        assignment = assign_rank(flags(local_rank=4, **settings), {})
+        assert isinstance(assignment, RanksToLaunch)
+        assert assignment.first_local_rank == 4
 
 
 def test_ray_starts_even_one() -> None:
@@ -72,7 +77,7 @@ def test_ray_starts_even_one() -> None:
             pipeline_parallel_size=sizes[1],
             launcher=LauncherName.ray,
         )
-        assert find_place(given, TORCHRUN) == StartRanks(ranks=ranks, launcher=LauncherName.ray)
+        assert assign_rank(given, TORCHRUN) == RanksToLaunch(ranks=ranks, launcher=LauncherName.ray)
 
 
 def test_whoever_is_told_its_rank_starts_none() -> None:
@@ -82,25 +87,25 @@ def test_whoever_is_told_its_rank_starts_none() -> None:
         pipeline_parallel_size=1,
         launcher=LauncherName.ray,
     )
-    assert isinstance(find_place(given, {}), Place)
+    assert isinstance(assign_rank(given, {}), RankAssignment)
 
 
 def test_flags_place_a_rank() -> None:
     given = flags(rank=2, distributed_init="host-a:29500", group_id="big", local_rank=1)
-    place = find_place(given, TORCHRUN)
-    assert isinstance(place, Place)
-    assert place.group.layout.rank == 2
-    assert str(place.group.store_address) == "host-a:29500"
-    assert (place.group_id, place.local_rank, place.address_offset) == ("big", 1, 0)
+    assignment = assign_rank(given, TORCHRUN)
+    assert isinstance(assignment, RankAssignment)
+    assert assignment.group.layout.rank == 2
+    assert str(assignment.group.store_address) == "host-a:29500"
+    assert (assignment.group_id, assignment.local_rank, assignment.address_offset) == ("big", 1, 0)
 
 
 def test_torchrun_places_a_rank() -> None:
-    place = find_place(flags(), TORCHRUN)
-    assert isinstance(place, Place)
-    assert place.group.layout.rank == 3
-    assert str(place.group.store_address) == "host-a:29500"
-    assert place.group_id == "torchrun-host-a:29500"
-    assert (place.local_rank, place.address_offset) == (1, 1)
+    assignment = assign_rank(flags(), TORCHRUN)
+    assert isinstance(assignment, RankAssignment)
+    assert assignment.group.layout.rank == 3
+    assert str(assignment.group.store_address) == "host-a:29500"
+    assert assignment.group_id == "torchrun-host-a:29500"
+    assert (assignment.local_rank, assignment.address_offset) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_what_contradicts_itself_is_told(
     settings: dict[str, object], variables: dict[str, str], problem: str
 ) -> None:
     with pytest.raises(InvalidOption, match=problem):
-        find_place(flags(**settings), variables)
+        assign_rank(flags(**settings), variables)
 
 
 def test_a_simulation_is_one_rank() -> None:

@@ -11,8 +11,7 @@ from worker_service.config import CacheConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import StaleEpoch
-from worker_service.profiler import Profiler
-from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 
 

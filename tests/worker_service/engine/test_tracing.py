@@ -8,10 +8,16 @@ import pytest
 
 from service_common.tracing import Tracing
 from tests.support.otlp_collector import CollectedSpan, Collector, collecting
-from worker_service.clock import monotonic_us
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.tracing import StreamTraces
-from worker_service.plan import NewSequence, RowErrorReason, StepPlan, StepResult, StepTimings
+from worker_service.plan import (
+    NewSequence,
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    monotonic_us,
+)
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 RECORDED = f"00-{TRACE}-{SPAN}-01"

@@ -10,15 +10,15 @@ from pagewire_kernels.cpu.native import library
 from pagewire_kernels.reference import swap_blocks
 from tests.support.native import native_libraries
 from tests.support.plans import moving_plan
-from worker_service.block_moves import (
+from worker_service.errors import InvalidPlan
+from worker_service.kv_cache.cache_engine import (
     BlockMover,
+    CacheEngine,
     CopyMover,
     KernelMover,
     NativeMover,
     mover_for,
 )
-from worker_service.errors import InvalidPlan
-from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import KVCacheSpec
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire_kernels.backends import AttentionNeeds
-from worker_service.loader.needs import attention_needs
+from worker_service.loader.load import attention_needs
 
 FEATURES = ("sliding_window", "soft_cap", "sinks", "alibi")
 

@@ -7,23 +7,27 @@ import torch
 
 from pagewire_kernels.backends import AttentionNeeds, select_kernels
 from tests.support.checkpoints import checkpoint
+from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
-from worker_service.loader.eager_packing import EagerPacking
 from worker_service.loader.model_files import read_config
-from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
+from worker_service.loader.weights import (
+    EagerPacking,
+    fill_dummy_weights,
+    load_weights,
+    open_checkpoint,
+)
+from worker_service.models.interface import ModelContext
 from worker_service.models.linear import Linear
-from worker_service.models.native import NativeModel, WeightSlot
-from worker_service.models.placement import Placement
+from worker_service.models.native import NativeModel, WeightTarget
 from worker_service.models.registry import build_native_model
-from worker_service.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 
 
 def empty_model(family: str) -> NativeModel:
     kernels = select_kernels(CPU, AttentionNeeds(dtype=torch.float32, head_dim=16))
-    place = Placement(dtype=torch.float32, device=CPU, ranks=Ranks(Layout()))
-    model = build_native_model(read_config(checkpoint(family)), None, place, kernels)
+    context = ModelContext(dtype=torch.float32, device=CPU, communicator=Communicator(Layout()))
+    model = build_native_model(read_config(checkpoint(family)), None, context, kernels)
     assert model is not None
     return model
 
@@ -43,7 +47,7 @@ class Watch:
         self._filled: set[int] = set()
         self.most = 0
 
-    def __call__(self, slot: WeightSlot) -> None:
+    def __call__(self, slot: WeightTarget) -> None:
         self._filled.add(slot.target.untyped_storage().data_ptr())
         there = [weight for ref in self._originals if (weight := ref()) is not None]
         self.most = max(self.most, sum(w.data_ptr() in self._filled for w in there))
@@ -62,7 +66,7 @@ def test_at_most_one_layer_is_there_twice(family: str) -> None:
 def test_made_up_weights_are_packed_as_they_come_too() -> None:
     model = empty_model("llama")
     watch = Watch(model)
-    fill_dummy_weights(model.weight_slots(), on_filled=watch)
+    fill_dummy_weights(model.weight_targets(), on_filled=watch)
     assert watch.most == 1
     assert all(linear.weight is None for linear in linears(model))
 

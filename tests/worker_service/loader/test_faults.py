@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from worker_service.config import ModelConfig
 from worker_service.errors import (
     BadCheckpoint,
     InvalidOption,
@@ -17,7 +18,7 @@ from worker_service.errors import (
     UnsupportedModel,
     WorkerError,
 )
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import load_model
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,7 +11,7 @@ SCRIPT = """
 import re
 from pathlib import Path
 import torch
-from worker_service.loader.host_memory import freed_memory_returns
+from worker_service.loader.device import freed_memory_returns
 
 PIECE_BYTES, NUM_PIECES = 4 << 20, 16
 

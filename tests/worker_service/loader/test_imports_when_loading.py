@@ -11,8 +11,9 @@ from pagewire_kernels.cpu import library
 HEAVY = ["numba", "llvmlite", "transformers", "huggingface_hub", "torch._dynamo", "sympy"]
 LOAD = """
 import json, sys
-from worker_service import model_executor
-from worker_service.loader import ModelConfig, load_model
+from worker_service.runner import model_executor
+from worker_service.config import ModelConfig
+from worker_service.loader import load_model
 load_model(ModelConfig(model="embedded", device="cpu", dtype="float32", show_progress=False))
 print(json.dumps([name for name in {heavy} if name in sys.modules]))
 """

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption
-from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader import LoadedModel, load_model
 from worker_service.models.llama import LlamaModel
 
 FP8 = torch.float8_e4m3fn

@@ -17,11 +17,11 @@ from tests.support.checkpoints import (
     make_checkpoint,
 )
 from tests.support.paged_driver import PagedDriver
+from worker_service.config import ModelConfig
 from worker_service.errors import InvalidOption
-from worker_service.loader import LoadedModel, ModelConfig, load_model
-from worker_service.loader.assets import iter_assets
+from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads
-from worker_service.loader.fingerprint import fingerprint
+from worker_service.loader.model_files import fingerprint, iter_assets
 
 TOKENS = list(range(3, 30))
 CPU = torch.device("cpu")

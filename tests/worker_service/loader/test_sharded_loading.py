@@ -7,15 +7,16 @@ import torch
 
 from pagewire_kernels.backends import AttentionNeeds, select_kernels
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from worker_service.config import ModelConfig
+from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, InvalidOption
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import load_model
 from worker_service.loader.model_files import read_config
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
+from worker_service.models.interface import ModelContext
 from worker_service.models.native import NativeModel
-from worker_service.models.placement import Placement
 from worker_service.models.registry import build_native_model
-from worker_service.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -28,15 +29,15 @@ def layouts(tensor: int, pipeline: int) -> list[Layout]:
 
 
 def empty_model(folder: Path, layout: Layout) -> NativeModel:
-    place = Placement(dtype=torch.float32, device=CPU, ranks=Ranks(layout))
+    context = ModelContext(dtype=torch.float32, device=CPU, communicator=Communicator(layout))
     kernels = select_kernels(CPU, AttentionNeeds(dtype=torch.float32, head_dim=16))
-    model = build_native_model(read_config(folder), None, place, kernels)
+    model = build_native_model(read_config(folder), None, context, kernels)
     assert model is not None
     return model
 
 
 def names_of(folder: Path) -> set[str]:
-    return {slot.name for slot in empty_model(folder, Layout()).weight_slots()}
+    return {slot.name for slot in empty_model(folder, Layout()).weight_targets()}
 
 
 def num_bytes_read(folder: Path, layout: Layout) -> int:
@@ -59,7 +60,7 @@ def test_ranks_read_the_whole_between_them_and_each_its_part(
     folder = checkpoint(family)
     whole = num_bytes_read(folder, Layout())
     read = [num_bytes_read(folder, layout) for layout in layouts(tensor, pipeline)]
-    slots = list(empty_model(folder, Layout()).weight_slots())
+    slots = list(empty_model(folder, Layout()).weight_targets())
     small = sum(s.target.nbytes for s in slots if s.target.dim() == 1 or is_replicated(s.name))
     tied = "lm_head.weight" not in {slot.name for slot in slots} and pipeline > 1
     embedding = max(slot.target.nbytes for slot in slots) if tied else 0
@@ -74,25 +75,25 @@ def test_the_parts_are_those_of_the_whole(family: str) -> None:
     whole = empty_model(folder, Layout())
     load_weights(whole, weights, show_progress=False)
     tensors = {}
-    for slot in whole.weight_slots():
+    for slot in whole.weight_targets():
         target = tensors.setdefault(slot.name, torch.full(slot.source_shape, float("nan")))
         target[slot.source_index] = slot.target
     for layout in layouts(2, 2):
         part = empty_model(folder, layout)
         load_weights(part, weights, others=names_of(folder), show_progress=False)
-        for slot in part.weight_slots():
+        for slot in part.weight_targets():
             assert torch.equal(slot.target, tensors[slot.name][slot.source_index])
 
 
 def test_dummy_weights_are_parts_of_the_same() -> None:
     folder = checkpoint("gpt2")
     whole = empty_model(folder, Layout())
-    fill_dummy_weights(whole.weight_slots())
-    (expected,) = [s.target for s in whole.weight_slots() if s.name == "transformer.wte.weight"]
+    fill_dummy_weights(whole.weight_targets())
+    (expected,) = [s.target for s in whole.weight_targets() if s.name == "transformer.wte.weight"]
     for layout in layouts(2, 1):
         part = empty_model(folder, layout)
-        fill_dummy_weights(part.weight_slots())
-        (slot,) = [s for s in part.weight_slots() if s.name == "transformer.wte.weight"]
+        fill_dummy_weights(part.weight_targets())
+        (slot,) = [s for s in part.weight_targets() if s.name == "transformer.wte.weight"]
         assert torch.equal(slot.target, expected[slot.source_index])
 
 

@@ -6,12 +6,16 @@ from torch import Tensor
 
 from pagewire_kernels.cpu.native import library
 from pagewire_kernels.layer_kernels import TorchLayerKernels
-from worker_service.models.linear import Linear
-from worker_service.models.onednn_weight import OneDNNWeight, num_padded_rows
-from worker_service.models.packed_weight import can_pack
-from worker_service.models.placement import Placement
-from worker_service.models.transformers_route.invariant_ops import InvariantOps
-from worker_service.parallel.layers import VocabEmbedding, VocabHead
+from worker_service.models.interface import ModelContext
+from worker_service.models.linear import (
+    Linear,
+    OneDNNWeight,
+    VocabEmbedding,
+    VocabHead,
+    can_pack,
+    num_padded_rows,
+)
+from worker_service.models.transformers_backend.batch_invariant import InvariantOps
 
 CPU = torch.device("cpu")
 
@@ -75,11 +79,11 @@ def test_packing_changes_rounding_only_and_frees_the_weight() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tied_head_and_its_embedding_share_one_table(dtype: torch.dtype) -> None:
-    place = Placement(dtype=dtype, device=CPU)
-    embedding = VocabEmbedding(80, 48, place, TorchLayerKernels())
+    context = ModelContext(dtype=dtype, device=CPU)
+    embedding = VocabEmbedding(80, 48, context, TorchLayerKernels())
     assert embedding.weight is not None
     table = embedding.weight.copy_(torch.randn(80, 48)).clone()
-    head = VocabHead(80, 48, place, tied_to=embedding)
+    head = VocabHead(80, 48, context, tied_to=embedding)
     head.linear.pack()
     ids = torch.tensor([3, 79, 0, 3])
     assert torch.equal(embedding(ids), table[ids])

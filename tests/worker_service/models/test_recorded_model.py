@@ -9,7 +9,8 @@ from pagewire_kernels.cpu.native import library
 from pagewire_kernels.cpu.native.recorded import RecordedModel
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
 from tests.support.paged_driver import PagedDriver
-from worker_service.loader import ModelConfig, load_model
+from worker_service.config import ModelConfig
+from worker_service.loader import load_model
 from worker_service.models.native import NativeModel
 
 pytestmark = [

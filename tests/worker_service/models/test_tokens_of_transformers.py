@@ -8,7 +8,8 @@ import torch
 from tests.support.checkpoints import NATIVE_FAMILIES, TRANSFORMERS_FAMILIES, VOCAB_SIZE, checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle, oracle
-from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.config import ModelConfig
+from worker_service.loader import LoadedModel, load_model
 from worker_service.models.native import NativeModel
 from worker_service.models.transformers_backend.model import TransformersModel
 

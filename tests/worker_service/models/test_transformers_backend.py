@@ -13,8 +13,9 @@ from pagewire_kernels.metadata import AttentionMetadata
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
+from worker_service.config import ModelConfig
 from worker_service.errors import InvalidOption, UnsupportedModel
-from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.trial import try_model
 from worker_service.models.interface import KVCacheSpec
 

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
+from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader import LoadedModel, load_model
 from worker_service.plan import StepResult
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.decode_inputs import DecodeInputs
-from worker_service.runner.batch import build_inputs, lay_out
+from worker_service.runner.batch import DecodeInputs, build_inputs, lay_out
 from worker_service.runner.sequence_table import SequenceTable
 
 BLOCK_SIZE, MAX_BLOCKS = 4, 25

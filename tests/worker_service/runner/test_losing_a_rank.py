@@ -12,10 +12,10 @@ from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row
 from worker_service.address import TcpAddress
+from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
-from worker_service.distributed.rendezvous import Meeting, Rendezvous, survive_lost_peers
+from worker_service.distributed.rendezvous import EpochRendezvous, Rendezvous, survive_lost_peers
 from worker_service.errors import GroupBroken
-from worker_service.parallel.ranks import Ranks
 
 NUM_BLOCKS = 64
 SOON_S = 20
@@ -92,15 +92,15 @@ class _NobodyComes:
 
 def test_a_rank_that_is_told_to_give_up_while_it_looks_for_the_store_does_not_wait() -> None:
     layout = Layout(tensor_parallel_size=2)
-    ranks = Ranks(layout)
+    communicator = Communicator(layout)
 
     class Slow(Rendezvous):
-        def meet(self, epoch: int, cancelled: threading.Event) -> Meeting:
-            ranks.interrupt()
-            return Meeting(_NobodyComes(), layout, "127.0.0.1", cancelled)
+        def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
+            communicator.interrupt()
+            return EpochRendezvous(_NobodyComes(), layout, "127.0.0.1", cancelled)
 
     with pytest.raises(GroupBroken, match="not all ranks of the group have come"):
-        ranks.join(Slow(TcpAddress("127.0.0.1", 1), layout), 1, torch.device("cpu"))
+        communicator.join(Slow(TcpAddress("127.0.0.1", 1), layout), 1, torch.device("cpu"))
 
 
 def test_ranks_that_were_parted_meet_again_and_give_the_same_tokens(two: RankThreads) -> None:

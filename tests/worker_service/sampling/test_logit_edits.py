@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker_service.sampling import reference
-from worker_service.sampler.bad_words import BadWords
-from worker_service.sampler.occurrences import Occurrences
-from worker_service.sampling.logit_edits import EditedRow, LogitEdits, apply_edits
+from worker_service.sampling.logit_edits import (
+    BadWords,
+    EditedRow,
+    LogitEdits,
+    Occurrences,
+    apply_edits,
+)
 from worker_service.sampling_params import SamplerParams
 
 VOCAB_SIZE = 12

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.worker_service.sampling import reference
-from worker_service.sampler.entries import TokenLogprobs
+from worker_service.plan import TokenLogprobs
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.philox import uniform
 from worker_service.sampling.sampler import NO_TOKEN, Samples, SamplingBatch, sample

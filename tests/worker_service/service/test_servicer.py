@@ -18,7 +18,7 @@ from tests.support.counting_model import CountingModel, loaded_counting_model, n
 from tests.support.running_worker import NUM_BLOCKS, RunningWorker, Steps, running_worker
 from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, column, sampler_params, values
-from worker_service import step_summary
+from worker_service.engine import step_stats
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import DeviceLost
 from worker_service.loader import LoadedModel
@@ -131,7 +131,7 @@ async def test_plans_sent_together_are_executed_in_order() -> None:
 async def test_steps_are_logged_one_by_one_and_in_summary(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_summary, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(step_stats, "INTERVAL_S", 0.0)
     caplog.set_level("DEBUG", logger="worker_service")
     async with running_worker() as running:
         await running.initialize(1)

@@ -5,7 +5,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from worker_service import errors
-from worker_service.status_codes import STATUS_CODES, to_status
+from worker_service.service.servicer import STATUS_CODES, to_status
 
 
 def all_errors() -> set[type[errors.WorkerError]]:

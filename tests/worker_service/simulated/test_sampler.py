@@ -10,8 +10,7 @@ from tests.worker_service.sampling import reference
 from worker_service.sampling.philox import uniform
 from worker_service.sampling_params import SamplerParams
 from worker_service.simulated.model import NextToken
-from worker_service.simulated.sampler import SimulatedSampler
-from worker_service.simulation.draw import DRAW_BITS, draw
+from worker_service.simulated.sampler import DRAW_BITS, SimulatedSampler, draw
 
 VOCAB_SIZE = 211
 

@@ -22,12 +22,16 @@ from tests.support.running_worker import RunningWorker, Steps
 from tests.support.simulated import undisturbed
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, values
 from tools.launch import environment
-from worker_service.config import CacheConfig, NetworkConfig, WorkerConfig
+from worker_service.config import (
+    CacheConfig,
+    CostModel,
+    NetworkConfig,
+    SimulationConfig,
+    WorkerConfig,
+)
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.service.lifecycle import Worker
-from worker_service.simulation.config import SimulationConfig
-from worker_service.simulation.cost import CostModel
-from worker_service.simulation.executor import SimulatedExecutor
+from worker_service.simulated.executor import SimulatedExecutor
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

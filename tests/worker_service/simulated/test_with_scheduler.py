@@ -12,7 +12,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
 from worker_service.simulated.model import START, NextToken, extend
-from worker_service.simulation.draw import draw
+from worker_service.simulated.sampler import draw
 
 NUM_REQUESTS = 50
 NUM_TOKENS = 120

@@ -1,5 +1,6 @@
-"""The attention function that `transformers` calls, and what it needs to know of a step."""
+"""The attention function that `transformers` calls, and the shape of the KV cache it needs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ from transformers import AttentionInterface
 
 from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.metadata import AttentionMetadata
+from worker_service.errors import UnsupportedModel
+from worker_service.models.interface import KVCacheSpec
 
 NAME = "pagewire"
 """What a model's configuration calls our function."""
@@ -32,7 +35,7 @@ class AttentionCall:
 
 
 @dataclass(slots=True)
-class RouteState:
+class AttentionState:
     """What the attention function of one model works with; set anew at each step."""
 
     backend: AttentionBackend
@@ -42,7 +45,7 @@ class RouteState:
     """Filled while there is no cache: a trial run."""
 
 
-def attach(model: nn.Module, state: RouteState) -> None:
+def attach(model: nn.Module, state: AttentionState) -> None:
     """Make `state` known to all parts of `model`, and our function known to `transformers`.
 
     No function for masks is registered beside it: which positions a row sees, the kernel knows
@@ -91,7 +94,7 @@ def attention_forward(
     query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens,
     head_dim]. Returns [1, num_tokens, num_heads, head_dim] and no weights.
     """
-    state: RouteState = getattr(module, _STATE)
+    state: AttentionState = getattr(module, _STATE)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if state.kv_cache is None or state.metadata is None:
         unknown = [
@@ -132,3 +135,38 @@ def attention_forward(
         sinks=s_aux,
     )
     return output.unsqueeze(0), None
+
+
+def cache_spec(architecture: str, config: Any, calls: list[AttentionCall]) -> KVCacheSpec:
+    """The cache that all layers can share; raises UnsupportedModel, naming why there is none.
+
+    config: the model's `transformers` configuration, that of the text part.
+    """
+    for feature in _obstacles(config, calls):
+        raise UnsupportedModel(f"{architecture} cannot be served: {feature}")
+    first = calls[0]
+    return KVCacheSpec(
+        num_layers=len(calls),
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.key_dim,
+        dtype=first.dtype,
+    )
+
+
+def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
+    num_layers = int(config.num_hidden_layers)
+    if sorted(call.layer for call in calls) != list(range(num_layers)):
+        yield "not every layer attends once through transformers' attention interface"
+    if len({(call.num_kv_heads, call.key_dim, call.dtype) for call in calls}) > 1:
+        yield "its layers differ in KV heads or head size"
+    if any(call.key_dim != call.value_dim for call in calls):
+        yield "its keys and values differ in size"
+    if not all(call.is_causal for call in calls):
+        yield "its attention is not causal"
+    unknown = sorted({name for call in calls for name in call.unknown_arguments})
+    if unknown:
+        yield f"its attention takes {', '.join(unknown)}"
+    kinds = getattr(config, "layer_types", None)
+    for call in calls:
+        if kinds and kinds[call.layer] == "sliding_attention" and call.sliding_window is None:
+            yield "its sliding window is not passed to the attention interface"

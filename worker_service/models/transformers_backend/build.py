@@ -1,22 +1,116 @@
-"""Loading a model through `transformers`."""
+"""Loading a model through `transformers`; refuses, by name, features that paged attention lacks."""
 
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from pagewire_kernels.backends import AttentionBackend
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
-from worker_service.models.placement import Placement
+from worker_service.models.interface import ModelContext
 from worker_service.models.registry import limit_model_len
-from worker_service.models.transformers_backend.attention import NAME, RouteState, attach
+from worker_service.models.transformers_backend.attention import NAME, AttentionState, attach
 from worker_service.models.transformers_backend.model import TransformersModel
-from worker_service.models.transformers_route.refusals import refuse_by_class, refuse_by_config
-from worker_service.models.transformers_route.rotary import pin_long_rotary
+
+logger = logging.getLogger(__name__)
+
+
+_ALIBI_TYPES = ("bloom", "mpt")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+_LAYER_TYPE_NAMES = {
+    "chunked_attention": "chunked attention",
+    "linear_attention": "linear attention or a state space",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "recurrent": "recurrent layers",
+    "conv": "convolution layers",
+}
+
+
+def refuse_by_config(architecture: str, config: Any) -> None:
+    """Raise UnsupportedModel if the configuration tells of a feature we do not have.
+
+    architecture: the class name in `config.json`; config: its `transformers` configuration.
+    """
+    for feature in _features(architecture, config):
+        raise UnsupportedModel(f"{architecture} cannot be served: {feature}")
+
+
+def _features(architecture: str, config: Any) -> Iterator[str]:
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder model; only decoder-only models are"
+    if architecture.endswith("ForConditionalGeneration"):
+        yield "it is a multimodal model; only text models are"
+    if config.model_type in _ALIBI_TYPES or getattr(config, "alibi", False):
+        yield "it uses ALiBi position biases"
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not _is_remote(config):
+        yield "transformers has no causal language model of this name"
+    yield from _layer_features(config)
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") == "dynamic":
+            yield "its dynamic rotary scaling depends on what else is in the batch"
+    if getattr(config, "num_kv_shared_layers", 0):
+        yield "its layers share keys and values with each other"
+
+
+def _layer_features(config: Any) -> Iterator[str]:
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in _LAYER_TYPES:
+            yield f"it has {_LAYER_TYPE_NAMES.get(kind, f'layers of type {kind}')}"
+    if getattr(config, "attention_chunk_size", None):
+        yield "it has chunked attention"
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings, of which some models have one set per type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _is_remote(config: Any) -> bool:
+    return not type(config).__module__.startswith("transformers.")
+
+
+def refuse_by_class(model_class: type) -> None:
+    """Raise UnsupportedModel if a model's code does not attend through the interface."""
+    name = model_class.__name__
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModel(f"{name} cannot be served: it keeps a recurrent state")
+    module = sys.modules[model_class.__module__]
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        raise UnsupportedModel(
+            f"{name} cannot be served: its code does not use transformers' attention interface"
+        )
+
+
+def pin_long_rotary(model: Any, config: Any, max_model_len: int) -> None:
+    """Choose LongRoPE's factors once: the long ones if sequences may exceed the trained length.
+
+    `transformers` chooses at each forward pass by the longest sequence in the batch, which would
+    make one request's tokens depend on another's, and throws a sequence's cache away when it grows
+    past the trained length. Limit `max_model_len` to that length for the short factors.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope":
+            continue
+        parameters = config.rope_parameters
+        trained = int(parameters["original_max_position_embeddings"])
+        initialise = ROPE_INIT_FUNCTIONS["longrope"]
+        inv_freq, scaling = initialise(config, module.inv_freq.device, seq_len=max_model_len)
+        module.inv_freq, module.attention_scaling = inv_freq, scaling
+        module.rope_type = "pinned"  # no longer looked at the batch for
+        kind = "long" if max_model_len > trained else "short"
+        logger.info("rotary factors chosen kind=%s trained_length=%d", kind, trained)
+
 
 _DUMMY_RANGE = 0.05
 
@@ -26,7 +120,7 @@ def build_transformers_model(
     hf_config: Mapping[str, Any],
     *,
     max_model_len: int | None,
-    place: Placement,
+    context: ModelContext,
     backend: AttentionBackend,
     dummy_weights: bool,
     trust_remote_code: bool,
@@ -40,12 +134,12 @@ def build_transformers_model(
     refuse_by_config(architecture, config)
     text_config = config.get_text_config()
     length = _model_len(max_model_len, text_config)
-    state = RouteState(backend)
+    state = AttentionState(backend)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
     load = _make_dummy if dummy_weights else _load
-    causal_lm = load(model_dir, config, place, trust_remote_code)
+    causal_lm = load(model_dir, config, context, trust_remote_code)
     pin_long_rotary(causal_lm, text_config, length)
-    return TransformersModel(causal_lm, state, architecture, length, place)
+    return TransformersModel(causal_lm, state, architecture, length, context)
 
 
 def _read_config(model_dir: Path, architecture: str, trust_remote_code: bool) -> Any:
@@ -67,14 +161,14 @@ def _model_len(asked: int | None, config: Any) -> int:
     return limit_model_len(asked, int(limit))
 
 
-def _load(model_dir: Path, config: Any, place: Placement, trust_remote_code: bool) -> Any:
+def _load(model_dir: Path, config: Any, context: ModelContext, trust_remote_code: bool) -> Any:
     refuse_by_class(_model_class(config, trust_remote_code))
     transformers_logging.disable_progress_bar()
     try:
         causal_lm, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=config,
-            dtype=place.dtype,
+            dtype=context.dtype,
             attn_implementation=NAME,
             use_safetensors=True,
             output_loading_info=True,
@@ -92,14 +186,16 @@ def _load(model_dir: Path, config: Any, place: Placement, trust_remote_code: boo
     ]
     if found:
         raise BadCheckpoint(f"weights do not fit {type(causal_lm).__name__}: {'; '.join(found)}")
-    return causal_lm.eval().to(place.device)
+    return causal_lm.eval().to(context.device)
 
 
-def _make_dummy(model_dir: Path, config: Any, place: Placement, trust_remote_code: bool) -> Any:
+def _make_dummy(
+    model_dir: Path, config: Any, context: ModelContext, trust_remote_code: bool
+) -> Any:
     """Small random weights, the same each time."""
     refuse_by_class(_model_class(config, trust_remote_code))
     causal_lm = AutoModelForCausalLM.from_config(
-        config, dtype=place.dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+        config, dtype=context.dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -107,7 +203,7 @@ def _make_dummy(model_dir: Path, config: Any, place: Placement, trust_remote_cod
             if parameter.dim() > 1:
                 values = torch.empty(parameter.shape)
                 parameter.copy_(values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator))
-    return causal_lm.eval().to(place.device)
+    return causal_lm.eval().to(context.device)
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> type:

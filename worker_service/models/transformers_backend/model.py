@@ -11,12 +11,18 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.errors import UnsupportedModel
-from worker_service.models.interface import KVCacheSpec
-from worker_service.models.placement import Placement
-from worker_service.models.transformers_backend.attention import AttentionCall, RouteState, attach
-from worker_service.models.transformers_backend.batch_invariant import pack_model
-from worker_service.models.transformers_route.cache_spec import cache_spec
-from worker_service.models.transformers_route.invariant_ops import FixedProducts, InvariantOps
+from worker_service.models.interface import KVCacheSpec, ModelContext
+from worker_service.models.transformers_backend.attention import (
+    AttentionCall,
+    AttentionState,
+    attach,
+    cache_spec,
+)
+from worker_service.models.transformers_backend.batch_invariant import (
+    FixedProducts,
+    InvariantOps,
+    pack_model,
+)
 
 
 class TransformersModel:
@@ -25,28 +31,28 @@ class TransformersModel:
     def __init__(
         self,
         causal_lm: Any,
-        state: RouteState,
+        state: AttentionState,
         architecture: str,
         max_model_len: int,
-        place: Placement,
+        context: ModelContext,
     ) -> None:
         self.architecture = architecture
         self.max_model_len = max_model_len
         self.vocab_size = int(causal_lm.config.get_text_config().vocab_size)
         self.num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-        if place.device.type == "cpu":
+        if context.device.type == "cpu":
             pack_model(causal_lm)
         attach(causal_lm, state)
         self._state = state
         self._decoder = causal_lm.base_model
         self._head = _head_alone(causal_lm)
-        on_cpu = place.device.type == "cpu"
+        on_cpu = context.device.type == "cpu"
         self._ops: AbstractContextManager[Any] = nullcontext()
         if on_cpu:
             self._ops = InvariantOps()
-        elif place.needs_fixed_products:
+        elif context.needs_fixed_products:
             self._ops = FixedProducts()
-        self.kv_cache_spec = self._try_out(causal_lm.config.get_text_config(), place)
+        self.kv_cache_spec = self._try_out(causal_lm.config.get_text_config(), context)
 
     @torch.inference_mode()
     def forward(
@@ -82,20 +88,20 @@ class TransformersModel:
         return hidden[0]
 
     @torch.inference_mode()
-    def _try_out(self, config: Any, place: Placement) -> KVCacheSpec:
+    def _try_out(self, config: Any, context: ModelContext) -> KVCacheSpec:
         """Run two tokens without a cache, and read from the attention calls what layers need."""
-        tokens = torch.zeros(2, dtype=torch.int64, device=place.device)
+        tokens = torch.zeros(2, dtype=torch.int64, device=context.device)
         calls: list[AttentionCall] = []
         self._state.calls = calls
         try:
-            self._run(tokens, torch.arange(2, device=place.device))
+            self._run(tokens, torch.arange(2, device=context.device))
         except Exception as error:  # whatever a model's own code raises when run in this way
             raise UnsupportedModel(
                 f"{self.architecture} cannot be served: a trial run failed with"
                 f" {type(error).__name__}: {error}"
             ) from error
         spec = cache_spec(self.architecture, config, calls)
-        return spec if place.cache_dtype is None else replace(spec, dtype=place.cache_dtype)
+        return spec if context.cache_dtype is None else replace(spec, dtype=context.cache_dtype)
 
 
 @dataclass

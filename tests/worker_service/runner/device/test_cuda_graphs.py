@@ -11,7 +11,7 @@ from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.cuda_graphs import Replay, graph_sizes
-from worker_service.runner.device_rows import initial_slots
+from worker_service.runner.device_rows import initial_rows
 from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
 
@@ -87,6 +87,6 @@ def test_recordings_outlive_an_epoch() -> None:
 def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
     """Room that is made later has everything recorded anew, in the middle of a step."""
     long, short = 65_536, 128  # blocks of a sequence
-    assert initial_slots(short) == initial_slots(short, 256) == 1024
-    assert initial_slots(short, 1025) == 2048  # as the host's table has then
-    assert (initial_slots(long), initial_slots(long, 300)) == (256, 512)
+    assert initial_rows(short) == initial_rows(short, 256) == 1024
+    assert initial_rows(short, 1025) == 2048  # as the host's table has then
+    assert (initial_rows(long), initial_rows(long, 300)) == (256, 512)

@@ -7,11 +7,10 @@ import numpy as np
 import torch
 
 from tests.support.gpu_kernels import DEVICE, MARKS
-from worker_service.device.penalties import DevicePenalties
 from worker_service.pinned_memory import Staging
 from worker_service.plan import NewSequence, RowErrorReason
-from worker_service.runner.device_rows import FAILURES, DeviceSlots
-from worker_service.runner.device_sampler import DeviceSampler, SamplingRows
+from worker_service.runner.device_rows import FAILURES, DeviceRows
+from worker_service.runner.device_sampler import DevicePenalties, DeviceSampler, SamplingRows
 from worker_service.runner.pending_tokens import FetchedLogprobs
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
@@ -42,7 +41,7 @@ class Sequences:
         self.table = SequenceTable(
             vocab_size=VOCAB_SIZE, max_model_len=64, block_size=4, num_gpu_blocks=64
         )
-        self.on_device = DeviceSlots(64, 16, DEVICE)
+        self.on_device = DeviceRows(64, 16, DEVICE)
         self.penalties = DevicePenalties(VOCAB_SIZE, DEVICE)
         self.sampler = DeviceSampler(self.on_device, self.penalties, _kernels())
         for index, params in enumerate(PARAMS):

@@ -14,10 +14,10 @@ from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine
 from tests.support.paged_driver import PagedDriver
 from tests.support.plans import moving_plan
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import profile_blocks
-from worker_service.loader import ModelConfig, load_model
+from worker_service.loader import load_model
 from worker_service.models.interface import KVCacheSpec
 
 pytestmark = pytest.mark.gpu

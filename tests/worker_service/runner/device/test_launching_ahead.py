@@ -12,15 +12,14 @@ import pytest
 
 from pagewire.v1 import sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
-from tests.support.runners import LateMark, eager, host, recorded
+from tests.support.runners import LateEvent, eager, host, recorded
 from tests.support.vocabularies import END
 from tests.support.worker_driver import GREEDY, Row, column, sampler_params
 from tests.worker_service.runner.test_model_runner import Bench, continuation
-from worker_service.device.launch import StepLaunch
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.device_runner import DeviceRunner
+from worker_service.runner.device_runner import DeviceRunner, StepLaunch
 from worker_service.runner.device_state import DeviceState
 from worker_service.service import wire
 
@@ -237,7 +236,7 @@ def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> Non
         state = DeviceState(
             model, cache, block_size, max_penalty_bytes=counted * 4 * model.vocab_size
         )
-        return DeviceRunner(model, cache, block_size, state, mark=LateMark)
+        return DeviceRunner(model, cache, block_size, state, make_event=LateEvent)
 
     params = [PARAMS["penalties"], PARAMS["all at once"]] * 5
     expected = run(params, 0, make_runner=host).results
@@ -337,13 +336,13 @@ def test_times_of_steps_that_overlap_do_not() -> None:
         assert earlier.timings.finished_us <= later.timings.started_us
 
 
-def test_memory_of_flights_is_used_again() -> None:
+def test_memory_of_in_flight_steps_is_used_again() -> None:
     pipeline = Pipeline(1, make_runner=recorded)
     pipeline.bench.plans.add(1, [1])
     made = {id(pipeline.launch([Row(1)]).buffers) for _ in range(20)}  # type: ignore[attr-defined]
     assert len(made) <= 3
     assert isinstance(pipeline.bench.runner, DeviceRunner)
-    assert LateMark().is_reached is False
+    assert LateEvent().is_reached is False
 
 
 @pytest.mark.parametrize("make_runner", [eager, recorded])

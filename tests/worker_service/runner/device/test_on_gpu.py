@@ -11,10 +11,11 @@ import torch
 from tests.support.checkpoints import checkpoint
 from tests.support.real_generations import BLOCK_SIZE, generate
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
+from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import LoadedModel, ModelConfig, load_model
+from worker_service.loader import LoadedModel, load_model
 from worker_service.plan import StepPlan
-from worker_service.runner.cuda_graphs import CudaRecorder
+from worker_service.runner.cuda_graphs import CudaGraphRecorder
 from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.model_runner import ModelRunner
@@ -30,7 +31,7 @@ def eager(model: Any, cache: CacheEngine, block_size: int) -> DeviceRunner:
 
 
 def recorded(model: Any, cache: CacheEngine, block_size: int) -> DeviceRunner:
-    recorder = CudaRecorder(cache.device_cache.device)
+    recorder = CudaGraphRecorder(cache.device_cache.device)
     state = DeviceState(model, cache, block_size, recorder, SIZES)
     assert state.graphs is not None, "the model can be recorded"
     return DeviceRunner(model, cache, block_size, state)
@@ -146,7 +147,7 @@ def test_failed_rows_stay_failed_and_say_why(loaded: LoadedModel) -> None:
 def test_what_cannot_be_recorded_leaves_no_trace() -> None:
     counts = torch.zeros(4, device="cuda")
     stream = torch.cuda.current_stream()
-    recorder = CudaRecorder(counts.device)
+    recorder = CudaGraphRecorder(counts.device)
     with pytest.raises(RuntimeError):
         recorder.record(lambda: counts.add_(float(counts.sum())))  # waits for the device
     assert torch.cuda.current_stream() == stream

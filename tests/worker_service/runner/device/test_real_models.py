@@ -6,7 +6,8 @@ import pytest
 from tests.support.checkpoints import checkpoint
 from tests.support.real_generations import generate
 from tests.support.runners import RUNNERS
-from worker_service.loader import ModelConfig, load_model
+from worker_service.config import ModelConfig
+from worker_service.loader import load_model
 
 
 @pytest.mark.parametrize(
