@@ -77,7 +77,7 @@ class FrontendStream:
         self.accepts_requests = True
         self._driver = driver
         self._pending = EngineOutputs()
-        self._models: list[model_pb2.ModelInfo] | None = None
+        self._models: pb.ServedModels | None = None
         self._news = asyncio.Event()
         self._hold_times = HoldTimes()
         self._hold: asyncio.TimerHandle | None = None
@@ -93,8 +93,8 @@ class FrontendStream:
         elif self._hold is None:
             self._hold = asyncio.get_running_loop().call_later(delay_s, self._news.set)
 
-    def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
-        """Say in the next message which models can be served."""
+    def tell_models(self, models: pb.ServedModels) -> None:
+        """Announce in the next message which models can be served."""
         self._models = models
         self._news.set()
 
@@ -159,7 +159,7 @@ class FrontendStream:
         message = wire.encode_outbox(self._pending)
         self._pending = EngineOutputs()
         if self._models is not None:
-            message.models.CopyFrom(pb.ServedModels(models=self._models))
+            message.models.CopyFrom(self._models)
             self._models = None
         return message
 
@@ -170,7 +170,8 @@ class FrontendStreams:
     def __init__(self, driver: CoreDriver, counts: EventCounters) -> None:
         self._driver = driver
         self._counts = counts
-        self._models: list[model_pb2.ModelInfo] = []
+        self._models = pb.ServedModels()
+        """As last announced."""
         self._streams: dict[str, FrontendStream] = {}
         self._accepts_requests = True
 
@@ -179,10 +180,12 @@ class FrontendStreams:
         return len(self._streams)
 
     def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
-        """Tell every frontend, now and when it attaches, which models can be served."""
-        self._models = models
+        """Announce to every frontend, now and when it attaches, which models can be served, and
+        which were served before."""
+        known = {model.name for model in models}.union(self._models.known_models)
+        self._models = pb.ServedModels(models=models, known_models=sorted(known))
         for stream in self._streams.values():
-            stream.tell_models(models)
+            stream.tell_models(self._models)
 
     def refuse_requests(self) -> None:
         """From now on every new request fails with Unavailable."""

@@ -8,7 +8,7 @@ one gets every open request again, with the tokens that it has.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -142,9 +142,10 @@ class CoreClient:
         self,
         core: CoreConnection,
         frontend_id: str,
-        on_models: Callable[[Iterable[model_pb2.ModelInfo]], None],
+        on_models: Callable[[Iterable[model_pb2.ModelInfo], Iterable[str]], None],
     ) -> None:
-        """`on_models` hears which models can be served: none while the core is away."""
+        """`on_models` gets the models that can be served, which are none while the core is away,
+        and the names of all that the core knows."""
         self._core = core
         self._frontend_id = frontend_id
         self._on_models = on_models
@@ -258,7 +259,7 @@ class CoreClient:
         self.num_core_losses += 1
         for request in self._unfinished():
             request.stopwatch.lost()
-        self._on_models(())
+        self._on_models((), ())
 
     # The core's news.
 
@@ -270,7 +271,7 @@ class CoreClient:
             self._failures.end()
             logger.info("attached to core num_requests=%d", len(self._requests))
         if message.HasField("models"):
-            self._take_models(message.models.models)
+            self._take_models(message.models)
         for handle in from_column(message.accepted, "accepted"):
             if request := self._requests.get(handle):
                 request.receive_accepted()
@@ -326,9 +327,9 @@ class CoreClient:
         logger.info("request waits request_id=%s reason=%s", request.request_id, error.reason)
         request.stopwatch.lost()
 
-    def _take_models(self, models: Sequence[model_pb2.ModelInfo]) -> None:
-        self._on_models(models)
-        served = {info.name for info in models}
+    def _take_models(self, announced: scheduler_pb.ServedModels) -> None:
+        self._on_models(announced.models, announced.known_models)
+        served = {info.name for info in announced.models}
         for request in [r for r in self._without_model if r.model_name in served]:
             del self._without_model[request]
             self._outgoing.submit(request)

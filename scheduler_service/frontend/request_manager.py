@@ -208,7 +208,10 @@ class RequestManager:
     ) -> None:
         """Everything between arrival and submission."""
         try:
-            model = await self._models.resolve(_model_name(request), tenant)
+            is_continued = request.attempt > 0 or len(request.resume) > 0
+            model = await self._models.resolve(
+                _model_name(request), tenant, is_continued=is_continued
+            )
             stream.counts = self._metrics.model(model.info.name)
             validation.check_against_model(request, model.info)
             began = time.monotonic()

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,15 +139,18 @@ def _build_tokenizer(files: Files) -> ModelTokenizer | None:
 
 
 class ModelDirectory:
-    """Models by name. `update` tells what is served; `resolve` waits for a model and its files."""
+    """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
     def __init__(self, fetch: Callable[[str], Awaitable[Files]]) -> None:
         """`fetch` gets the files of a model by name; it raises Unavailable if it cannot now."""
         self._fetch = fetch
         self._served: dict[str, model_pb2.ModelInfo] = {}
         self._ready: dict[str, FrontendModel] = {}
-        """Every model ever seen, by name, with its files as last fetched."""
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        """Models by name, with their files as last fetched, whether or not they are served now."""
+        self._known: set[str] = set()
+        """Names of models that are or were served, by this or an earlier core."""
+        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """By name and fingerprint."""
         self.changed = asyncio.Event()
         """Set when anything changes, and then replaced by a fresh one."""
 
@@ -163,26 +165,32 @@ class ModelDirectory:
         served = sorted(self._served.values(), key=lambda info: info.name)
         return [info for info in served if self._find_ready(info)]
 
-    def update(self, models: Iterable[model_pb2.ModelInfo]) -> None:
-        """Take in which models are served now, and fetch the files of new ones."""
+    def update(self, models: Iterable[model_pb2.ModelInfo], known: Iterable[str] = ()) -> None:
+        """Store which models are served now and fetch the files of new ones.
+
+        `known`: names of models that the core has served since it started. A load continues if its
+        model is announced again or is away for a moment; other files under its name end it.
+        """
         self._served = {info.name: info for info in models}
-        for name in self._loading.keys() - self._served.keys():
-            self._loading.pop(name).cancel()
+        self._known.update(self._served, known)
         for info in self._served.values():
-            self._take_in(info)
+            self._update_model(info)
         self._notify()
 
-    async def resolve(self, name: str | None, tenant: Principal) -> FrontendModel:
+    async def resolve(
+        self, name: str | None, tenant: Principal, *, is_continued: bool = False
+    ) -> FrontendModel:
         """The model of this name, or the only one that a tenant may use; waits while there is none
         or none ready.
 
         Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
-        was never heard of while others are served, and InvalidArgument if no name is given where
-        it is needed.
+        no core has announced while others are served, and InvalidArgument if no name is given
+        where it is needed. A request that `is_continued`, because another frontend or core has
+        accepted it before, waits even for a model of which nothing is known here yet.
         """
         while True:
             changed = self.changed
-            model = self._find(name, tenant)
+            model = self._find(name, tenant, is_continued=is_continued)
             if model is not None:
                 return model
             await changed.wait()
@@ -201,7 +209,9 @@ class ModelDirectory:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _find(self, name: str | None, tenant: Principal) -> FrontendModel | None:
+    def _find(
+        self, name: str | None, tenant: Principal, *, is_continued: bool = False
+    ) -> FrontendModel | None:
         served = [model for model in self._served if tenant.may_use(model)]
         if name is None:
             if len(served) > 1:
@@ -212,7 +222,7 @@ class ModelDirectory:
             tenant.check_model(name)
         if name in self._served:
             return self._find_ready(self._served[name])
-        if served and name not in self._ready:
+        if served and name not in self._known and not is_continued:
             names = ", ".join(sorted(served))
             raise UnknownModel(
                 f"no model named {name!r} is served; there is: {names}",
@@ -224,28 +234,40 @@ class ModelDirectory:
         model = self._ready.get(info.name)
         return model if model is not None and model.info == info else None
 
-    def _take_in(self, info: model_pb2.ModelInfo) -> None:
-        if info.name in self._loading:
-            self._loading.pop(info.name).cancel()
+    def _update_model(self, info: model_pb2.ModelInfo) -> None:
+        key = (info.name, info.fingerprint)
+        for other in [k for k in self._loading if k[0] == info.name and k != key]:
+            self._loading.pop(other).cancel()
         ready = self._ready.get(info.name)
         if ready is not None and ready.info.fingerprint == info.fingerprint:
             self._ready[info.name] = replace(ready, info=info)
-            return
-        self._loading[info.name] = asyncio.create_task(self._load(info))
+        elif key not in self._loading:
+            self._loading[key] = asyncio.create_task(self._load(info))
 
     async def _load(self, info: model_pb2.ModelInfo) -> None:
-        files: Files | None = None
-        while files is None:
-            try:
-                files = await self._fetch(info.name)
-            except Unavailable as error:
-                logger.warning("no model files yet model=%s error=%s", info.name, error)
+        """Fetch a model's files and build it; gives up if no worker is there to send them."""
+        key = (info.name, info.fingerprint)
+        try:
+            while (files := await self._try_fetch(info.name)) is None:
+                if info.name not in self._served:
+                    return
                 await asyncio.sleep(RETRY_DELAY_S)
-        self._ready[info.name] = await asyncio.to_thread(build_model, info, files)
-        with suppress(KeyError):
-            del self._loading[info.name]
+            model = await asyncio.to_thread(build_model, info, files)
+        finally:
+            if self._loading.get(key) is asyncio.current_task():
+                del self._loading[key]
+        served = self._served.get(info.name, info)  # facts other than the files may have changed
+        self._ready[info.name] = replace(model, info=served)
         logger.info("model ready model=%s fingerprint=%s", info.name, info.fingerprint)
         self._notify()
+
+    async def _try_fetch(self, name: str) -> Files | None:
+        """A model's files; None if nobody can send them now."""
+        try:
+            return await self._fetch(name)
+        except Unavailable as error:
+            logger.warning("no model files yet model=%s error=%s", name, error)
+            return None
 
     def _notify(self) -> None:
         """Wake all that wait; those who come later wait for the next change."""

@@ -58,6 +58,7 @@ class AttachedFrontend:
         self.finished: dict[int, pb.RequestFinished] = {}
         self.failed: dict[int, pb.RequestFailed] = {}
         self.models: list[str] | None = None
+        self.known_models: list[str] = []
         self.num_messages = 0
         self.end: grpc.aio.AioRpcError | None = None
         """The error that ended the stream."""
@@ -137,6 +138,7 @@ class AttachedFrontend:
         self.num_messages += 1
         if message.HasField("models"):
             self.models = [model.name for model in message.models.models]
+            self.known_models = list(message.models.known_models)
         self.accepted += array("i", message.accepted).tolist()
         handles = array("i", message.token_handles)
         for handle, token in zip(handles, array("i", message.token_ids), strict=True):

@@ -380,23 +380,32 @@ Global___SchedulerMessage: _TypeAlias = SchedulerMessage  # noqa: Y015
 
 @_typing.final
 class ServedModels(_message.Message):
-    """The models that can be served now."""
+    """The models that can be served now, and those whose return is worth waiting for."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
+    KNOWN_MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelInfo]:
-        """By name."""
+        """Models that can be served now, by name."""
+
+    @_builtins.property
+    def known_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of all models that were served since the core started, whether or not they
+        can be served now. A request for one of them waits; one for any other model fails
+        with NOT_FOUND while there are models that can be served.
+        """
 
     def __init__(
         self,
         *,
         models: _abc.Iterable[_model_pb2.ModelInfo] | None = ...,
+        known_models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_models", b"known_models", "models", b"models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

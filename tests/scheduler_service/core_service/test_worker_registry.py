@@ -45,6 +45,19 @@ async def test_health_is_serving_while_a_group_is_ready(
         assert not await is_serving(service, name)
 
 
+async def test_frontends_learn_of_models_that_were_served_before_they_attached(
+    service: CoreService, fleet: Fleet
+) -> None:
+    first = await fleet.start(FakeWorker("first", model="a"))
+    await fleet.start(FakeWorker("second", model="b"))
+    async with AttachedFrontend(service.address, "early") as early:
+        await until(lambda: early.models == ["a", "b"], "both models are served")
+        await first.kill()
+    async with AttachedFrontend(service.address, "late") as frontend:
+        await until(lambda: frontend.models == ["b"], "the other model is not served any more")
+        assert frontend.known_models == ["a", "b"]
+
+
 async def test_a_lost_workers_requests_go_on_at_another_with_the_same_tokens(
     service: CoreService, fleet: Fleet
 ) -> None:

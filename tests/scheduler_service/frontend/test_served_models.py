@@ -132,6 +132,59 @@ async def test_a_model_never_heard_of_is_unknown_and_one_that_went_is_waited_for
     assert (await waiting).info.name == "a"
 
 
+async def test_a_model_that_only_the_core_has_seen_is_waited_for() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("b")], known=["a", "b"])
+    waiting = asyncio.create_task(directory.resolve("a", ANYBODY))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    with pytest.raises(Unavailable):
+        directory.current("a", ANYBODY)
+    directory.update([model_info("a"), model_info("b")], known=["a", "b"])
+    assert (await waiting).info.name == "a"
+
+
+async def test_a_request_that_is_continued_waits_even_for_a_model_that_nobody_knows() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("b")])
+    waiting = asyncio.create_task(directory.resolve("a", ANYBODY, is_continued=True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    directory.update([model_info("a"), model_info("b")])
+    assert (await waiting).info.name == "a"
+
+
+async def test_announcements_do_not_restart_the_load_of_the_same_files() -> None:
+    fetch = Fetch()
+    fetch.gate.clear()
+    directory = ModelDirectory(fetch)
+    for _ in range(20):  # worker b crashes whenever it has started; a's leaves once in a while
+        directory.update([model_info("a"), model_info("b")])
+        await asyncio.sleep(0)
+        directory.update([model_info("a", max_model_len=99)])
+        await asyncio.sleep(0)
+        directory.update([])
+    directory.update([model_info("a", max_model_len=99)])
+    assert sorted(fetch.names) == ["a", "b"]
+    fetch.gate.set()
+    assert (await directory.resolve("a", ANYBODY)).info.max_model_len == 99
+
+
+async def test_a_load_ends_when_nobody_serves_the_model_any_more() -> None:
+    fetch = Fetch(num_failures=1)
+    fetch.gate.clear()
+    directory = ModelDirectory(fetch)
+    directory.update([model_info()])
+    (loading,) = directory._loading.values()
+    await asyncio.sleep(0)
+    directory.update([])
+    fetch.gate.set()
+    await loading
+    assert fetch.names == ["tiny"]
+    directory.update([model_info()])
+    assert (await directory.resolve("tiny", ANYBODY)).tokenizer is not None
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
