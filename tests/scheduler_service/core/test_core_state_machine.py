@@ -24,6 +24,8 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import (
+    DeadlineExceeded,
+    DeadlineUnreachable,
     InvalidArgument,
     PromptTooLong,
     QueueFull,
@@ -45,7 +47,14 @@ TENANTS = {
     "few": TenantConfig(max_requests=3, max_queued_tokens=40),
     "small": TenantConfig(max_kv_blocks=SMALL + 2),
 }
-REFUSALS = (QueueFull, TenantLimit, PromptTooLong, InvalidArgument)
+REFUSALS = (
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    InvalidArgument,
+    PromptTooLong,
+    QueueFull,
+    TenantLimit,
+)
 
 GROUP_EVENTS = ["join", "lose", "drain", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
@@ -432,7 +441,7 @@ def machine_settings(max_examples: int) -> settings:
 class TestCore(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
     """In CI."""
 
-    settings = machine_settings(120)
+    settings = machine_settings(60)
 
 
 class TestCrowdedCore(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
@@ -448,6 +457,7 @@ class TestUnlikeGroups(UnlikeMachine.TestCase):  # type: ignore[name-defined,mis
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
 
@@ -455,6 +465,7 @@ class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
 
@@ -462,6 +473,7 @@ class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-def
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 class TestUnlikeGroupsAtLength(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
 
