@@ -45,7 +45,7 @@ class RoutingState:
 
 
 @dataclass(slots=True, eq=False)
-class AttachedFrontend:
+class Frontend:
     """One attached frontend."""
 
     frontend_id: str
@@ -128,7 +128,7 @@ class Sequence:
     """Choices that start from this one's last prompt token, or sequences that no beam of its group
     is held by. Until they fork from it they are RUNNING, that is, they have their places in the
     batch, but the worker does not know them."""
-    frontend: AttachedFrontend = field(init=False)
+    frontend: Frontend = field(init=False)
     """Its group's: a delivered token then needs no look at the group, which is cold memory."""
 
     tenant: TenantUsage = field(init=False)
@@ -191,7 +191,7 @@ class SequenceGroup:
 
     request: Request
     tenant: TenantUsage
-    frontend: AttachedFrontend
+    frontend: Frontend
     rank: tuple[int, ...]
     """The policy's order among groups, the lowest is served first; no two are equal."""
     clock: RequestClock

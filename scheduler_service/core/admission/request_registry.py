@@ -5,8 +5,8 @@ from collections.abc import Callable
 from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import (
-    AttachedFrontend,
     BeamGroup,
+    Frontend,
     Sequence,
     SequenceGroup,
     SequenceStatus,
@@ -30,7 +30,7 @@ class RequestRegistry:
         self._tenants = tenants
         self._groups: dict[tuple[str, str], SequenceGroup] = {}
         """By tenant and request id: tenants draw ids without knowing of each other."""
-        self._frontends: dict[str, AttachedFrontend] = {}
+        self._frontends: dict[str, Frontend] = {}
         self._live_seq_ids: set[int] = set()
         self._last_seq_id = 0
         self._num_arrivals = 0
@@ -67,7 +67,7 @@ class RequestRegistry:
     def make_group(self, request: Request, now_us: int) -> SequenceGroup:
         """A group for a request, not live yet, with what was generated of it before."""
         self._num_arrivals += 1
-        frontend = self._frontends.get(request.frontend_id) or AttachedFrontend(request.frontend_id)
+        frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
         phase = RequestPhase.RECOVERY if request.is_continued else RequestPhase.QUEUE
         group = SequenceGroup(
             request=request,
