@@ -1,0 +1,41 @@
+"""Markdown is wrapped one way: prose at 100 columns; tables, code and links as they are."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tools.launch import ROOT
+
+WIDTH = 100
+FILES = subprocess.run(
+    ["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
+).stdout.split()
+UNBREAKABLE = re.compile(r"^\s*(\||#|!\[|<|\S+$|`[^`]+`\S?$)|\]\(https?:")
+"""Tables, headings, pictures, HTML, a single word, one piece of code, and addresses."""
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """(line number, line) outside code blocks and the results of benchmarks."""
+    until = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        start = line.strip()
+        if until:
+            until = None if start.startswith(until) else until
+        elif start.startswith("```"):
+            until = "```"
+        elif start.startswith("<!-- results of"):
+            until = "<!-- end of results"
+        else:
+            yield number, line
+
+
+@pytest.mark.parametrize("file", [name for name in FILES if name != "CHANGELOG.md"])
+def test_prose_is_wrapped_at_100_columns(file: str) -> None:
+    long = [
+        f"{number}: {line}"
+        for number, line in prose((ROOT / file).read_text())
+        if len(line) > WIDTH and not UNBREAKABLE.search(line)
+    ]
+    assert long == []
