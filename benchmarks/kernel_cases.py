@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.backends import AttentionBackend, AttentionNeeds, Kernels, select_kernels
-from pagewire_kernels.metadata import AttentionMetadata, SamplingMetadata
+from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
 from worker_service.kv_cache.cache_engine import CopyMover, mover_for
 
 BLOCK_TOKENS = 16

@@ -20,10 +20,10 @@ from pagewire_kernels.backends import (
     select_backend,
 )
 from pagewire_kernels.backends.kernels import layer_kernels
-from pagewire_kernels.backends.select import choose
-from pagewire_kernels.backends.self_check import self_check
 from pagewire_kernels.cpu import cpu_backend, library
 from pagewire_kernels.cpu.numba import NumbaBackend
+from pagewire_kernels.select import choose
+from pagewire_kernels.self_check import self_check
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 

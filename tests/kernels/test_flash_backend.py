@@ -8,7 +8,6 @@ import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.backends import AttentionNeeds
-from pagewire_kernels.backends.self_check import self_check
 from pagewire_kernels.flash import (
     FlashAttention2,
     FlashAttention3,
@@ -16,7 +15,8 @@ from pagewire_kernels.flash import (
     FlashCall,
     TorchVarlen,
 )
-from pagewire_kernels.flash.calls import import_if_whole
+from pagewire_kernels.flash_attention import import_if_whole
+from pagewire_kernels.self_check import self_check
 from tests.support import fake_flash
 from tests.support.paged_batch import PagedSequences, Shape
 

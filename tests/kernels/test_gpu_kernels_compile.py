@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pagewire_kernels import gpu
-from pagewire_kernels.layer_kernels import ACTIVATIONS
-from pagewire_kernels.metadata import AttentionMetadata, SamplingMetadata
+from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
+from pagewire_kernels.interface import ACTIVATIONS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_BYTES = 227 * 1024

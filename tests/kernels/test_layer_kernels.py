@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire_kernels.cpu.native.layers import NativeLayerKernels
-from pagewire_kernels.layer_kernels import ACTIVATIONS, LayerKernels, TorchLayerKernels
+from pagewire_kernels.interface import ACTIVATIONS, LayerKernels, TorchLayerKernels
 from tests.support.native import native_libraries
 
 IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": TorchLayerKernels()}

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight
 from pagewire_kernels.cpu.native.layers import NativeLayerKernels
 from pagewire_kernels.cpu.native.program import Program, record
 from pagewire_kernels.cpu.native.recorded import RecordedModel
 from pagewire_kernels.cpu.threads import NotRecordable
-from pagewire_kernels.metadata import AttentionMetadata
 from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.metadata import SamplingMetadata
+from pagewire_kernels.batch import SamplingMetadata
 
 PROBABILITIES = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
 

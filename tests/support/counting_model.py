@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.config import ModelConfig
 from worker_service.loader import LoadedModel
 from worker_service.models.interface import KVCacheSpec

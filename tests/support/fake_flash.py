@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 
 
 def flash_attn_varlen_func(  # version 2

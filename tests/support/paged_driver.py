@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.models.interface import Model
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory

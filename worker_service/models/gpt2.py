@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.backends import Kernels
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.distributed.layout import Share
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec, ModelContext

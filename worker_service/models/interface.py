@@ -5,8 +5,8 @@ from typing import Protocol, TypedDict, runtime_checkable
 
 import torch
 
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.computed import Computed
-from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.backends import AttentionBackend
-from pagewire_kernels.layer_kernels import LayerKernels
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import LayerKernels
 from worker_service.models.interface import ModelContext
 
 
@@ -106,4 +106,4 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""From the names that `config.json` uses to those of `pagewire_kernels.layer_kernels`."""
+"""From the names that `config.json` uses to those of `pagewire_kernels.interface`."""

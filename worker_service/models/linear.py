@@ -33,7 +33,7 @@ from pagewire_kernels.cpu.native import (
     library,
 )
 from pagewire_kernels.cpu.native import linear as native
-from pagewire_kernels.layer_kernels import LayerKernels
+from pagewire_kernels.interface import LayerKernels
 from worker_service.distributed.layout import Share
 from worker_service.models.interface import ModelContext
 

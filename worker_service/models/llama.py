@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from pagewire_kernels.backends import Kernels
-from pagewire_kernels.layer_kernels import LayerKernels
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import LayerKernels
 from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm
 from worker_service.models.linear import (

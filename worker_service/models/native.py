@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.backends import ForwardFn, Kernels
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.computed import Computed
-from pagewire_kernels.metadata import AttentionMetadata
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Share
 from worker_service.models.interface import KVCacheSpec, ModelContext

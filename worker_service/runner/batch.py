@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.plan import StepPlan

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Column

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import SamplingMetadata
+from pagewire_kernels.batch import SamplingMetadata
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column
 from worker_service.plan import RowErrorReason

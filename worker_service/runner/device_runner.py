@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.metadata import SamplingMetadata
+from pagewire_kernels.batch import SamplingMetadata
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column, upload
 from worker_service.runner.device_rows import NO_CANDIDATES, OFF_CONSTRAINT, DeviceRows

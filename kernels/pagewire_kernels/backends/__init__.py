@@ -11,8 +11,8 @@ self_check.py  a small case, run on the device before a GPU backend is trusted
 from pagewire_kernels.backends.abilities import Abilities, AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
 from pagewire_kernels.backends.kernels import ForwardFn, Kernels, select_kernels
-from pagewire_kernels.backends.reference import ReferenceBackend
-from pagewire_kernels.backends.select import BACKEND_NAMES, select_backend
+from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.select import BACKEND_NAMES, select_backend
 
 __all__ = [
     "BACKEND_NAMES",

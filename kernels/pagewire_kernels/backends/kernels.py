@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pagewire_kernels.backends.abilities import AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
-from pagewire_kernels.backends.select import select_backend
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.computed import Computed
-from pagewire_kernels.layer_kernels import LayerKernels, TorchLayerKernels
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.interface import LayerKernels, TorchLayerKernels
+from pagewire_kernels.select import select_backend
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ block stride of all layers, are what these packages call a paged cache; nothing 
 """
 
 from pagewire_kernels.flash.backend import FlashBackend
-from pagewire_kernels.flash.calls import (
+from pagewire_kernels.flash_attention import (
     FlashAttention2,
     FlashAttention3,
     FlashCall,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.backends.abilities import Abilities
-from pagewire_kernels.flash.calls import FlashCall
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.flash_attention import FlashCall
 
 
 class FlashBackend:

@@ -16,9 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.gpu.attention_kernels import attend, reduce_splits
 from pagewire_kernels.gpu.checks import FLOATS, expect, expect_cache, expect_dtype, expect_rows
-from pagewire_kernels.metadata import AttentionMetadata
 
 FIXED_SPLIT_TOKENS = 1024
 """Keys per split where tiles and splits are fixed."""

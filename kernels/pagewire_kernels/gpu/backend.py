@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.backends.abilities import Abilities
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.gpu.attention import choose_launch, paged_attention
 from pagewire_kernels.gpu.cache import write_kv
-from pagewire_kernels.metadata import AttentionMetadata
 
 
 class TritonBackend:

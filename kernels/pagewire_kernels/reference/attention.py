@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.reference.cache import gather_sequence
 
 

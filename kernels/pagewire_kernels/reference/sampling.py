@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import SamplingMetadata
+from pagewire_kernels.batch import SamplingMetadata
 
 NO_TOKEN = -1
 

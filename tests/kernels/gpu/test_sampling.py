@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
+from pagewire_kernels.batch import SamplingMetadata
 from pagewire_kernels.gpu import apply_bitmask, apply_penalties, gather_logprobs, sample, uniforms
-from pagewire_kernels.metadata import SamplingMetadata
 from tests.support.gpu_kernels import DEVICE, MARKS, on_device
 from worker_service.sampling import philox
 

@@ -7,8 +7,8 @@ import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.backends import AttentionNeeds, select_backend
-from pagewire_kernels.backends.self_check import self_check
 from pagewire_kernels.flash import FlashBackend, installed_calls
+from pagewire_kernels.self_check import self_check
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 
 from pagewire_kernels.backends import Kernels, ReferenceBackend
 from pagewire_kernels.gpu import TritonBackend, TritonLayerKernels
-from pagewire_kernels.layer_kernels import TorchLayerKernels
+from pagewire_kernels.interface import TorchLayerKernels
 from tests.support.checkpoints import checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver

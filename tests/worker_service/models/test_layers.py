@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu.native import library
-from pagewire_kernels.layer_kernels import TorchLayerKernels
+from pagewire_kernels.interface import TorchLayerKernels
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
     Linear,

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle

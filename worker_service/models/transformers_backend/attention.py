@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from pagewire_kernels.backends import AttentionBackend
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
 

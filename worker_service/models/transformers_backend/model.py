@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.transformers_backend.attention import (

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
 from pagewire_kernels.cpu.native.attention import (
     Scratch,
@@ -12,7 +13,6 @@ from pagewire_kernels.cpu.native.attention import (
 from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows, recording
 from pagewire_kernels.cpu.native.structs import Batch, describe_batch
-from pagewire_kernels.metadata import AttentionMetadata
 
 _SERIAL_WORK = 1 << 18
 """Products of so many elements are done before other threads have woken up."""

@@ -6,7 +6,7 @@ from ctypes import c_float, c_int64
 import torch
 from torch import Tensor
 
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 
 
 class Batch(ctypes.Structure):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
 from pagewire_kernels.cpu.numba import attention, copy
 from pagewire_kernels.cpu.numba.attention import MAX_ROWS, VECTOR_BYTES
 from pagewire_kernels.cpu.numba.compile import attention_kernel, write_kv_kernel
 from pagewire_kernels.cpu.numba.simd import LANES
-from pagewire_kernels.metadata import AttentionMetadata
 
 _SERIAL_WORK = 1 << 17
 """Products of so many elements are done before other threads have woken up."""

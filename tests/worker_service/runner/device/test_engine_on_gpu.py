@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pagewire_kernels.backends.abilities import FP8, AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
-from pagewire_kernels.backends.reference import ReferenceBackend
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.reference.backend import ReferenceBackend
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _NUM_KV_HEADS, _GROUP = 2, 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.backends.abilities import Abilities
-from pagewire_kernels.metadata import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 

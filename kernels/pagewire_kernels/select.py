@@ -9,8 +9,8 @@ import torch
 
 from pagewire_kernels.backends.abilities import AttentionNeeds
 from pagewire_kernels.backends.interface import AttentionBackend
-from pagewire_kernels.backends.reference import ReferenceBackend
-from pagewire_kernels.backends.self_check import self_check
+from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.self_check import self_check
 
 logger = logging.getLogger(__name__)
 
