@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire_kernels.backends import AttentionBackend, AttentionNeeds, Kernels, select_kernels
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
+from pagewire_kernels.interface import AttentionBackend, AttentionNeeds
+from pagewire_kernels.select import Kernels, select_kernels
 from worker_service.kv_cache.cache_engine import CopyMover, mover_for
 
 BLOCK_TOKENS = 16

@@ -1,15 +1,16 @@
-"""What a model computes between its matrix products and attention.
+"""What every backend offers: attention over the paged KV cache, and the kernels between attentions.
 
-Each operation goes row by row, a row being a token: a row's result is bitwise the same whatever
-else is in the batch and on whichever thread. Norms, rotations and activations are computed in
-float32 and rounded once, to the type of what they return.
-"""
+`Abilities` says as data what a backend can do, `AttentionNeeds` what a model requires of it."""
 
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.reference import ACTIVATIONS
 
 __all__ = ["ACTIVATIONS", "LayerKernels", "TorchLayerKernels"]
@@ -112,3 +113,160 @@ class TorchLayerKernels:
     activate = staticmethod(reference.activate)
     act_and_mul = staticmethod(reference.act_and_mul)
     rotate_and_write_kv = staticmethod(reference.rotate_and_write_kv)
+
+
+FP8 = torch.float8_e4m3fn
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionNeeds:
+    """What a model and its cache ask of attention."""
+
+    dtype: torch.dtype
+    """Of queries, and of new keys and values."""
+
+    head_dim: int
+
+    cache_dtype: torch.dtype | None = None
+    """`float8_e4m3fn`, or None for that of the keys."""
+
+    block_size: int | None = None
+    """Tokens per block; None takes the backend's own choice."""
+
+    sliding_window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    alibi: bool = False
+
+    batch_invariant: bool = False
+    """Whether a row's result must not depend, bitwise, on its batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abilities:
+    """What a backend can do."""
+
+    devices: tuple[str, ...]
+    """Types of the devices it runs on; empty for all."""
+
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    fp8_cache: bool = False
+    sliding_window: bool = True
+    soft_cap: bool = True
+    sinks: bool = True
+    alibi: bool = True
+    batch_invariant: bool = False
+
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+
+    block_multiple: int = 1
+    """Tokens per block must be a multiple of this."""
+
+    default_block_size: int = 16
+    """Tokens per block where nobody says otherwise."""
+
+    def obstacles(self, needs: AttentionNeeds) -> Iterator[str]:
+        """What stands between this backend and a model; nothing if it can serve it."""
+        if needs.dtype not in self.dtypes:
+            yield f"does not compute in {_name(needs.dtype)}"
+        if needs.cache_dtype == FP8 and not self.fp8_cache:
+            yield "has no fp8 cache (--kv-cache-dtype)"
+        if self.max_head_dim is not None and needs.head_dim > self.max_head_dim:
+            yield f"takes heads of at most {self.max_head_dim} elements, not {needs.head_dim}"
+        if needs.head_dim % self.head_dim_multiple:
+            multiple = self.head_dim_multiple
+            yield f"takes heads of a multiple of {multiple} elements, not {needs.head_dim}"
+        if needs.block_size is not None and needs.block_size % self.block_multiple:
+            multiple, got = self.block_multiple, needs.block_size
+            yield f"takes blocks of a multiple of {multiple} tokens (--block-size), not {got}"
+        for feature, name in _FEATURES.items():
+            if getattr(needs, feature) and not getattr(self, feature):
+                yield name
+
+
+_FEATURES = {
+    "sliding_window": "has no sliding window",
+    "soft_cap": "has no soft cap",
+    "sinks": "has no attention sinks",
+    "alibi": "has no ALiBi biases",
+    "batch_invariant": "is not batch-invariant",
+}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class AttentionBackend(Protocol):
+    """Writes and reads a paged KV cache. Arguments are those of `pagewire_kernels.reference`."""
+
+    @property
+    def name(self) -> str:
+        """What `--attention-backend` calls it."""
+        ...
+
+    @property
+    def abilities(self) -> Abilities:
+        """What it can do; a call that asks for more raises ValueError or TypeError."""
+        ...
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Do now what the first call with a cache of `dtype` would have to do, such as compile."""
+        ...
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        """Store each row's key and value in its slot."""
+        ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> Tensor:
+        """Causal attention of flattened query rows over their sequences' cached blocks."""
+        ...
+
+
+class HeadOutput(NamedTuple):
+    """Of the rows that are sampled from."""
+
+    logits: Tensor
+    """float32 [num_sampled, vocab_size]."""
+
+    best: Tensor
+    """int64 [num_sampled]: each row's largest logit's column, the first of equals."""
+
+    largest: Tensor
+    """float32 [num_sampled]: that logit; NaN, with any column, if the row has one."""
+
+
+class Computed(NamedTuple):
+    """Hidden states, and what the head made of some of them."""
+
+    hidden: Tensor
+    """[num_tokens, hidden_size]."""
+
+    head: HeadOutput | None = None
+    """None where the head is yet to be applied."""

@@ -1,18 +1,28 @@
-"""From a device, a name and what a model needs to a backend."""
+"""Selects the attention backend and the layer kernels for a device and a model's requirements."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from pagewire_kernels.backends.abilities import AttentionNeeds
-from pagewire_kernels.backends.interface import AttentionBackend
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import (
+    AttentionBackend,
+    AttentionNeeds,
+    Computed,
+    LayerKernels,
+    TorchLayerKernels,
+)
 from pagewire_kernels.reference.backend import ReferenceBackend
 from pagewire_kernels.self_check import self_check
 
 logger = logging.getLogger(__name__)
+
 
 BACKEND_NAMES = ("flash", "triton", "cpu", "reference")
 
@@ -139,7 +149,7 @@ def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
 def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionBackend]:
     if find_spec("triton") is None:  # it writes the cache
         return
-    from pagewire_kernels.flash import FlashBackend, installed_calls
+    from pagewire_kernels.flash_attention import FlashBackend, installed_calls
     from pagewire_kernels.gpu import write_rows
 
     for call in installed_calls(device):
@@ -149,3 +159,86 @@ def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionB
 
 def _reference() -> Iterator[AttentionBackend]:
     yield ReferenceBackend()
+
+
+Embed = Callable[[Tensor, Tensor], Tensor]
+"""Of token ids and positions, to the residual stream."""
+
+Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
+"""Of the residual stream, positions, the KV cache and the metadata, to hidden states."""
+
+Head = Callable[[Tensor], Tensor]
+"""Of hidden states, to logits, float32 [num_rows, vocab_size]."""
+
+
+class ForwardFn(Protocol):
+    """A model's embedding and layers and, where that is as well, its head."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None = None,
+    ) -> Computed:
+        """token_ids, positions: int64 [num_tokens]; sampled: int64, the rows for the head."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a model computes with, but for its matrix products."""
+
+    attention: AttentionBackend
+    layers: LayerKernels
+
+    def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
+        """What computes the same as a model's parts: they themselves, or a recorded program."""
+        if self.layers.name == "native":
+            from pagewire_kernels.cpu.native import library
+            from pagewire_kernels.cpu.native.recorded import RecordedModel
+
+            found = library()
+            if found is not None:
+                return RecordedModel(embed, layers, head, found)
+
+        def whole(
+            token_ids: Tensor,
+            positions: Tensor,
+            kv_cache: Tensor,
+            metadata: AttentionMetadata,
+            sampled: Tensor | None = None,
+        ) -> Computed:
+            x = embed(token_ids, positions)
+            return Computed(layers(x, positions, kv_cache, metadata))
+
+        return whole
+
+
+def select_kernels(
+    device: torch.device, needs: AttentionNeeds, attention: str | None = None
+) -> Kernels:
+    """The attention backend as `select_backend` chooses it, and the layer kernels beside it."""
+    backend = select_backend(device, attention, needs)
+    layers = layer_kernels(backend, device, needs.dtype)
+    logger.info("layer kernels selected name=%s", layers.name)
+    return Kernels(backend, layers)
+
+
+def layer_kernels(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> LayerKernels:
+    """The fastest for the device, or plain torch beside plain torch."""
+    if backend.name in ("triton", "flash"):
+        from pagewire_kernels.gpu import TritonLayerKernels  # triton is loaded where it is used
+
+        return TritonLayerKernels()
+    if device.type == "cpu" and backend.name == "cpu":
+        from pagewire_kernels.cpu.native import library
+        from pagewire_kernels.cpu.native.layers import DTYPES, NativeLayerKernels
+
+        found = library()
+        if found is not None and dtype in DTYPES:
+            return NativeLayerKernels(found)
+    return TorchLayerKernels()

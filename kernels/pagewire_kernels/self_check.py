@@ -7,9 +7,8 @@ attention does not crash, it serves nonsense; so a GPU backend is trusted only a
 import torch
 from torch import Tensor
 
-from pagewire_kernels.backends.abilities import FP8, AttentionNeeds
-from pagewire_kernels.backends.interface import AttentionBackend
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import FP8, AttentionBackend, AttentionNeeds
 from pagewire_kernels.reference.backend import ReferenceBackend
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}

@@ -12,17 +12,11 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.backends import (
-    Abilities,
-    AttentionBackend,
-    AttentionNeeds,
-    ReferenceBackend,
-    select_backend,
-)
-from pagewire_kernels.backends.kernels import layer_kernels
 from pagewire_kernels.cpu import cpu_backend, library
 from pagewire_kernels.cpu.numba import NumbaBackend
-from pagewire_kernels.select import choose
+from pagewire_kernels.interface import Abilities, AttentionBackend, AttentionNeeds
+from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.select import choose, layer_kernels, select_backend
 from pagewire_kernels.self_check import self_check
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -183,7 +177,7 @@ def test_the_check_tells_right_results_from_wrong_ones(needs: AttentionNeeds) ->
 def test_the_native_kernels_leave_numba_unloaded() -> None:
     if library() is None:
         pytest.skip("no native kernels here")
-    check = "import sys; from pagewire_kernels.backends import select_backend; import torch; "
+    check = "import sys; from pagewire_kernels.select import select_backend; import torch; "
     check += "select_backend(torch.device('cpu')); sys.exit('numba' in sys.modules)"
     environment = {"PYTHONPATH": str(KERNELS), "PATH": os.environ["PATH"]}
     assert subprocess.run([sys.executable, "-c", check], env=environment).returncode == 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire_kernels import reference
-from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.interface import AttentionBackend
 from tests.support import cpu_backends
 from tests.support.paged_batch import PagedSequences, Shape
 

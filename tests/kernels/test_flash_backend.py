@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.backends import AttentionNeeds
-from pagewire_kernels.flash import (
+from pagewire_kernels.flash_attention import (
     FlashAttention2,
     FlashAttention3,
     FlashBackend,
     FlashCall,
     TorchVarlen,
+    import_if_whole,
 )
-from pagewire_kernels.flash_attention import import_if_whole
+from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.self_check import self_check
 from tests.support import fake_flash
 from tests.support.paged_batch import PagedSequences, Shape

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.cpu.native import Library, NativeBackend
 from pagewire_kernels.cpu.native.build import INSTRUCTION_SETS, LIBRARIES
 from pagewire_kernels.cpu.native.compiled import instruction_set
 from pagewire_kernels.cpu.numba import NumbaBackend
+from pagewire_kernels.interface import AttentionBackend
 
 NUMBA = "numba"
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagewire_kernels.block_pairs import is_chained
+from pagewire_kernels.batch import is_chained
 from pagewire_kernels.cpu.native import Library, library, move_blocks
 from pagewire_kernels.reference import swap_blocks
 from worker_service.array_types import Int32Array

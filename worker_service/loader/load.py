@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from pagewire_kernels.backends import AttentionNeeds, Kernels, select_kernels
+from pagewire_kernels.interface import AttentionNeeds
+from pagewire_kernels.select import Kernels, select_kernels
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import Kernels
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Share
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec, ModelContext

@@ -6,7 +6,7 @@ from typing import Protocol, TypedDict, runtime_checkable
 import torch
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.computed import Computed
+from pagewire_kernels.interface import Computed
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 

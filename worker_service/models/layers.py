@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.interface import AttentionBackend, LayerKernels
 from worker_service.models.interface import ModelContext
 
 

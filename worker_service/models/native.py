@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import ForwardFn, Kernels
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.computed import Computed
+from pagewire_kernels.interface import Computed
+from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Share
 from worker_service.models.interface import KVCacheSpec, ModelContext

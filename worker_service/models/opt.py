@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.backends import Kernels
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.select import Kernels
 from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
 from worker_service.models.linear import Linear, RowParallelLinear, VocabEmbedding, VocabHead

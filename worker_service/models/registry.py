@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pagewire_kernels.backends import Kernels
+from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption
 from worker_service.models.gpt2 import GPT2Model, gpt2_settings
 from worker_service.models.interface import ModelContext

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.computed import Computed, HeadOutput
+from pagewire_kernels.interface import Computed, HeadOutput
 from worker_service.array_types import Int64Array
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.errors import InvalidPlan

@@ -6,8 +6,8 @@ checks.py   what attention of both takes
 threads.py  running a kernel on torch's own threads
 """
 
-from pagewire_kernels.backends.interface import AttentionBackend
 from pagewire_kernels.cpu.native import Library, NativeBackend, library
+from pagewire_kernels.interface import AttentionBackend
 
 
 def cpu_backend(native: Library | None) -> AttentionBackend:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pagewire_kernels.backends.abilities import Abilities
+from pagewire_kernels.interface import Abilities
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ABILITIES = Abilities(devices=("cpu",), dtypes=DTYPES, batch_invariant=True, default_block_size=64)

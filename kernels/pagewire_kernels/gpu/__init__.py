@@ -18,10 +18,9 @@ be captured in a CUDA graph, but for `move_blocks` where the pairs lie on the de
 
 from pagewire_kernels.gpu.activation import act_and_mul, activate
 from pagewire_kernels.gpu.attention import Launch, choose_launch, paged_attention
-from pagewire_kernels.gpu.backend import TritonBackend, write_rows
+from pagewire_kernels.gpu.backend import TritonBackend, TritonLayerKernels, write_rows
 from pagewire_kernels.gpu.blocks import move_blocks
 from pagewire_kernels.gpu.cache import gather_kv, write_kv
-from pagewire_kernels.gpu.layers import TritonLayerKernels
 from pagewire_kernels.gpu.linear import InvariantWeight, linear
 from pagewire_kernels.gpu.norm import layer_norm, rms_norm
 from pagewire_kernels.gpu.rotary import rotate_and_write_kv

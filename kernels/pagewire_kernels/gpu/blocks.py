@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.block_pairs import move_all
+from pagewire_kernels.batch import move_all
 from pagewire_kernels.gpu.checks import expect, expect_dtype, expect_rows
 
 _TILE_WORDS = 4096

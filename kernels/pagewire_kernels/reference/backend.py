@@ -3,7 +3,7 @@
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.backends.abilities import Abilities
+from pagewire_kernels.interface import Abilities
 
 
 class ReferenceBackend:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.backends import AttentionNeeds, select_backend
-from pagewire_kernels.flash import FlashBackend, installed_calls
+from pagewire_kernels.flash_attention import FlashBackend, installed_calls
+from pagewire_kernels.interface import AttentionNeeds
+from pagewire_kernels.select import select_backend
 from pagewire_kernels.self_check import self_check
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire_kernels.backends import Kernels, ReferenceBackend
 from pagewire_kernels.gpu import TritonBackend, TritonLayerKernels
 from pagewire_kernels.interface import TorchLayerKernels
+from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.select import Kernels
 from tests.support.checkpoints import checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver

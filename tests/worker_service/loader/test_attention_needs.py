@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire_kernels.backends import AttentionNeeds
+from pagewire_kernels.interface import AttentionNeeds
 from worker_service.loader.load import attention_needs
 
 FEATURES = ("sliding_window", "soft_cap", "sinks", "alibi")

@@ -5,7 +5,8 @@ import weakref
 import pytest
 import torch
 
-from pagewire_kernels.backends import AttentionNeeds, select_kernels
+from pagewire_kernels.interface import AttentionNeeds
+from pagewire_kernels.select import select_kernels
 from tests.support.checkpoints import checkpoint
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire_kernels.backends import AttentionNeeds, select_kernels
+from pagewire_kernels.interface import AttentionNeeds
+from pagewire_kernels.select import select_kernels
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from worker_service.config import ModelConfig
 from worker_service.distributed.communicator import Communicator

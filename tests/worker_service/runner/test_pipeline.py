@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
-from pagewire_kernels.computed import Computed
+from pagewire_kernels.interface import Computed
 from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params

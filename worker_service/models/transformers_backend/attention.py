@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pagewire_kernels.backends import AttentionBackend
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import AttentionBackend
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
 

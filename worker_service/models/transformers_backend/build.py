@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from pagewire_kernels.backends import AttentionBackend
+from pagewire_kernels.interface import AttentionBackend
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.registry import limit_model_len

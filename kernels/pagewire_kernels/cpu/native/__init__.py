@@ -33,8 +33,7 @@ the numba kernels do the work.
 from pagewire_kernels.cpu.native.backend import NativeBackend
 from pagewire_kernels.cpu.native.blocks import move_blocks
 from pagewire_kernels.cpu.native.compiled import Library, library
-from pagewire_kernels.cpu.native.huge_memory import HugeMemory
-from pagewire_kernels.cpu.native.linear import NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.native.linear import HugeMemory, NativeGatedWeight, NativeWeight
 
 __all__ = [
     "HugeMemory",

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagewire_kernels.block_pairs import move_all
+from pagewire_kernels.batch import move_all
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.structs import BlockCopyTask

@@ -1,6 +1,7 @@
 """Weights packed for the native linear layers; see src/linear.h."""
 
 import ctypes
+import mmap
 from typing import Final
 
 import torch
@@ -9,8 +10,42 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native.compiled import Kernel, Library
-from pagewire_kernels.cpu.native.huge_memory import HugeMemory
 from pagewire_kernels.cpu.native.program import batch_of, count_address, launch, new_rows
+
+PAGE_BYTES = 2 << 20
+"""What pieces of memory are sized and aligned by."""
+
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 4096
+
+
+class HugeMemory:
+    """Hands out pieces of large chunks; a chunk is freed with the last of its pieces.
+
+    Only what was written to takes up memory, in whole huge pages where the system grants them.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Zeros: uint8 [num_bytes], aligned to pages of 4 KiB."""
+        if num_bytes > self._chunk.numel() - self._used:
+            self._chunk, self._used = _chunk(max(num_bytes, _CHUNK_BYTES)), 0
+        piece = self._chunk[self._used : self._used + num_bytes]
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return piece
+
+
+def _chunk(num_bytes: int) -> Tensor:
+    memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    chunk = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -chunk.data_ptr() % PAGE_BYTES
+    return chunk[start : start + num_bytes]
+
 
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What weights may be, with the kernels' name for it."""

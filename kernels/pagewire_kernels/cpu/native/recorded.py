@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.computed import Computed, HeadOutput
 from pagewire_kernels.cpu.native.compiled import Library
+from pagewire_kernels.cpu.native.layers import find_largest, take
 from pagewire_kernels.cpu.native.program import Program, new_rows, record
 from pagewire_kernels.cpu.native.structs import describe_batch
-from pagewire_kernels.cpu.native.taking import find_largest, take
 from pagewire_kernels.cpu.threads import NotRecordable
+from pagewire_kernels.interface import Computed, HeadOutput
 
 logger = logging.getLogger(__name__)
 
