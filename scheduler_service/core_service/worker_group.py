@@ -75,6 +75,8 @@ class WorkerGroup:
         self._num_former_steps = 0
         self._changed = asyncio.Event()
         """Set when the ranks are others than they were; then there is a new event."""
+        self._is_stepping = False
+        """Whether some rank's stream runs, or has run, the session of the ranks as they are."""
         self._session_lock = asyncio.Lock()
 
     @property
@@ -187,12 +189,18 @@ class WorkerGroup:
         self._dismiss_all("drained")  # nothing runs here
 
     async def step(self) -> None:
-        """To be run on each rank's stream: the last to join steps for all, the others wait."""
+        """Run on each rank's stream: once all ranks are there, one of them steps for all.
+
+        Only one even if several register in the same turn of the loop: a group that has hung too
+        often would otherwise be used again by the next of them.
+        """
         changed = self._changed
         if self.is_whole:
-            async with self._session_lock:  # a former session has ended
-                if not changed.is_set():
-                    await run_until_first(changed.wait(), self._run_session())
+            if not self._is_stepping:
+                self._is_stepping = True
+                async with self._session_lock:  # a former session has ended
+                    if not changed.is_set():
+                        await run_until_first(changed.wait(), self._run_session())
         else:
             logger.info(
                 "group waits for ranks group_id=%s num_ranks=%d world_size=%d",
@@ -228,6 +236,7 @@ class WorkerGroup:
     def _has_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._is_stepping = False
 
     def _dismiss_all(self, stop_reason: str | None) -> None:
         for worker in self.workers:
