@@ -104,17 +104,19 @@ class FrontendStream:
         self._news.set()
 
     def take_in(self, message: pb.FrontendMessage) -> None:
-        """Pass on what the frontend says; a request that is refused is news for it.
+        """Apply a message of the frontend; a refused request becomes an output.
 
-        Raises InvalidArgument when the message itself is malformed.
+        Cancels and stops come first: they are for requests of earlier messages, and a submit may
+        reuse the id of a request that the same message cancels. Raises InvalidArgument when the
+        message itself is malformed.
         """
-        for submit in message.submits:
-            self._submit(submit)
         for handle in from_column(message.cancels, "cancels"):
             self._hold_times.end(handle)
             self._driver.cancel(self.frontend_id, handle)
         for stop in message.stops:
             self._driver.stop_choice(self.frontend_id, stop.handle, stop.num_tokens)
+        for submit in message.submits:
+            self._submit(submit)
 
     def _submit(self, submit: pb.Submit) -> None:
         try:

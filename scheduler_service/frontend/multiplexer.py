@@ -173,13 +173,13 @@ class RequestBatch:
         self._watching.cancel()
         self._close()
 
-    def open(
+    async def open(
         self, requests: Sequence[inference_pb.GenerateRequest], request_id: str, tenant: Principal
     ) -> None:
         """Take all in; raises what makes one unacceptable."""
         for index, request in enumerate(requests):
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-            stream = self._manager.open(request, None, self._on_news, tenant)
+            stream = await self._manager.open_soon(request, None, self._on_news, tenant)
             self._indexes[stream] = index
 
     async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:

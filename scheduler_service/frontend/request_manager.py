@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 RETRY_DELAY_S = 1.0
 """What a client is told to wait when this frontend is full."""
 
+CANCEL_LATENCY_S = 0.25
+"""How long after a new call the cancellation of an earlier one may become visible here."""
+
 
 _Key: TypeAlias = tuple[str, str]
 """Tenant and request id: no tenant finds another's request, nor that there is one."""
@@ -54,6 +57,7 @@ class _Open:
     request: inference_pb.GenerateRequest
     preparing: asyncio.Task[None]
     timer: asyncio.TimerHandle | None
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RequestManager:
@@ -105,6 +109,25 @@ class RequestManager:
             self._metrics.count_refused(tenant.name, request.priority, error)
             raise
 
+    async def open_soon(
+        self,
+        request: inference_pb.GenerateRequest,
+        deadline: float | None,
+        on_news: Callable[[RequestStream], None],
+        tenant: Principal,
+    ) -> RequestStream:
+        """`open`, but wait briefly for the end of an open request that `request` duplicates.
+
+        A client may cancel a call and make another with the same request id at once. gRPC and HTTP
+        report the end of the one and the start of the other in any order.
+        """
+        opened = self._open.get((tenant.name, request.request_id))
+        if opened is not None and request.attempt == opened.request.attempt:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CANCEL_LATENCY_S):
+                    await opened.closed.wait()
+        return self.open(request, deadline, on_news, tenant)
+
     def _take_in(
         self,
         request: inference_pb.GenerateRequest,
@@ -151,6 +174,7 @@ class RequestManager:
         if opened is None or opened.stream is not stream:
             return
         del self._open[_key(stream)]
+        opened.closed.set()
         self._stop(opened)
         if not self._open:
             self._none_open.set()

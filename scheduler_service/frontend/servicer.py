@@ -88,7 +88,9 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     ) -> None:
         """Responses as they come; the end of the call, whatever its cause, ends the request."""
         news = asyncio.Event()
-        stream = self._requests.open(request, _deadline(context), lambda _: news.set(), tenant)
+        stream = await self._requests.open_soon(
+            request, _deadline(context), lambda _: news.set(), tenant
+        )
         try:
             await _write_responses(stream, news, context)
         finally:

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from scheduler_service.columns import from_column
+from scheduler_service.columns import from_column, to_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.engine_outputs import EngineOutputs
@@ -81,6 +81,23 @@ async def test_a_second_stream_of_a_frontend_replaces_the_first(
             assert second.tokens[1] == counted(3, 4)
             assert len(service.frontends) == 1
     assert first.finished == {}
+
+
+async def test_a_request_id_may_be_reused_in_the_message_that_cancels_it(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker())
+    worker.hold_results()
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [10], max_tokens=30)
+        await until(lambda: 1 in frontend.accepted, "the request was accepted")
+        again = submission("frontend-1", 2, [500], max_tokens=30)
+        again.request_id = submission("frontend-1", 1, [10]).request_id
+        await frontend.send(pb.FrontendMessage(submits=[again], cancels=to_column([1])))
+        worker.may_answer.set()
+        await frontend.wait_finished(2)
+        assert frontend.tokens[2] == counted(500, 30)
+    assert 1 not in frontend.finished
 
 
 class BuggyDriver(CoreDriver):

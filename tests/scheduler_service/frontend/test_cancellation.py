@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import SERVICE_NAME, Frontend, serve
 from service_common.errors import CannotListen
@@ -68,6 +69,50 @@ async def test_a_request_cancelled_before_it_was_sent_never_reaches_the_core(
     assert byte_level().decode(request.prompt) == "there"
     assert not attachment.cancels
     call.cancel()
+
+
+async def test_a_client_may_cancel_a_request_and_send_its_id_again_at_once(
+    served: Served,
+) -> None:
+    for _ in range(50):
+        cancelled = served.client.Generate(generate_request("first", request_id="same"))
+        await (await served.core.next_request()).accept()
+        await cancelled.read()
+        cancelled.cancel()
+        again = served.client.Generate(generate_request("second", request_id="same"))
+        request = await served.core.next_request()
+        assert byte_level().decode(request.prompt) == "second"
+        await request.accept()
+        await again.read()
+        again.cancel()
+        await eventually(lambda: len(served.frontend.requests) == 0)
+
+
+async def test_a_cancellation_that_is_seen_after_the_next_call_still_comes_first(
+    served: Served,
+) -> None:
+    requests, tenant = served.frontend.requests, Principal()
+    first = requests.open(generate_request("a", request_id="same"), None, _ignore, tenant)
+    again = asyncio.create_task(
+        requests.open_soon(generate_request("b", request_id="same"), None, _ignore, tenant)
+    )
+    await asyncio.sleep(0)
+    requests.close(first)
+    requests.close(await again)
+    assert first.error is None
+
+
+async def test_a_duplicate_of_a_request_that_goes_on_is_refused(served: Served) -> None:
+    call = served.client.Generate(generate_request("a", request_id="same"))
+    await (await served.core.next_request()).accept()
+    await call.read()
+    error = await error_of(served.client.Generate(generate_request("a", request_id="same")))
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+    call.cancel()
+
+
+def _ignore(_: object) -> None:
+    pass
 
 
 async def test_an_abort_ends_the_stream_and_the_request(served: Served) -> None:

@@ -105,7 +105,7 @@ class CompletionResponse(Response):
 
     async def _run(self, running: RequestBatch, send: Send) -> bool:
         """Run the requests; whether the whole answer is still to be sent."""
-        running.open(self._requests, self._request_id, self._tenant)
+        await running.open(self._requests, self._request_id, self._tenant)
         if self._stream:
             await self._send_chunks(running, send)
             return False
