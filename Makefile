@@ -27,7 +27,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long chaos fuzz lint format bench bench-gpu protos docs docs-serve image-pins clean
+.PHONY: demo test test-gpu test-long chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -123,6 +123,10 @@ protos: $(VENV)/.ready
 	cd protos && $(TOOLS) buf breaking --against $(CONTRACT)
 	cd protos && $(TOOLS) buf build --exclude-source-info -o $(CONTRACT)
 	PYTHONPATH=.:protos $(BIN)/python -m tests.protos.test_stored_bytes
+
+## sync-client: regenerate the blocking client after a change to the asyncio client
+sync-client: $(VENV)/.ready
+	$(BIN)/python -m tools.sync_client
 
 ## docs: build the documentation as a site into build/docs; any broken link fails
 docs: $(VENV)/.ready

@@ -16,7 +16,7 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 | --- | --- |
 | `client`, `async_client` | the API: `Client`, `AsyncClient` |
 | `calls`, `async_calls` | the gRPC calls behind it: retries, failover, output streams |
-| `stream_state`, `batch`, `retry` | what both share, free of I/O |
+| `stream_state`, `batch`, `retry`, `synchronization` | what both share; no I/O |
 | `sampling_params`, `requests` | what is sent |
 | `outputs`, `errors` | what is returned or raised |
 | `connection` | addresses, TLS, call metadata, channels |
@@ -24,7 +24,7 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 | `bench` | load at a given rate, and the latencies and throughput measured |
 | `cli` | the `pagewire` command |
 
-`async_X` is the asyncio twin of `X`, name by name: keep the two in step.
+`make sync-client` generates `client` and `calls` from `async_client` and `async_calls`.
 
 The promise of a stream: if a connection or a frontend dies, the stream continues where it broke.
 The client submits the request again with all that it has received (`resume` in the protos) and the

@@ -1,12 +1,12 @@
-"""The asyncio twin of `calls`, with the same names and promises."""
+"""gRPC calls for asyncio: retries, failover, and streams that continue where they broke.
 
-# A timeout here is a gRPC deadline, which the server is told.
-# ruff: noqa: ASYNC109
+`retry`, `stream_state` and `batch` hold the bookkeeping, which does no I/O.
+"""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -18,9 +18,9 @@ from pagewire_client.connection import Connections, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
+from pagewire_client.synchronization import AsyncEvent, AsyncQueue, is_cancelled
 
 T = TypeVar("T")
-_StatusStream: TypeAlias = AsyncGenerator[pb.WatchStatusResponse, None]
 
 
 class AsyncCaller:
@@ -39,11 +39,11 @@ class AsyncCaller:
 
         delay_after = Attempts(self.policy, deadline).delay_after
         async with contextlib.aclosing(
-            self.with_retries(attempt, delay_after, asyncio.Event())
+            self.with_retries(attempt, delay_after, AsyncEvent())
         ) as answers:
             return await anext(answers)
 
-    def watch(self, request: pb.WatchStatusRequest) -> _StatusStream:
+    def watch(self, request: pb.WatchStatusRequest) -> AsyncGenerator[pb.WatchStatusResponse, None]:
         """The answers of WatchStatus, over reconnects, until the iterator is closed."""
         attempts = Attempts(self.policy, Deadline(None))
 
@@ -59,36 +59,36 @@ class AsyncCaller:
             finally:
                 call.cancel()
 
-        return self.with_retries(attempt, attempts.delay_after, asyncio.Event())
+        return self.with_retries(attempt, attempts.delay_after, AsyncEvent())
 
     async def run_batch(self, batch: Batch, on_progress: OnProgress | None) -> None:
-        """Drives `batch` until it is done; its results hold the errors too."""
+        """Run `batch` until it is done; its results include errors."""
 
         async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[None, None]:
-            outbox: asyncio.Queue[Send | None] = asyncio.Queue()
-            call: Any = stub.GenerateMany(_paced(outbox), **self.call_options(batch.deadline))
+            outbox = _AsyncOutbox()
+            call: Any = stub.GenerateMany(outbox.requests(), **self.call_options(batch.deadline))
             try:
-                _put(outbox, batch.opened())
+                outbox.put(batch.opened())
                 async for message in call:
-                    _put(outbox, batch.receive(message))
+                    outbox.put(batch.receive(message))
                     if on_progress:
                         on_progress(batch.progress)
                     if batch.is_done:
                         return
                 batch.require_done()
             finally:
-                outbox.put_nowait(None)
+                outbox.close()
                 call.cancel()
             yield
 
         if batch.is_done:
             return
         try:
-            async for _ in self.with_retries(attempt, batch.broken, asyncio.Event()):
+            async for _ in self.with_retries(attempt, batch.broken, AsyncEvent()):
                 pass
         except errors.PagewireError:
             if None in batch.results:
-                raise  # Nothing that a request can be blamed for.
+                raise  # The error is not that of a single request.
 
     def call_options(self, deadline: Deadline) -> dict[str, Any]:
         """Timeout and metadata of the next attempt."""
@@ -101,11 +101,11 @@ class AsyncCaller:
         self,
         attempt: Callable[[InferenceServiceStub], AsyncGenerator[T, None]],
         delay_after: Callable[[errors.PagewireError], float],
-        cancelled: asyncio.Event,
+        cancelled: AsyncEvent,
     ) -> AsyncGenerator[T, None]:
-        """What `attempt` yields, made again on the next address while `delay_after` allows.
+        """What `attempt` yields, repeated on the next address while `delay_after` allows it.
 
-        Ends quietly once `cancelled` is set.
+        Stops without an error once `cancelled` is set.
         """
         while not cancelled.is_set():
             address, stub = self.connections.current()
@@ -119,29 +119,29 @@ class AsyncCaller:
             except errors.Unavailable as error:
                 failure = error
             except asyncio.CancelledError:
-                # Also raised, of a task that nobody cancels, when `close` ends the call.
-                if _is_cancelled():
+                # Also raised in a task that nobody cancels, when `close` ends the call.
+                if is_cancelled():
                     raise
                 failure = errors.Unavailable("the connection was closed")
             if not cancelled.is_set():
                 delay = delay_after(failure)
                 self.connections.leave(address)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(delay):
-                        await cancelled.wait()
+                await cancelled.wait(delay)
 
 
 class AsyncOutputStream(AsyncIterator[OutputDelta]):
-    """Iterates over an answer's deltas; `output` is what they add up to so far.
+    """Iterates over an answer's deltas; `output` accumulates them.
 
-    If the connection breaks, the stream goes on where it was, through another frontend if there
+    If the connection breaks, the stream continues where it was, through another frontend if there
     is one. Closing it, dropping it, or cancelling the task that iterates ends the request.
     """
 
     def __init__(
         self, caller: AsyncCaller, request: pb.GenerateRequest, timeout: float | None
     ) -> None:
-        self._generation = _Generation(caller, request, Deadline(timeout))
+        # The iteration lives in another object, so that nothing refers back to this one and
+        # dropping it is noticed at once.
+        self._generation = _AsyncGeneration(caller, request, Deadline(timeout))
         self._deltas = self._generation.deltas()
 
     @property
@@ -151,7 +151,7 @@ class AsyncOutputStream(AsyncIterator[OutputDelta]):
 
     @property
     def output(self) -> RequestOutput:
-        """The answer as far as it has come."""
+        """The answer received so far."""
         return self._generation.state.output
 
     async def __anext__(self) -> OutputDelta:
@@ -163,12 +163,17 @@ class AsyncOutputStream(AsyncIterator[OutputDelta]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    def __del__(self) -> None:
+        # Absent if the constructor raised.
+        if hasattr(self, "_generation"):
+            self._generation.close()
+
     async def aclose(self) -> None:
         """End the request if it is not finished; iteration then stops."""
         self._generation.close()
 
 
-class _Generation:
+class _AsyncGeneration:
     """One request's attempts, until its answer is complete or it is closed."""
 
     def __init__(
@@ -177,7 +182,7 @@ class _Generation:
         self._caller = caller
         self._deadline = deadline
         self._attempts = Attempts(caller.policy, deadline)
-        self._closed = asyncio.Event()
+        self._closed = AsyncEvent()
         self._call: Any = None
         self.state = StreamState(request)
 
@@ -191,35 +196,37 @@ class _Generation:
 
     async def _attempt(self, stub: InferenceServiceStub) -> AsyncGenerator[OutputDelta, None]:
         request = self.state.next_request()
-        self._call = stub.Generate(request, **self._caller.call_options(self._deadline))
+        call: Any = stub.Generate(request, **self._caller.call_options(self._deadline))
+        self._call = call
         try:
-            async for response in self._call:
+            if self._closed.is_set():  # Perhaps by another thread just before the line above.
+                return
+            async for response in call:
                 self._attempts.progressed()
                 for delta in self.state.receive(response):
                     yield delta
             self.state.require_finished()
-        except asyncio.CancelledError:
-            # Also raised if another task closes the stream, which is no reason to end this one.
-            if not self._closed.is_set() or _is_cancelled():
-                raise
         finally:
-            self._call.cancel()
+            call.cancel()
 
 
-def _is_cancelled() -> bool:
-    """Whether the task that runs this is itself being cancelled, not only a call that it awaits."""
-    task = asyncio.current_task()
-    assert task is not None
-    return task.cancelling() > 0
+class _AsyncOutbox:
+    """Requests to be sent on a stream, each at its time; gRPC consumes them."""
 
+    def __init__(self) -> None:
+        self._queue: AsyncQueue[Send | None] = AsyncQueue()
+        self._closed = AsyncEvent()
 
-def _put(outbox: asyncio.Queue[Send | None], sends: list[Send]) -> None:
-    for send in sends:
-        outbox.put_nowait(send)
+    def put(self, sends: list[Send]) -> None:
+        for send in sends:
+            self._queue.put_nowait(send)
 
+    def close(self) -> None:
+        """End the iteration, even while it waits to send a request."""
+        self._closed.set()
+        self._queue.put_nowait(None)
 
-async def _paced(outbox: asyncio.Queue[Send | None]) -> AsyncIterator[pb.GenerateManyRequest]:
-    """The requests put into `outbox`, each at its time, until None is."""
-    while (send := await outbox.get()) is not None:
-        await asyncio.sleep(send.delay_s())
-        yield pb.GenerateManyRequest(request=send.request)
+    async def requests(self) -> AsyncIterator[pb.GenerateManyRequest]:
+        while (send := await self._queue.get()) is not None and not self._closed.is_set():
+            if not await self._closed.wait(send.delay_s()):
+                yield pb.GenerateManyRequest(request=send.request)

@@ -1,7 +1,4 @@
-"""The client for asyncio: `Client`'s twin, with the same methods and promises."""
-
-# A timeout here is a gRPC deadline, which the server is told.
-# ruff: noqa: ASYNC109
+"""The client: its methods are calls for asyncio."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
@@ -190,7 +187,7 @@ class AsyncClient:
     async def get_status(
         self, *, detail: StatusDetail | None = None, timeout: float | None = None
     ) -> EngineStatus:
-        """A snapshot of the deployment; `detail`: what it shall hold besides counts."""
+        """A snapshot of the deployment; `detail`: what it contains besides counts."""
         answer = await self._caller.unary("GetStatus", pb.GetStatusRequest(detail=detail), timeout)
         status: EngineStatus = answer.status
         return status

@@ -1,11 +1,11 @@
-"""Blocking gRPC calls: retries, failover, and streams that continue where they broke.
+# Generated from async_calls.py by `make sync-client`; edit that file.
+"""gRPC calls that block: retries, failover, and streams that continue where they broke.
 
-`async_calls` is the twin for asyncio; what both share is in `retry`, `stream_state` and `batch`.
+`retry`, `stream_state` and `batch` hold the bookkeeping, which does no I/O.
 """
 
-import queue
-import threading
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -18,6 +18,7 @@ from pagewire_client.connection import Connections, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
+from pagewire_client.synchronization import Event, Queue
 
 T = TypeVar("T")
 
@@ -33,18 +34,23 @@ class Caller:
         """The answer to a call of `method`."""
         deadline = Deadline(timeout)
 
-        def attempt(stub: InferenceServiceStub) -> Iterator[Any]:
+        def attempt(stub: InferenceServiceStub) -> Generator[Any, None, None]:
             yield getattr(stub, method)(request, **self.call_options(deadline))
 
-        attempts = Attempts(self.policy, deadline)
-        return next(self.with_retries(attempt, attempts.delay_after, threading.Event()))
+        delay_after = Attempts(self.policy, deadline).delay_after
+        with contextlib.closing(self.with_retries(attempt, delay_after, Event())) as answers:
+            return next(answers)
 
-    def watch(self, request: pb.WatchStatusRequest) -> Iterator[pb.WatchStatusResponse]:
+    def watch(
+        self, request: pb.WatchStatusRequest
+    ) -> Generator[pb.WatchStatusResponse, None, None]:
         """The answers of WatchStatus, over reconnects, until the iterator is closed."""
         attempts = Attempts(self.policy, Deadline(None))
 
-        def attempt(stub: InferenceServiceStub) -> Iterator[pb.WatchStatusResponse]:
-            call = stub.WatchStatus(request, metadata=self.connections.options.metadata)
+        def attempt(
+            stub: InferenceServiceStub,
+        ) -> Generator[pb.WatchStatusResponse, None, None]:
+            call: Any = stub.WatchStatus(request, metadata=self.connections.options.metadata)
             try:
                 for response in call:
                     attempts.progressed()
@@ -53,15 +59,14 @@ class Caller:
             finally:
                 call.cancel()
 
-        return self.with_retries(attempt, attempts.delay_after, threading.Event())
+        return self.with_retries(attempt, attempts.delay_after, Event())
 
     def run_batch(self, batch: Batch, on_progress: OnProgress | None) -> None:
-        """Drives `batch` until it is done; its results hold the errors too."""
-        ended = threading.Event()
+        """Run `batch` until it is done; its results include errors."""
 
-        def attempt(stub: InferenceServiceStub) -> Iterator[None]:
+        def attempt(stub: InferenceServiceStub) -> Generator[None, None, None]:
             outbox = _Outbox()
-            call = stub.GenerateMany(iter(outbox), **self.call_options(batch.deadline))
+            call: Any = stub.GenerateMany(outbox.requests(), **self.call_options(batch.deadline))
             try:
                 outbox.put(batch.opened())
                 for message in call:
@@ -79,11 +84,11 @@ class Caller:
         if batch.is_done:
             return
         try:
-            for _ in self.with_retries(attempt, batch.broken, ended):
+            for _ in self.with_retries(attempt, batch.broken, Event()):
                 pass
         except errors.PagewireError:
             if None in batch.results:
-                raise  # Nothing that a request can be blamed for.
+                raise  # The error is not that of a single request.
 
     def call_options(self, deadline: Deadline) -> dict[str, Any]:
         """Timeout and metadata of the next attempt."""
@@ -94,18 +99,19 @@ class Caller:
 
     def with_retries(
         self,
-        attempt: Callable[[InferenceServiceStub], Iterator[T]],
+        attempt: Callable[[InferenceServiceStub], Generator[T, None, None]],
         delay_after: Callable[[errors.PagewireError], float],
-        cancelled: threading.Event,
-    ) -> Iterator[T]:
-        """What `attempt` yields, made again on the next address while `delay_after` allows.
+        cancelled: Event,
+    ) -> Generator[T, None, None]:
+        """What `attempt` yields, repeated on the next address while `delay_after` allows it.
 
-        Ends quietly once `cancelled` is set.
+        Stops without an error once `cancelled` is set.
         """
         while not cancelled.is_set():
             address, stub = self.connections.current()
             try:
-                yield from attempt(stub)
+                with contextlib.closing(attempt(stub)) as items:
+                    yield from items
                 return
             except grpc.RpcError as error:
                 failure = errors.from_call(error)
@@ -118,11 +124,11 @@ class Caller:
 
 
 class OutputStream(Iterator[OutputDelta]):
-    """Iterates over an answer's deltas; `output` is what they add up to so far.
+    """Iterates over an answer's deltas; `output` accumulates them.
 
-    If the connection breaks, the stream goes on where it was, through another frontend if there
-    is one. Closing or dropping it ends the request. `close` may be called from another thread,
-    and ends a blocked iteration.
+    If the connection breaks, the stream continues where it was, through another frontend if there
+    is one. Closing or dropping it ends the request. `close` may be called from another
+    thread, and ends a blocked iteration.
     """
 
     def __init__(self, caller: Caller, request: pb.GenerateRequest, timeout: float | None) -> None:
@@ -138,7 +144,7 @@ class OutputStream(Iterator[OutputDelta]):
 
     @property
     def output(self) -> RequestOutput:
-        """The answer as far as it has come."""
+        """The answer received so far."""
         return self._generation.state.output
 
     def __next__(self) -> OutputDelta:
@@ -153,7 +159,7 @@ class OutputStream(Iterator[OutputDelta]):
     def __del__(self) -> None:
         # Absent if the constructor raised.
         if hasattr(self, "_generation"):
-            self.close()
+            self._generation.close()
 
     def close(self) -> None:
         """End the request if it is not finished; iteration then stops."""
@@ -167,11 +173,11 @@ class _Generation:
         self._caller = caller
         self._deadline = deadline
         self._attempts = Attempts(caller.policy, deadline)
-        self._closed = threading.Event()
+        self._closed = Event()
         self._call: Any = None
         self.state = StreamState(request)
 
-    def deltas(self) -> Iterator[OutputDelta]:
+    def deltas(self) -> Generator[OutputDelta, None, None]:
         return self._caller.with_retries(self._attempt, self._attempts.delay_after, self._closed)
 
     def close(self) -> None:
@@ -179,12 +185,12 @@ class _Generation:
         if self._call is not None:
             self._call.cancel()
 
-    def _attempt(self, stub: InferenceServiceStub) -> Iterator[OutputDelta]:
+    def _attempt(self, stub: InferenceServiceStub) -> Generator[OutputDelta, None, None]:
         request = self.state.next_request()
-        call = stub.Generate(request, **self._caller.call_options(self._deadline))
+        call: Any = stub.Generate(request, **self._caller.call_options(self._deadline))
         self._call = call
         try:
-            if self._closed.is_set():  # Perhaps just before the line above.
+            if self._closed.is_set():  # Perhaps by another thread just before the line above.
                 return
             for response in call:
                 self._attempts.progressed()
@@ -195,22 +201,22 @@ class _Generation:
 
 
 class _Outbox:
-    """Requests on their way into a stream; gRPC's own thread takes them out."""
+    """Requests to be sent on a stream, each at its time; gRPC consumes them."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Send | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
+        self._queue: Queue[Send | None] = Queue()
+        self._closed = Event()
 
     def put(self, sends: list[Send]) -> None:
         for send in sends:
-            self._queue.put(send)
+            self._queue.put_nowait(send)
 
     def close(self) -> None:
-        """No more comes: ends the iteration, a pause in it included."""
+        """End the iteration, even while it waits to send a request."""
         self._closed.set()
-        self._queue.put(None)
+        self._queue.put_nowait(None)
 
-    def __iter__(self) -> Iterator[pb.GenerateManyRequest]:
+    def requests(self) -> Iterator[pb.GenerateManyRequest]:
         while (send := self._queue.get()) is not None and not self._closed.is_set():
             if not self._closed.wait(send.delay_s()):
                 yield pb.GenerateManyRequest(request=send.request)

@@ -1,4 +1,5 @@
-"""The client that blocks. `AsyncClient` is its twin for asyncio."""
+# Generated from async_client.py by `make sync-client`; edit that file.
+"""The client: its methods are calls that block."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -125,7 +126,8 @@ class Client:
 
         One request that fails ends the others and raises.
         """
-        return self._run_batch(prompts, sampling_params, fail_fast=True, **options).outputs()
+        batch = self._run_batch(prompts, sampling_params, fail_fast=True, **options)
+        return batch.outputs()
 
     def try_generate_many(
         self,
@@ -139,7 +141,8 @@ class Client:
         `priority` and `timeout` (for all together): `max_in_flight`, the most requests sent and
         unfinished; `on_progress`, called with a `BatchProgress` for every message received.
         """
-        return self._run_batch(prompts, sampling_params, fail_fast=False, **options).outcomes()
+        batch = self._run_batch(prompts, sampling_params, fail_fast=False, **options)
+        return batch.outcomes()
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if there is none of this id."""
@@ -157,7 +160,7 @@ class Client:
         request = requests.tokenize_request(
             text, model=model, add_special_tokens=add_special_tokens
         )
-        return list(self._caller.unary("Tokenize", request, timeout).token_ids)
+        return list((self._caller.unary("Tokenize", request, timeout)).token_ids)
 
     def detokenize(
         self,
@@ -171,19 +174,19 @@ class Client:
         request = requests.detokenize_request(
             token_ids, model=model, skip_special_tokens=skip_special_tokens
         )
-        text: str = self._caller.unary("Detokenize", request, timeout).text
+        text: str = (self._caller.unary("Detokenize", request, timeout)).text
         return text
 
     def get_model(self, model: str | None = None, *, timeout: float | None = None) -> ModelInfo:
         """Facts about a served model."""
         request = pb.GetModelRequest(model=model)
-        info: ModelInfo = self._caller.unary("GetModel", request, timeout).model
+        info: ModelInfo = (self._caller.unary("GetModel", request, timeout)).model
         return info
 
     def get_status(
         self, *, detail: StatusDetail | None = None, timeout: float | None = None
     ) -> EngineStatus:
-        """A snapshot of the deployment; `detail`: what it shall hold besides counts."""
+        """A snapshot of the deployment; `detail`: what it contains besides counts."""
         answer = self._caller.unary("GetStatus", pb.GetStatusRequest(detail=detail), timeout)
         status: EngineStatus = answer.status
         return status
