@@ -1,11 +1,13 @@
-"""Markdown is wrapped one way: prose at 100 columns; tables, code and links as they are."""
+"""Markdown is wrapped one way, and its links lead to files: the site's test sees `docs/` alone."""
 
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tools.docs.hooks import GENERATED
 from tools.launch import ROOT
 
 WIDTH = 100
@@ -39,3 +41,16 @@ def test_prose_is_wrapped_at_100_columns(file: str) -> None:
         if len(line) > WIDTH and not UNBREAKABLE.search(line)
     ]
     assert long == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_link_to_a_file_leads_to_it(file: str) -> None:
+    folder = (ROOT / file).parent
+    pages = "\n".join(line for _, line in prose((ROOT / file).read_text()))
+    linked = set(re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", pages))
+    missing = {
+        link
+        for link in linked
+        if not (folder / link).exists() and f"reference/{Path(link).name}" not in GENERATED
+    }
+    assert missing == set()
