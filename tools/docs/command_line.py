@@ -1,4 +1,4 @@
-"""The page of all commands and flags, made of the programs themselves."""
+"""The page of all commands and flags, generated from the programs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,8 @@ from worker_service.__main__ import app as worker
 HEAD = """\
 # Command line
 
-Every flag of `pagewire` and its services, as their `--help` says it. A flag's environment variable,
-where it has one, counts where the flag is not given.
+Every flag of `pagewire` and its services, with the text of `--help`. A flag overrides its
+environment variable.
 """
 
 
@@ -42,7 +42,7 @@ def render() -> str:
 def _command(name: str, command: Any) -> str:
     rows = [_row(each) for each in command.params if each.name != "help"]
     help_text = (command.help or "").split("\n\n")[0]
-    table = "| | what | default | variable |\n| --- | --- | --- | --- |\n" + "".join(rows)
+    table = "| | meaning | default | variable |\n| --- | --- | --- | --- |\n" + "".join(rows)
     return f"\n## pagewire {name}\n\n{help_text}\n\n{table if rows else ''}"
 
 

@@ -1,4 +1,4 @@
-"""The page of services, messages and fields, made of the protos and their comments."""
+"""The page of services, messages and fields, generated from the protos and their comments."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ HEAD = """\
 # gRPC reference
 
 The package `pagewire.v1`, from the comments in `protos/pagewire/v1`. Clients need
-`inference_service.proto` and what it imports; the rest is between Pagewire's own services. Every
-service has reflection and `grpc.health.v1.Health`. [Clients](../clients.md) says how to call it,
-[writing a worker](../writing-a-worker.md) how to serve `WorkerService`.
+`inference_service.proto` and its imports; the other files are internal to Pagewire's services.
+Every service has reflection and `grpc.health.v1.Health`. [Clients](../clients.md) explains how to
+call it, [Writing a worker](../writing-a-worker.md) how to implement `WorkerService`.
 """
 
 _PACKAGE = ".pagewire.v1."
@@ -37,7 +37,7 @@ Comments = dict[tuple[int, ...], str]
 
 
 def render() -> str:
-    """The page as Markdown. Raises RuntimeError where protoc finds the protos wrong."""
+    """The page as Markdown. Raises RuntimeError if protoc refuses the protos."""
     return HEAD + "".join("\n" + part for file in _files() for part in _file(file))
 
 
@@ -132,7 +132,7 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
 
 
 def _link(type_name: str) -> str:
-    """A link to a message or enum of ours, by the anchor that its heading gets."""
+    """A link to one of our messages or enums, by the anchor of its heading."""
     name = type_name.removeprefix(_PACKAGE)
     if name == type_name:
         return f"`{type_name.removeprefix('.')}`"
@@ -140,6 +140,6 @@ def _link(type_name: str) -> str:
 
 
 def _text(comment: str) -> str:
-    """A comment as a paragraph; `<` would begin HTML."""
+    """A comment as a paragraph, with `<` escaped because it would begin HTML."""
     lines = (line.strip() for line in comment.strip().splitlines())
     return "\n".join(lines).replace("<", "&lt;")

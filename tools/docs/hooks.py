@@ -1,4 +1,4 @@
-"""What mkdocs does for this site beyond its plugins: generated pages, links that leave `docs/`."""
+"""Hooks of mkdocs for this site: generated pages, and links to files outside `docs/`."""
 
 import posixpath
 import re
@@ -24,14 +24,14 @@ GENERATED = {
     "reference/http.md": http_reference.render,
     "reference/metrics.md": metrics_reference.render,
 }
-"""Pages by where they are, and what makes them."""
+"""Generated pages by path, with the functions that render them."""
 
 _RESULTS = re.compile(r"!\[[^\]]*\]\((images/benchmarks/[^)]+)\)\n")
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!\w+:)([^)#\s]+[^)\s]*)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made of the programs and protos."""
+    """Add the generated pages."""
     for path, render in GENERATED.items():
         files.append(File.generated(config, path, content=render()))
     return files

@@ -1,4 +1,4 @@
-"""The page of HTTP endpoints and bodies, made of the frontend's own OpenAPI document."""
+"""The page of HTTP endpoints and bodies, generated from the frontend's OpenAPI document."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,8 @@ from scheduler_service.frontend.http.services import HttpServices
 HEAD = """\
 # HTTP reference
 
-What a frontend answers at its `--http` address, from its own OpenAPI document (`/openapi.json`).
-[OpenAI's interface](../openai-api.md) says how to use it, and where it differs from OpenAI's own.
+The endpoints of a frontend at its `--http` address, from its OpenAPI document (`/openapi.json`).
+[OpenAI's API](../openai-api.md) explains how to use them, and how they differ from OpenAI's own.
 """
 
 _SCHEMA = "#/components/schemas/"
@@ -26,7 +26,7 @@ def render() -> str:
 
 
 def document() -> Json:
-    """The OpenAPI document; it depends on no service that runs."""
+    """The OpenAPI document; it needs no running service."""
     nobody: dict[str, Any] = {field.name: None for field in dataclasses.fields(HttpServices)}
     nobody["authentication"] = NoAuthentication()
     return make_app(HttpServices(**nobody)).openapi()
@@ -50,9 +50,9 @@ def _endpoint(title: str, operation: Json) -> Iterator[str]:
         [_type(each["schema"]) for each in of if each.get("schema")] for of in (contents, answers)
     )
     if taken:
-        yield f"Takes {', '.join(taken)}.\n"
+        yield f"Request body: {', '.join(taken)}.\n"
     if given:
-        yield f"Gives {', '.join(given)}.\n"
+        yield f"Response: {', '.join(given)}.\n"
 
 
 def _body(name: str, schema: Json) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _body(name: str, schema: Json) -> Iterator[str]:
 
 
 def _type(schema: Json) -> str:
-    """What a value may be, with its bounds."""
+    """The type of a value, with its bounds."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_SCHEMA)
         return f"[{name}](#{name.lower()})"
