@@ -34,7 +34,7 @@ from scheduler_service.core import (
 from scheduler_service.core.policies.fair import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 
 GROUP = WorkerGroupCapacity(
-    group_id="g",
+    worker_group_id="g",
     model="m",
     num_gpu_blocks=8192,
     num_cpu_blocks=0,
@@ -98,7 +98,7 @@ class Simulation:
         self.now = 0.0
         self.served: dict[int, Served] = {}
         self._core = SchedulerCore(config)
-        self._core.add_group(group, self.now)
+        self._core.add_worker_group(group, self.now)
         self._cost = cost
         self._worker_free_at = 0.0
         self._results: deque[tuple[float, StepResult]] = deque()

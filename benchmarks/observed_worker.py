@@ -168,7 +168,7 @@ class ObservedWorker:
         self, call: ObservedCall, driver: CoreDriver, capacity: WorkerGroupCapacity, ends: Ends
     ) -> ObservedCall:
         """Step until all requests have ended. Raises what ends the stream before."""
-        work = driver.add_group(capacity)
+        work = driver.add_worker_group(capacity)
         stream = StepStream(
             [call],  # type: ignore[list-item]
             driver,
@@ -186,7 +186,7 @@ class ObservedWorker:
         model = self._info.model
         blocks_each = -(-(load.prompt_tokens + load.output_tokens) // model.block_size)
         return WorkerGroupCapacity(
-            group_id=GROUP,
+            worker_group_id=GROUP,
             model=model.name,
             num_gpu_blocks=blocks_each * load.num_seqs,
             num_cpu_blocks=0,

@@ -102,14 +102,14 @@ class SteadyCore:
         self._on_plan = on_plan
         self._now = 0.0
         for group_id in self._group_ids:
-            self._core.add_group(_capacity(group_id, queue), self._now)
+            self._core.add_worker_group(_capacity(group_id, queue), self._now)
         for index in range(queue.num_seqs):
             self._core.submit(_request(index, queue), self._now)
         while self._core.snapshot().num_waiting:
             self.round()
         for _ in range(3):
             self.round()
-        assert {g.num_running_sequences for g in self._core.snapshot().groups} == {rows}
+        assert {g.num_running_sequences for g in self._core.snapshot().worker_groups} == {rows}
         gc.collect()
 
     @property
@@ -152,7 +152,7 @@ class SteadyCore:
 
 def _capacity(group_id: str, queue: Queue) -> WorkerGroupCapacity:
     return WorkerGroupCapacity(
-        group_id=group_id,
+        worker_group_id=group_id,
         model="m",
         num_gpu_blocks=queue.num_blocks,
         num_cpu_blocks=0,

@@ -78,7 +78,7 @@ class InProcess:
         counts = executor.profile_blocks(**limits)
         self._runner = executor.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, EPOCH)
         capacity = WorkerGroupCapacity(
-            group_id=GROUP,
+            worker_group_id=GROUP,
             model=MODEL,
             num_gpu_blocks=counts.num_gpu_blocks,
             num_cpu_blocks=counts.num_cpu_blocks,
@@ -86,7 +86,7 @@ class InProcess:
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
         )
-        self._core.add_group(capacity, time.monotonic())
+        self._core.add_worker_group(capacity, time.monotonic())
 
     def about(self) -> dict[str, Any]:
         """Version and settings."""

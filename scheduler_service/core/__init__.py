@@ -4,7 +4,7 @@ A pure state machine: nothing in it waits, reads a clock or knows the wire forma
 produce the same plans, so that any run can be replayed. Its driver does this:
 
     core = SchedulerCore(SchedulerConfig())
-    core.add_group(capacity, now)               # a worker group is ready
+    core.add_worker_group(capacity, now)               # a worker group is ready
     core.submit(request, now)                   # raises an error of scheduler_service.errors
     while (plan := core.schedule(group_id, now)) is not None:
         send(plan)                              # plans of a group are executed in order ...

@@ -146,7 +146,7 @@ class SchedulerConfig:
 class WorkerGroupCapacity:
     """What one worker group serves and holds, as its worker reported it."""
 
-    group_id: str
+    worker_group_id: str
     model: str
     num_gpu_blocks: int
     num_cpu_blocks: int

@@ -54,51 +54,53 @@ class SchedulerCore:
 
     # Worker groups.
 
-    def add_group(self, group: WorkerGroupCapacity, now: float) -> None:
+    def add_worker_group(self, capacity: WorkerGroupCapacity, now: float) -> None:
         """A worker group is ready; its plans count from step 1.
 
         Raises ValueError if a group of this id is there, or could not work with the
         configuration.
         """
-        model = self._fleet.add(group, to_us(now))
+        model = self._fleet.add(capacity, to_us(now))
         model.move_on(to_us(now))
         self._refuse_hopeless(model, now)
 
-    def remove_group(self, group_id: str, now: float) -> None:
+    def remove_worker_group(self, worker_group_id: str, now: float) -> None:
         """A worker group is gone: what it had goes to the head of the queue, with the tokens it
         has. What a worker was computing at its death, once too often, fails; one that drained was
         to go, and does not count. Unknown: no effect."""
-        scheduler = self._fleet.remove(group_id)
+        scheduler = self._fleet.remove(worker_group_id)
         if scheduler is None:
             return
-        groups, computing = scheduler.lose(to_us(now))
+        seq_groups, computing = scheduler.lose(to_us(now))
         # One without requests was drained, most likely: nobody is hurt.
-        level = logging.WARNING if groups else logging.INFO
-        logger.log(level, "group gone group_id=%s num_requests=%d", group_id, len(groups))
+        level = logging.WARNING if seq_groups else logging.INFO
+        logger.log(
+            level, "group gone group_id=%s num_requests=%d", worker_group_id, len(seq_groups)
+        )
         model = self._fleet.model_of(scheduler)
-        model.queue_again(groups)
-        self._fleet.totals[model.name].num_recovered += len(groups)
+        model.queue_again(seq_groups)
+        self._fleet.totals[model.name].num_recovered += len(seq_groups)
         if not scheduler.is_draining:
-            self._blame([group for group in groups if group in computing], now)
+            self._blame([seq_group for seq_group in seq_groups if seq_group in computing], now)
 
-    def drain_group(self, group_id: str, now: float) -> None:
+    def drain_worker_group(self, worker_group_id: str, now: float) -> None:
         """Give a group nothing new, and have what it has go on in other groups of its model, with
         the tokens it has, as soon as the results of its steps under way are in. What no other can
         hold goes on there until one joins that can. Unknown: no effect."""
-        scheduler = self._fleet.schedulers.get(group_id)
+        scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is not None:
             scheduler.is_draining = True
             model = self._fleet.model_of(scheduler)
             model.reopen()
             model.move_on(to_us(now))
 
-    def is_drained(self, group_id: str) -> bool:
+    def is_drained(self, worker_group_id: str) -> bool:
         """Whether a group is draining and has nothing left, or is gone. One that has is not while
         there is a request that has begun, and that no group can go on with that does not drain."""
-        scheduler = self._fleet.schedulers.get(group_id)
+        scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is None:
             return True
-        if scheduler.groups or not scheduler.is_draining:
+        if scheduler.seq_groups or not scheduler.is_draining:
             return False
         return not self._fleet.model_of(scheduler).is_needed(scheduler)
 
@@ -112,54 +114,54 @@ class SchedulerCore:
         TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if
         it had never been.
         """
-        group, former = self._submission.check(request, now)
+        seq_group, former = self._submission.check(request, now)
         if former is not None:
             error = taken_over(request.request_id, request.attempt)
             self._end(former, ABORTED, error, now)
-        self._poison.suspect(group)
-        self._accept(group, now)
+        self._poison.suspect(seq_group)
+        self._accept(seq_group, now)
         self._fleet.stir(request.model)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
         """Its client no longer wants a request; nothing more is said of it. Unknown: no effect."""
         seq = self._registry.find_sequence(frontend_id, handle)
         if seq is not None:
-            self._end(seq.group, ABORTED, None, now)
+            self._end(seq.seq_group, ABORTED, None, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> None:
         """End a tenant's request on somebody's wish; its frontend hears. Raises UnknownRequest."""
-        group = self._registry.find(tenant, request_id)
-        if group is None:
+        seq_group = self._registry.find(tenant, request_id)
+        if seq_group is None:
             raise UnknownRequest(
                 f"no live request {request_id}", details={"request_id": request_id}
             )
-        self._end(group, ABORTED, RequestAborted("the request was aborted"), now)
+        self._end(seq_group, ABORTED, RequestAborted("the request was aborted"), now)
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
         """A choice ended by a stop string, `num_tokens` of its tokens count. No effect if it has
         ended meanwhile, nor on a beam search, which has no stop strings."""
         seq = self._registry.find_sequence(frontend_id, handle)
-        if seq is None or seq.status.is_finished or seq.group.is_lockstep:
+        if seq is None or seq.status.is_finished or seq.seq_group.is_lockstep:
             return
         del seq.output_token_ids[num_tokens:]
         self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
 
     def remove_frontend(self, frontend_id: str, now: float) -> None:
         """A frontend is gone, and its requests end."""
-        for group in self._registry.groups_of(frontend_id):
-            self._end(group, ABORTED, None, now)
+        for seq_group in self._registry.seq_groups_of(frontend_id):
+            self._end(seq_group, ABORTED, None, now)
         self._registry.remove_frontend(frontend_id)
 
     def expire(self, now: float) -> None:
         """End the requests whose deadlines have come, and those that wait and can no longer meet
         theirs."""
-        while (group := self._deadlines.due(now)) is not None:
-            deadline = group.request.deadline
+        while (seq_group := self._deadlines.due(now)) is not None:
+            deadline = seq_group.request.deadline
             assert deadline is not None
             if now >= deadline:
-                self._end(group, ABORTED, deadline_exceeded(), now)
-            elif group.num_running or not self._end_if_late(group, now):
-                self._deadlines.watch(group, self._fleet.models[group.request.model], now)
+                self._end(seq_group, ABORTED, deadline_exceeded(), now)
+            elif seq_group.num_running or not self._end_if_late(seq_group, now):
+                self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
 
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if no request has a deadline."""
@@ -167,9 +169,9 @@ class SchedulerCore:
 
     # Steps.
 
-    def schedule(self, group_id: str, now: float) -> StepPlan | None:
+    def schedule(self, worker_group_id: str, now: float) -> StepPlan | None:
         """A group's next step; None if there is nothing to do, or its pipeline is full."""
-        scheduler = self._fleet.schedulers[group_id]
+        scheduler = self._fleet.schedulers[worker_group_id]
         model = self._fleet.model_of(scheduler)
         if scheduler.is_full(is_awaited=bool(model.waiting)):
             return None
@@ -177,29 +179,29 @@ class SchedulerCore:
         plan = None
         has_left = True
         while plan is None and has_left:  # what has gone may be all that others waited for
-            model.place(lambda group: self._end_if_late(group, now), to_us(now))
+            model.place(lambda seq_group: self._end_if_late(seq_group, now), to_us(now))
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             has_left = model.settle_outgrown(scheduler, to_us(now))
             has_left |= self._close_ended(model.schedulers, now)
         return plan
 
-    def newest_work(self, group_id: str) -> StepWork:
+    def newest_work(self, worker_group_id: str) -> StepWork:
         """What the step that was planned last for a group, and is open, takes its worker."""
-        return self._fleet.schedulers[group_id].newest_work
+        return self._fleet.schedulers[worker_group_id].newest_work
 
-    def add_plan_time(self, group_id: str, seconds: float) -> None:
+    def add_plan_time(self, worker_group_id: str, seconds: float) -> None:
         """Time the caller spent on planning for a group (schedule, serialise, update) and has not
         told yet. It shows in timings as far as the worker waited for it. Unknown: no effect."""
-        scheduler = self._fleet.schedulers.get(group_id)
+        scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is not None:
             scheduler.clock.unassigned_plan_us += to_us(seconds)
 
-    def update(self, group_id: str, result: StepResult, now: float) -> None:
+    def update(self, worker_group_id: str, result: StepResult, now: float) -> None:
         """Take in the result of a group's oldest open step.
 
         Raises ResultMismatch, with nothing changed, if it is not that: the group should be removed.
         """
-        scheduler = self._fleet.schedulers[group_id]
+        scheduler = self._fleet.schedulers[worker_group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
         self._fleet.model_of(scheduler).queue_again(scheduler.take_gone())
@@ -228,7 +230,7 @@ class SchedulerCore:
 
     def snapshot(self) -> CoreSnapshot:
         """Counts of the present state. Linear in the live requests."""
-        models = self._fleet.model_snapshots(self._registry.groups())
+        models = self._fleet.model_snapshots(self._registry.seq_groups())
         totals = [model.totals for model in models.values()]
         return CoreSnapshot(
             num_waiting=sum(model.num_waiting for model in models.values()),
@@ -243,134 +245,140 @@ class SchedulerCore:
             first_token_counts=summed(each.first_token for each in totals),
             inter_token_counts=summed(each.inter_token for each in totals),
             models=[models[name] for name in self._fleet.totals],
-            num_by_tenant=Counter(group.tenant.name for group in self._registry.groups()),
-            groups=[scheduler.snapshot() for scheduler in self._fleet.schedulers.values()],
+            num_by_tenant=Counter(
+                seq_group.tenant.name for seq_group in self._registry.seq_groups()
+            ),
+            worker_groups=[scheduler.snapshot() for scheduler in self._fleet.schedulers.values()],
         )
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
         """Requests one by one, and memory block by block; linear in what is asked for."""
-        return self._inspector.look(self._registry.groups(), detail)
+        return self._inspector.look(self._registry.seq_groups(), detail)
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. Linear in all live state."""
-        groups = self._registry.groups()
-        for group in groups:
-            group.check()
-        self._fleet.check(groups)
-        self._deadlines.check(set(groups))
-        self._check_tenants(groups)
+        seq_groups = self._registry.seq_groups()
+        for seq_group in seq_groups:
+            seq_group.check()
+        self._fleet.check(seq_groups)
+        self._deadlines.check(set(seq_groups))
+        self._check_tenants(seq_groups)
 
     # Inside.
 
-    def _check_tenants(self, groups: list[SequenceGroup]) -> None:
+    def _check_tenants(self, seq_groups: list[SequenceGroup]) -> None:
         self._tenants.check()
-        queued = {group for queue in self._fleet.queues() for group in queue}
-        for tenant in {group.tenant for group in groups}:
-            own = [group for group in groups if group.tenant is tenant]
+        queued = {seq_group for queue in self._fleet.queues() for seq_group in queue}
+        for tenant in {seq_group.tenant for seq_group in seq_groups}:
+            own = [seq_group for seq_group in seq_groups if seq_group.tenant is tenant]
             assert tenant.num_requests == len(own)
-            assert tenant.num_kv_blocks == sum(group.num_reserved_blocks for group in own)
-            tokens = sum(group.num_prompt_tokens for group in own if group in queued)
+            assert tenant.num_kv_blocks == sum(seq_group.num_reserved_blocks for seq_group in own)
+            tokens = sum(seq_group.num_prompt_tokens for seq_group in own if seq_group in queued)
             assert tenant.num_queued_tokens == tokens
 
-    def _accept(self, group: SequenceGroup, now: float) -> None:
-        request = group.request
-        self._registry.add(group)
-        group.frontend.outbox.accepted.append(request.handle)
+    def _accept(self, seq_group: SequenceGroup, now: float) -> None:
+        request = seq_group.request
+        self._registry.add(seq_group)
+        seq_group.frontend.outbox.accepted.append(request.handle)
         event = RequestEvent.RESUMED if request.is_continued else RequestEvent.QUEUED
-        group.note(event, to_us(now))
-        for seq in group.waiting():
+        seq_group.note(event, to_us(now))
+        for seq in seq_group.waiting():
             results.finish_resumed(seq)
-        if group.num_unfinished == 0:
-            self._close(group, now)
+        if seq_group.num_unfinished == 0:
+            self._close(seq_group, now)
             return
         model = self._fleet.model(request.model)
-        model.waiting.add(group)
-        self._deadlines.watch(group, model, now)
+        model.waiting.add(seq_group)
+        self._deadlines.watch(seq_group, model, now)
 
-    def _end_if_late(self, group: SequenceGroup, now: float) -> bool:
+    def _end_if_late(self, seq_group: SequenceGroup, now: float) -> bool:
         """End a group that is in no batch and can no longer meet its deadline; whether it is so."""
-        model = self._fleet.models[group.request.model]
-        error = why_too_late(group, model, self._registry.groups, now)
+        model = self._fleet.models[seq_group.request.model]
+        error = why_too_late(seq_group, model, self._registry.seq_groups, now)
         if error is None:
             return False
-        self._end(group, ABORTED, error, now)
+        self._end(seq_group, ABORTED, error, now)
         return True
 
     def _refuse_hopeless(self, model: ServedModel, now: float) -> None:
         """End what was accepted before any worker group was known, and fits none."""
-        for group in [*model.waiting, *model.unschedulable]:
-            if group.has_begun:
+        for seq_group in [*model.waiting, *model.unschedulable]:
+            if seq_group.has_begun:
                 continue
-            error = why_not(group, model.capacities())
+            error = why_not(seq_group, model.capacities())
             if error is not None:
-                self._end(group, SequenceStatus.FINISHED_IGNORED, error, now)
+                self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
     def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
         """A worker died that was computing these: one of them may be the cause."""
-        for group in self._poison.blamed(computed):
-            error = self._poison.count(group)
+        for seq_group in self._poison.blamed(computed):
+            error = self._poison.count(seq_group)
             if error is not None:
-                self._end(group, SequenceStatus.FINISHED_ERROR, error, now)
+                self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 
     def _end(
-        self, group: SequenceGroup, status: SequenceStatus, error: PagewireError | None, now: float
+        self,
+        seq_group: SequenceGroup,
+        status: SequenceStatus,
+        error: PagewireError | None,
+        now: float,
     ) -> None:
         """End all that is left of a live group."""
-        group.error = error
-        for seq in list(group.unfinished()):
+        seq_group.error = error
+        for seq in list(seq_group.unfinished()):
             self._end_sequence(seq, status, now)
 
     def _end_sequence(self, seq: Sequence, status: SequenceStatus, now: float) -> None:
         """End a sequence of a live group, and the group with the last of them."""
-        group = seq.group
-        scheduler = self._fleet.scheduler_of(group)
+        seq_group = seq.seq_group
+        scheduler = self._fleet.scheduler_of(seq_group)
         if scheduler is not None:
             scheduler.end_sequence(seq, status, to_us(now))
             self._close_ended([scheduler], now)
         else:
-            group.end(seq, status)
-            if group.num_unfinished == 0:
-                self._fleet.models[group.request.model].discard(group)
-                self._close(group, now)
-        self._fleet.stir(group.request.model)  # what it has left may be for others
+            seq_group.end(seq, status)
+            if seq_group.num_unfinished == 0:
+                self._fleet.models[seq_group.request.model].discard(seq_group)
+                self._close(seq_group, now)
+        self._fleet.stir(seq_group.request.model)  # what it has left may be for others
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
         """Close the groups that have ended in schedulers; whether there are any."""
-        ended = [group for scheduler in schedulers for group in scheduler.take_ended()]
-        for group in ended:
-            self._close(group, now)
+        ended = [seq_group for scheduler in schedulers for seq_group in scheduler.take_ended()]
+        for seq_group in ended:
+            self._close(seq_group, now)
         return bool(ended)
 
-    def _close(self, group: SequenceGroup, now: float) -> None:
+    def _close(self, seq_group: SequenceGroup, now: float) -> None:
         """Say how a group ended, and forget it."""
-        results.finish_request(group, group.clock.finish(to_us(now)))
-        group.note(RequestEvent.ENDED, to_us(now))
-        self._keep_trace(group)
-        self._inspector.note_end(group, to_us(now))
-        self._settle_accounts(group)
-        self._deadlines.forget(group)
-        self._registry.remove(group, to_us(now))  # last: it has no sequences any more
+        results.finish_request(seq_group, seq_group.clock.finish(to_us(now)))
+        seq_group.note(RequestEvent.ENDED, to_us(now))
+        self._keep_trace(seq_group)
+        self._inspector.note_end(seq_group, to_us(now))
+        self._settle_accounts(seq_group)
+        self._deadlines.forget(seq_group)
+        self._registry.remove(seq_group, to_us(now))  # last: it has no sequences any more
         self._num_finished += 1
 
-    def _settle_accounts(self, group: SequenceGroup) -> None:
+    def _settle_accounts(self, seq_group: SequenceGroup) -> None:
         """What its model learns of a group that has ended."""
-        model = self._fleet.models.get(group.request.model)
+        model = self._fleet.models.get(seq_group.request.model)
         if model is not None:
-            if group.has_begun:
-                for seq in group.choices():
+            if seq_group.has_begun:
+                for seq in seq_group.choices():
                     model.router.note_answer(len(seq.output_token_ids))
-            model.release(group)
+            model.release(seq_group)
             model.stir_drained()
-            if group.tenant.config.max_kv_blocks is not None:
+            if seq_group.tenant.config.max_kv_blocks is not None:
                 self._fleet.stir_held_up()
             self._fleet.drop_if_unused(model)
-        totals = self._fleet.totals.get(group.request.model)
-        if totals is not None and group.has_begun and self._config.enable_prefix_caching:
-            totals.num_prefix_queries += group.num_prompt_tokens
-            totals.num_prefix_hits += group.num_cached_tokens
+        totals = self._fleet.totals.get(seq_group.request.model)
+        if totals is not None and seq_group.has_begun and self._config.enable_prefix_caching:
+            totals.num_prefix_queries += seq_group.num_prompt_tokens
+            totals.num_prefix_hits += seq_group.num_cached_tokens
 
-    def _keep_trace(self, group: SequenceGroup) -> None:
-        request, timeline = group.request, group.timeline
+    def _keep_trace(self, seq_group: SequenceGroup) -> None:
+        request, timeline = seq_group.request, seq_group.timeline
         if request.traceparent:
             self._traced.append(
                 TracedRequest(

@@ -78,8 +78,8 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self._sizes
+    def __contains__(self, seq_group: SequenceGroup) -> bool:
+        return seq_group in self._sizes
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         """The groups, in no particular order."""
@@ -96,26 +96,26 @@ class WaitingQueue:
         assert head is not None
         return head
 
-    def add(self, group: SequenceGroup) -> None:
+    def add(self, seq_group: SequenceGroup) -> None:
         """Queue a group at its rank; one that is queued already stays."""
-        if group in self:
+        if seq_group in self:
             return
-        self._heap.push(group.rank, group)
-        size = self._sizes[group] = (group.num_prompt_tokens, len(group.waiting()))
-        group.tenant.num_queued_tokens += size[0]
+        self._heap.push(seq_group.rank, seq_group)
+        size = self._sizes[seq_group] = (seq_group.num_prompt_tokens, len(seq_group.waiting()))
+        seq_group.tenant.num_queued_tokens += size[0]
         self.num_tokens += size[0]
         self.num_sequences += size[1]
 
-    def discard(self, group: SequenceGroup) -> None:
+    def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group out, if it is in."""
-        if group not in self:
+        if seq_group not in self:
             return
-        if group in self._passed_over:
-            del self._passed_over[group]
+        if seq_group in self._passed_over:
+            del self._passed_over[seq_group]
         else:
-            self._heap.remove(group)
-        num_tokens, num_sequences = self._sizes.pop(group)
-        group.tenant.num_queued_tokens -= num_tokens
+            self._heap.remove(seq_group)
+        num_tokens, num_sequences = self._sizes.pop(seq_group)
+        seq_group.tenant.num_queued_tokens -= num_tokens
         self.num_tokens -= num_tokens
         self.num_sequences -= num_sequences
 
@@ -127,15 +127,15 @@ class WaitingQueue:
     def look_again(self) -> None:
         """Put those that were passed over back into their places."""
         passed_over, self._passed_over = self._passed_over, {}
-        for group in passed_over:
-            self._heap.push(group.rank, group)
+        for seq_group in passed_over:
+            self._heap.push(seq_group.rank, seq_group)
 
     def take_all(self) -> list[SequenceGroup]:
         """Empty the queue; its groups in no particular order."""
-        groups = list(self)
-        for group in groups:
-            self.discard(group)
-        return groups
+        seq_groups = list(self)
+        for seq_group in seq_groups:
+            self.discard(seq_group)
+        return seq_groups
 
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -175,8 +175,8 @@ class ModelQueue(Generic[Kind]):
     def __len__(self) -> int:
         return len(self._key_of)
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self._key_of
+    def __contains__(self, seq_group: SequenceGroup) -> bool:
+        return seq_group in self._key_of
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         """The groups, in no particular order."""
@@ -203,26 +203,26 @@ class ModelQueue(Generic[Kind]):
             self._order.push(self._place(head), lane)
         return None
 
-    def add(self, group: SequenceGroup) -> None:
+    def add(self, seq_group: SequenceGroup) -> None:
         """Queue a group in its lane; one that is queued already stays."""
-        if group in self:
+        if seq_group in self:
             return
-        if not self._num_lanes[self._policy.lane(group.tenant)]:
-            self._policy.open_lane(group.tenant, self.head())
-        lane = self._lane_for(group)
-        lane.add(group)
-        self.num_tokens += group.num_prompt_tokens
-        if lane.head() is group and lane not in self._set_aside:
+        if not self._num_lanes[self._policy.lane(seq_group.tenant)]:
+            self._policy.open_lane(seq_group.tenant, self.head())
+        lane = self._lane_for(seq_group)
+        lane.add(seq_group)
+        self.num_tokens += seq_group.num_prompt_tokens
+        if lane.head() is seq_group and lane not in self._set_aside:
             self._put_in_order(lane)
 
-    def discard(self, group: SequenceGroup) -> None:
+    def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group out, if it is in."""
-        key = self._key_of.pop(group, None)
+        key = self._key_of.pop(seq_group, None)
         if key is None:
             return
         lane = self._lanes[key]
-        lane.discard(group)
-        self.num_tokens -= group.num_prompt_tokens
+        lane.discard(seq_group)
+        self.num_tokens -= seq_group.num_prompt_tokens
         if lane.head() is None and lane in self._order:
             self._order.remove(lane)
         if not lane:
@@ -235,7 +235,7 @@ class ModelQueue(Generic[Kind]):
             self._num_lanes[key[0]] -= 1
             if not self._num_lanes[key[0]]:
                 del self._num_lanes[key[0]]
-                self._policy.close_lane(group.tenant)
+                self._policy.close_lane(seq_group.tenant)
 
     def set_aside(self, head: SequenceGroup) -> None:
         """Leave a lane out for now: its first cannot be served, as its tenant has too many blocks
@@ -280,28 +280,28 @@ class ModelQueue(Generic[Kind]):
         """Ask for all groups' kinds again: those of worker groups have changed."""
         self._take_back(self._set_aside)
         self.look_again()
-        groups = [group for lane in self._lanes.values() for group in lane.take_all()]
+        seq_groups = [seq_group for lane in self._lanes.values() for seq_group in lane.take_all()]
         self._lanes, self._order = {}, RemovableHeap()
         self._num_lanes.clear()
         self._num_of_kind.clear()
-        for group in groups:
-            self._lane_for(group).add(group)
+        for seq_group in seq_groups:
+            self._lane_for(seq_group).add(seq_group)
         for lane in self._lanes.values():
             self._put_in_order(lane)
 
-    def num_tokens_before(self, group: SequenceGroup) -> int:
+    def num_tokens_before(self, seq_group: SequenceGroup) -> int:
         """Prompt tokens that are served before a group is, at least: those before it in its lane.
         The group need not be in. Linear in the lane's groups."""
-        key = self._policy.lane(group.tenant), self._kind_of(group)
+        key = self._policy.lane(seq_group.tenant), self._kind_of(seq_group)
         lane = self._lanes.get(key, ())
-        return sum(other.num_prompt_tokens for other in lane if other.rank < group.rank)
+        return sum(other.num_prompt_tokens for other in lane if other.rank < seq_group.rank)
 
     def check(self) -> None:
         """Assert the invariants."""
-        groups = list(self)
-        assert set(self._key_of) == set(groups)
-        assert len(self) == len(groups)
-        assert self.num_tokens == sum(group.num_prompt_tokens for group in groups)
+        seq_groups = list(self)
+        assert set(self._key_of) == set(seq_groups)
+        assert len(self) == len(seq_groups)
+        assert self.num_tokens == sum(seq_group.num_prompt_tokens for seq_group in seq_groups)
         assert Counter(name for name, _ in self._lanes) == self._num_lanes
         assert Counter(kind for _, kind in self._lanes) == self._num_of_kind
         assert not self._left_out
@@ -324,10 +324,10 @@ class ModelQueue(Generic[Kind]):
             self._order.remove(lane)
         self._order.push(self._place(lane.first()), lane)
 
-    def _lane_for(self, group: SequenceGroup) -> WaitingQueue:
+    def _lane_for(self, seq_group: SequenceGroup) -> WaitingQueue:
         """The lane of a group that comes in, made if it is the first."""
-        key = self._policy.lane(group.tenant), self._kind_of(group)
-        self._key_of[group] = key
+        key = self._policy.lane(seq_group.tenant), self._kind_of(seq_group)
+        self._key_of[seq_group] = key
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = WaitingQueue()

@@ -96,7 +96,7 @@ class Sequence:
     are in flight; the computation of a decoding sequence's first length - 1 tokens is planned.
     """
 
-    group: SequenceGroup
+    seq_group: SequenceGroup
     choice_index: int
     handle: int
     """What its frontend calls it."""
@@ -135,13 +135,13 @@ class Sequence:
     """Its group's, for the same reason."""
 
     def __post_init__(self) -> None:
-        self.frontend = self.group.frontend
-        self.tenant = self.group.tenant
+        self.frontend = self.seq_group.frontend
+        self.tenant = self.seq_group.tenant
 
     @property
     def num_known(self) -> int:
         """Tokens whose values are known."""
-        return self.group.num_prompt_tokens + len(self.output_token_ids)
+        return self.seq_group.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_in_flight(self) -> int:
@@ -150,12 +150,12 @@ class Sequence:
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """The values of its tokens from `start` on and before `end`."""
-        num_prompt_tokens = self.group.num_prompt_tokens
+        num_prompt_tokens = self.seq_group.num_prompt_tokens
         first, last = start - num_prompt_tokens, end - num_prompt_tokens
         if first >= 0:
             return self.output_token_ids[first:last]
         output = self.output_token_ids[: max(0, last)]
-        return [*self.group.request.prompt_token_ids[start:end], *output]
+        return [*self.seq_group.request.prompt_token_ids[start:end], *output]
 
     def follow(self, parent: Sequence, step_id: int) -> None:
         """Enter the batch with the prompt that its parent computes."""
@@ -175,8 +175,8 @@ class Sequence:
     def leave(self, status: SequenceStatus) -> None:
         """Out of the batch, to wait or swapped out; its device blocks are others' now."""
         self.status = status
-        if self.group.beams is not None:
-            self.group.beams.leave()
+        if self.seq_group.beams is not None:
+            self.seq_group.beams.leave()
             self.length = self.num_known  # what may follow is chosen anew
         self.num_computed = 0
         self.is_prefilled = False
@@ -335,9 +335,9 @@ class SequenceGroup:
             assert not seq.forks or seq.status is SequenceStatus.RUNNING
 
 
-def request_number(group: SequenceGroup) -> int:
+def request_number(seq_group: SequenceGroup) -> int:
     """The number of an accepted request: its first sequence's."""
-    return group.sequences[0].seq_id
+    return seq_group.sequences[0].seq_id
 
 
 @dataclass(frozen=True, slots=True)

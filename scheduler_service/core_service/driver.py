@@ -79,26 +79,26 @@ class CoreDriver:
 
     # Worker groups
 
-    def add_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
+    def add_worker_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
         """Plan for a group from now on; the event is set whenever there may be a plan.
 
         Raises ValueError when the core's configuration cannot work with the group.
         """
-        self.core.add_group(capacity, self.clock())
-        work = self._work[capacity.group_id] = asyncio.Event()
+        self.core.add_worker_group(capacity, self.clock())
+        work = self._work[capacity.worker_group_id] = asyncio.Event()
         self._changed()
         return work
 
-    def remove_group(self, group_id: str) -> None:
+    def remove_worker_group(self, group_id: str) -> None:
         """A group is lost: its sequences go back to the queue. Nothing happens twice."""
         if self._work.pop(group_id, None) is not None:
-            self.core.remove_group(group_id, self.clock())
+            self.core.remove_worker_group(group_id, self.clock())
             self._changed()
 
-    def drain_group(self, group_id: str) -> None:
+    def drain_worker_group(self, group_id: str) -> None:
         """Give a group nothing new, and have what it has go on in others, as far as they can."""
         if group_id in self._work:
-            self.core.drain_group(group_id, self.clock())
+            self.core.drain_worker_group(group_id, self.clock())
             self._changed()
 
     def is_drained(self, group_id: str) -> bool:

@@ -283,7 +283,7 @@ class CoreMetrics:
         for each, of_model in OF_MODEL.items():
             yield each.family({(model.name,): of_model(model) for model in snapshot.models})
         yield self._tenants(snapshot.num_by_tenant)
-        yield from self._groups(snapshot.groups)
+        yield from self._groups(snapshot.worker_groups)
         yield from self._registered()
         yield from self._steps()
 
@@ -295,7 +295,7 @@ class CoreMetrics:
         return TENANT_REQUESTS.family(counts)
 
     def _groups(self, groups: list[WorkerGroupSnapshot]) -> Iterator[Family]:
-        labels = {(group.model, group.group_id): group for group in groups}
+        labels = {(group.model, group.worker_group_id): group for group in groups}
         yield KV_USAGE.family(
             {
                 label: 1 - group.num_free_gpu_blocks / group.num_gpu_blocks

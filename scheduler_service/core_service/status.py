@@ -49,7 +49,7 @@ def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
         number=request.number,
         tenant=request.tenant,
         model=request.model,
-        group_id=request.group_id,
+        group_id=request.worker_group_id,
         state=pb.RequestState.ValueType(request.state),
         priority=request.priority,
         num_prompt_tokens=request.num_prompt_tokens,
@@ -131,7 +131,7 @@ class StatusBoard:
 
     def _counts(self, now: float) -> status_pb2.EngineStatus:
         core = self._driver.core.snapshot()
-        groups = {group.group_id: group for group in core.groups}
+        groups = {group.worker_group_id: group for group in core.worker_groups}
         return status_pb2.EngineStatus(
             uptime_s=now - self._started_at,
             version=VERSION,

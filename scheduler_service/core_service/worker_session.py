@@ -116,7 +116,7 @@ class WorkerSession:
         self._draining.set()
         if self._stream is not None:
             self._stream.drain()
-            self._driver.drain_group(self._group_id)
+            self._driver.drain_worker_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_DRAINING)
 
     async def run(self) -> None:
@@ -233,7 +233,7 @@ class WorkerSession:
         model = self._ranks[0].model
         try:
             return WorkerGroupCapacity(
-                group_id=self._group_id,
+                worker_group_id=self._group_id,
                 model=model.name,
                 num_gpu_blocks=blocks.num_gpu_blocks,
                 num_cpu_blocks=blocks.num_cpu_blocks,
@@ -275,7 +275,7 @@ class WorkerSession:
                 call.cancel()
             self._hang_counter.note_stream(self._stream.num_steps)
             self._num_former_steps, self._stream = self.num_steps, None
-            self._driver.remove_group(self._group_id)
+            self._driver.remove_worker_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)
 
     def _sampler(self) -> int:
@@ -289,7 +289,7 @@ class WorkerSession:
 
     def _add_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
         try:
-            return self._driver.add_group(capacity)
+            return self._driver.add_worker_group(capacity)
         except ValueError as error:
             raise CannotServe(str(error)) from error
 

@@ -81,14 +81,14 @@ class RecordingCore:
 
     # Inputs.
 
-    def add_group(self, group: WorkerGroupCapacity, now: float) -> None:
-        self._call("add_group", group=group, now=now)
+    def add_worker_group(self, capacity: WorkerGroupCapacity, now: float) -> None:
+        self._call("add_worker_group", capacity=capacity, now=now)
 
-    def remove_group(self, group_id: str, now: float) -> None:
-        self._call("remove_group", group_id=group_id, now=now)
+    def remove_worker_group(self, worker_group_id: str, now: float) -> None:
+        self._call("remove_worker_group", worker_group_id=worker_group_id, now=now)
 
-    def drain_group(self, group_id: str, now: float) -> None:
-        self._call("drain_group", group_id=group_id, now=now)
+    def drain_worker_group(self, worker_group_id: str, now: float) -> None:
+        self._call("drain_worker_group", worker_group_id=worker_group_id, now=now)
 
     def submit(self, request: Request, now: float) -> None:
         self._call("submit", request=request, now=now)
@@ -110,14 +110,14 @@ class RecordingCore:
     def expire(self, now: float) -> None:
         self._call("expire", now=now)
 
-    def add_plan_time(self, group_id: str, seconds: float) -> None:
-        self._call("add_plan_time", group_id=group_id, seconds=seconds)
+    def add_plan_time(self, worker_group_id: str, seconds: float) -> None:
+        self._call("add_plan_time", worker_group_id=worker_group_id, seconds=seconds)
 
-    def update(self, group_id: str, result: StepResult, now: float) -> None:
-        self._call("update", group_id=group_id, result=result, now=now)
+    def update(self, worker_group_id: str, result: StepResult, now: float) -> None:
+        self._call("update", worker_group_id=worker_group_id, result=result, now=now)
 
-    def schedule(self, group_id: str, now: float) -> StepPlan | None:
-        plan: StepPlan | None = self._call("schedule", group_id=group_id, now=now)
+    def schedule(self, worker_group_id: str, now: float) -> StepPlan | None:
+        plan: StepPlan | None = self._call("schedule", worker_group_id=worker_group_id, now=now)
         return plan
 
     def take_outboxes(self) -> dict[str, EngineOutputs]:
@@ -132,14 +132,14 @@ class RecordingCore:
     def take_stirred(self) -> set[str]:
         return self._core.take_stirred()
 
-    def is_drained(self, group_id: str) -> bool:
-        return self._core.is_drained(group_id)
+    def is_drained(self, worker_group_id: str) -> bool:
+        return self._core.is_drained(worker_group_id)
 
     def next_deadline(self) -> float | None:
         return self._core.next_deadline()
 
-    def newest_work(self, group_id: str) -> StepWork:
-        return self._core.newest_work(group_id)
+    def newest_work(self, worker_group_id: str) -> StepWork:
+        return self._core.newest_work(worker_group_id)
 
     def num_requests(self) -> int:
         return self._core.num_requests()

@@ -1,10 +1,10 @@
 """What a recording says: a header, then an entry per input to the core, each a line of JSON.
 
     {"format":"pagewire recording","format_version":1,"software_version":"0.1.0",…,"config":{…}}
-    {"do":"add_group","group":{"group_id":"g0",…},"now":815.2}
+    {"do":"add_worker_group","capacity":{"worker_group_id":"g0",…},"now":815.2}
     {"do":"submit","request":{…},"now":815.9}
-    {"do":"schedule","group_id":"g0","now":815.9,"chain":"6d2f…"}
-    {"do":"update","group_id":"g0","result":{"step_id":1,"token_ids":[17]},"now":816.1}
+    {"do":"schedule","worker_group_id":"g0","now":815.9,"chain":"6d2f…"}
+    {"do":"update","worker_group_id":"g0","result":{"step_id":1,"token_ids":[17]},"now":816.1}
     {"do":"take_outboxes","chain":"93b0…"}
 
 `do` is the method of `SchedulerCore`, and beside it are its arguments, as the method declares
@@ -31,9 +31,9 @@ FORMAT = "pagewire recording"
 FORMAT_VERSION = 1
 
 INPUTS = (
-    "add_group",
-    "remove_group",
-    "drain_group",
+    "add_worker_group",
+    "remove_worker_group",
+    "drain_worker_group",
     "submit",
     "cancel",
     "abort",
@@ -49,6 +49,14 @@ INPUTS = (
 
 OUTCOMES = ("raised", "chain", "plan")
 
+FORMER_INPUTS = {
+    "add_group": "add_worker_group",
+    "remove_group": "remove_worker_group",
+    "drain_group": "drain_worker_group",
+}
+FORMER_ARGUMENTS = {"group": "capacity", "group_id": "worker_group_id"}
+"""Names in recordings of version 0.1.0, and what they are called now. The second also holds for
+the fields of a capacity."""
 
 _MARSHAL_VERSION = 2
 """The last without references between objects, which would let equal values differ."""
@@ -144,6 +152,8 @@ def decode_header(codec: Codec, data: Any) -> Header:
 
 def decode_entry(codec: Codec, line: int, data: Any) -> Entry:
     """The entry that a line's JSON stands for; raises Unreadable."""
+    if isinstance(data, dict):
+        data = _with_current_names(data)
     if not isinstance(data, dict) or data.get("do") not in PARAMETERS:
         raise Unreadable('expected an object whose "do" is an input of the scheduler core')
     do: str = data["do"]
@@ -163,6 +173,16 @@ def decode_entry(codec: Codec, line: int, data: Any) -> Entry:
         chain=codec.decode(str | None, data.get("chain"), "chain"),
         plan=codec.decode(StepPlan | None, data.get("plan"), "plan"),
     )
+
+
+def _with_current_names(data: dict[str, Any]) -> dict[str, Any]:
+    entry = {FORMER_ARGUMENTS.get(name, name): value for name, value in data.items()}
+    do, capacity = entry.get("do"), entry.get("capacity")
+    if isinstance(do, str):
+        entry["do"] = FORMER_INPUTS.get(do, do)
+    if isinstance(capacity, dict):
+        entry["capacity"] = {FORMER_ARGUMENTS.get(key, key): capacity[key] for key in capacity}
+    return entry
 
 
 class HashChain:

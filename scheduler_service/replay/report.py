@@ -78,8 +78,8 @@ def difference_lines(title: str, difference: Difference) -> list[str]:
         f"{title}: {entry.do}, input {difference.number} (line {entry.line}), "
         f"{difference.seconds:.6f} s after the first"
     ]
-    if "group_id" in entry.arguments:
-        lines.append(f"  group:    {entry.arguments['group_id']}")
+    if "worker_group_id" in entry.arguments:
+        lines.append(f"  group:    {entry.arguments['worker_group_id']}")
     recorded = _outcome(entry.do, entry.chain, entry.raised, entry.plan)
     replayed = _outcome(entry.do, difference.chain, difference.raised, difference.plan)
     return [*lines, f"  recorded: {recorded}", f"  replayed: {replayed}"]

@@ -92,7 +92,7 @@ def test_swapping_gives_the_same_tokens(num_cpu_blocks: int, caching: bool, tmp_
         status = engine.core.snapshot()
         assert status.num_swapped_in_blocks > 0
         assert caching or status.num_swapped_in_blocks == status.num_swapped_out_blocks
-        assert status.groups[0].num_free_cpu_blocks == num_cpu_blocks
+        assert status.worker_groups[0].num_free_cpu_blocks == num_cpu_blocks
 
 
 @pytest.mark.parametrize("num_cpu_blocks", [6, 200])

@@ -58,7 +58,7 @@ def make_request(**changes: object) -> Request:
 def make_capacity(group_id: str = "g0", **changes: object) -> WorkerGroupCapacity:
     """A small worker group."""
     values: dict[str, object] = {
-        "group_id": group_id,
+        "worker_group_id": group_id,
         "model": MODEL,
         "num_gpu_blocks": 16,
         "num_cpu_blocks": 0,
@@ -75,7 +75,7 @@ SMALL_CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 def make_driver(capacity: WorkerGroupCapacity | None = None, **changes: object) -> "CoreDriver":
     """A core of a small configuration, or one with changes, and one worker group."""
     driver = CoreDriver(replace(SMALL_CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_group(capacity or make_capacity())
+    driver.add_worker_group(capacity or make_capacity())
     return driver
 
 
@@ -102,10 +102,10 @@ class CoreDriver:
 
     # Worker groups.
 
-    def add_group(self, capacity: WorkerGroupCapacity) -> None:
+    def add_worker_group(self, capacity: WorkerGroupCapacity) -> None:
         """A worker joins."""
         self.collect()
-        self.core.add_group(capacity, self.now)
+        self.core.add_worker_group(capacity, self.now)
         worker = SymbolicWorker(
             num_gpu_blocks=capacity.num_gpu_blocks,
             num_cpu_blocks=capacity.num_cpu_blocks,
@@ -114,15 +114,15 @@ class CoreDriver:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,
         )
-        self.links[capacity.group_id] = WorkerLink(capacity, worker)
+        self.links[capacity.worker_group_id] = WorkerLink(capacity, worker)
         promises, num_tokens = self.promises, capacity.num_cache_tokens
         promises.max_model_len = capacity.max_model_len
         promises.least_cache_tokens = min(promises.least_cache_tokens, num_tokens)
 
-    def lose_group(self, group_id: str) -> None:
+    def lose_worker_group(self, group_id: str) -> None:
         """A worker dies, and with it the results that are on the wire."""
         del self.links[group_id]
-        self.core.remove_group(group_id, self.now)
+        self.core.remove_worker_group(group_id, self.now)
 
     def lose_core(self) -> None:
         """The core dies: workers join a new one, frontends submit their open requests again."""
@@ -131,7 +131,7 @@ class CoreDriver:
         capacities = [link.capacity for link in self.links.values()]
         self.links = {}
         for capacity in capacities:
-            self.add_group(capacity)
+            self.add_worker_group(capacity)
         for record in self.records.values():
             if record.is_live:
                 self._submit_again(record)
@@ -310,11 +310,13 @@ class CoreDriver:
         groups that drain take what no other can."""
         status = self.core.snapshot()
         assert status.num_running == status.num_swapped == 0
-        all_groups = {group.group_id for group in status.groups}
-        open_groups = {group.group_id for group in status.groups if not group.draining}
+        all_worker_groups = {group.worker_group_id for group in status.worker_groups}
+        open_worker_groups = {
+            group.worker_group_id for group in status.worker_groups if not group.draining
+        }
         for record in self.records.values():
             has_begun = any(choice.tokens for choice in record.choices)
-            groups = all_groups if has_begun else open_groups
+            groups = all_worker_groups if has_begun else open_worker_groups
             for group_id in groups if record.is_live else ():
                 capacity = self.links[group_id].capacity
                 prompt = len(record.request.prompt_token_ids)
@@ -410,7 +412,7 @@ class CoreDriver:
         snapshot = self.core.snapshot()
         assert snapshot.num_waiting == snapshot.num_running == snapshot.num_swapped == 0
         assert self.core.next_deadline() is None
-        for group in snapshot.groups:
+        for group in snapshot.worker_groups:
             assert group.num_free_gpu_blocks == group.num_gpu_blocks
             assert group.num_free_cpu_blocks == group.num_cpu_blocks
             assert group.num_running_sequences == 0

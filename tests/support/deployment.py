@@ -115,11 +115,11 @@ class Deployment:
         for drain in self._configuration.drains:
             if drain.at == tick and drain.worker in self._links:
                 self.disturbance["drained workers"] += bool(self._open())
-                self._core.drain_group(str(drain.worker), now=0.0)
+                self._core.drain_worker_group(str(drain.worker), now=0.0)
                 self._draining[drain.worker] = drain.absence
         for index in [i for i in self._draining if self._core.is_drained(str(i))]:
             del self._links[index]
-            self._core.remove_group(str(index), now=0.0)
+            self._core.remove_worker_group(str(index), now=0.0)
             self._absent_until[index] = tick + self._draining.pop(index)
         for index in [i for i, until in self._absent_until.items() if until <= tick]:
             del self._absent_until[index]
@@ -189,7 +189,7 @@ class Deployment:
             block_size=self._configuration.block_size,
         )
         self._links[index] = Link(worker)
-        self._core.add_group(worker.capacity(str(index)), now=0.0)
+        self._core.add_worker_group(worker.capacity(str(index)), now=0.0)
 
     def _lose(self, loss: Loss) -> None:
         if loss.worker is None:
@@ -199,7 +199,7 @@ class Deployment:
             self._draining.pop(loss.worker, None)
             self.disturbance["lost workers"] += bool(self._open())
             self.disturbance["lost steps"] += len(link.plans)
-            self._core.remove_group(str(loss.worker), now=0.0)
+            self._core.remove_worker_group(str(loss.worker), now=0.0)
             self._absent_until[loss.worker] = loss.at + loss.absence
 
     def _lose_core(self) -> None:
@@ -270,7 +270,7 @@ class Deployment:
             while link.plans:
                 self._core.update(str(index), link.plans.popleft()(), now=0.0)
         self._core.check()
-        for group in self._core.snapshot().groups:
+        for group in self._core.snapshot().worker_groups:
             assert group.num_free_gpu_blocks == group.num_gpu_blocks
             assert group.num_free_cpu_blocks == group.num_cpu_blocks
 

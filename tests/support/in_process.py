@@ -75,7 +75,7 @@ class InProcessWorker:
     def capacity(self, group_id: str) -> WorkerGroupCapacity:
         """What a core is told of it."""
         return WorkerGroupCapacity(
-            group_id=group_id,
+            worker_group_id=group_id,
             model=MODEL,
             num_gpu_blocks=len(self._cache.device_cache),
             num_cpu_blocks=len(self._cache.host_cache),
@@ -147,7 +147,7 @@ class InProcessEngine:
         """Begin again with the same weights, another cache and another scheduler."""
         self.worker = self.make_worker(num_gpu_blocks, num_cpu_blocks)
         self.core = SchedulerCore(config)
-        self.core.add_group(self.worker.capacity(GROUP), now=0.0)
+        self.core.add_worker_group(self.worker.capacity(GROUP), now=0.0)
 
     def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
         """What executes the plans, over empty caches."""

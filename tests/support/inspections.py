@@ -16,9 +16,11 @@ def check_inspection(core: SchedulerCore | RecordingCore) -> Inspection:
     assert states["PREFILLING"] + states["DECODING"] == counts.num_running
     assert states["SWAPPED"] == counts.num_swapped
     assert len(seen.requests) - counts.num_running - counts.num_swapped == counts.num_waiting
-    for group in counts.groups:
-        device, host = seen.block_maps[group.group_id]
-        requests = [request for request in seen.requests if request.group_id == group.group_id]
+    for group in counts.worker_groups:
+        device, host = seen.block_maps[group.worker_group_id]
+        requests = [
+            request for request in seen.requests if request.worker_group_id == group.worker_group_id
+        ]
         tables = {request.number: request.block_tables for request in requests}
         _check_map(device, group.num_free_gpu_blocks, tables)
         tables = {request.number: request.host_block_tables for request in requests}

@@ -139,7 +139,7 @@ class ParallelWorker(InProcessWorker):
         facts = self._group.facts[0]
         num_gpu_blocks, num_cpu_blocks = self._num_blocks
         return WorkerGroupCapacity(
-            group_id=group_id,
+            worker_group_id=group_id,
             model=MODEL,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,

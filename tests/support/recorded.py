@@ -89,8 +89,8 @@ class Recorder:
 def random_life(driver: CoreDriver, seed: int, num_moves: int) -> None:
     """Arrivals, ends, losses and steps in random order, until nothing is left to do."""
     rng = Random(seed)
-    driver.add_group(make_capacity("g0"))
-    driver.add_group(make_capacity("g1", num_gpu_blocks=12))
+    driver.add_worker_group(make_capacity("g0"))
+    driver.add_worker_group(make_capacity("g1", num_gpu_blocks=12))
     for _ in range(num_moves):
         group_id = rng.choice(list(driver.links))
         live = [record for record in driver.records.values() if record.is_live]
@@ -100,8 +100,8 @@ def random_life(driver: CoreDriver, seed: int, num_moves: int) -> None:
         elif draw < 0.09 and live:
             rng.choice([driver.cancel, driver.abort])(rng.choice(live))
         elif draw < 0.095:
-            driver.lose_group(group_id)
-            driver.add_group(make_capacity(group_id))
+            driver.lose_worker_group(group_id)
+            driver.add_worker_group(make_capacity(group_id))
         elif draw < 0.1:
             driver.expire(rng.choice([0.01, 1.0]))
         elif draw < 0.55:

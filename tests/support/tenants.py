@@ -20,4 +20,4 @@ def make_group(
         sampling=None,
         tenant=tenant,
     )
-    return RequestRegistry(lambda request, number: (arrival,), tenants).make_group(request, 0)
+    return RequestRegistry(lambda request, number: (arrival,), tenants).make_seq_group(request, 0)

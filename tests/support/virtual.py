@@ -28,7 +28,7 @@ def entry(do: str, **arguments: Any) -> Entry:
 
 def join(capacity: WorkerGroupCapacity | None = None, now: float = 0.0) -> Entry:
     """A worker group joins."""
-    return entry("add_group", group=capacity or make_capacity(), now=now)
+    return entry("add_worker_group", capacity=capacity or make_capacity(), now=now)
 
 
 def script(

@@ -152,12 +152,12 @@ class _Simulation:
     def _intervene(self, entry: Entry) -> None:
         arguments = entry.arguments
         match entry.do:
-            case "add_group":
-                group_id = arguments["group"].group_id
+            case "add_worker_group":
+                group_id = arguments["capacity"].worker_group_id
                 costs = self._costs.get(group_id, self._any_costs)
                 self._workers[group_id] = VirtualWorker(costs)
-            case "remove_group":
-                self._workers.pop(arguments["group_id"], None)
+            case "remove_worker_group":
+                self._workers.pop(arguments["worker_group_id"], None)
             case "cancel":
                 self._lives.cancel(**arguments)
             case "remove_frontend":

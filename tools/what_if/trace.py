@@ -119,9 +119,9 @@ def _keys(life: RequestHistory) -> Iterator[tuple[str, int]]:
 
 
 INTERVENTIONS = (
-    "add_group",
-    "remove_group",
-    "drain_group",
+    "add_worker_group",
+    "remove_worker_group",
+    "drain_worker_group",
     "cancel",
     "abort",
     "remove_frontend",
@@ -257,16 +257,18 @@ class TraceReader:
         del choice.tokens[num_new:], choice.times[num_new:]
         choice.has_ended = True
 
-    def _on_schedule(self, group_id: str, now: float, returned: StepPlan | None = None) -> None:
+    def _on_schedule(
+        self, worker_group_id: str, now: float, returned: StepPlan | None = None
+    ) -> None:
         self._burst_at = None
         if returned is not None:
-            self._clock.leave(group_id, returned, now)
+            self._clock.leave(worker_group_id, returned, now)
 
-    def _on_update(self, group_id: str, result: StepResult, now: float) -> None:
-        self._clock.arrive(group_id, now - result.held_us / 1e6)
+    def _on_update(self, worker_group_id: str, result: StepResult, now: float) -> None:
+        self._clock.arrive(worker_group_id, now - result.held_us / 1e6)
 
-    def _on_remove_group(self, group_id: str, now: float) -> None:
-        self._clock.lose(group_id)
+    def _on_remove_worker_group(self, worker_group_id: str, now: float) -> None:
+        self._clock.lose(worker_group_id)
 
     def _on_take_outboxes(self, returned: Any = ()) -> None:
         for _ in self._lives.read(returned or {}, self._now):

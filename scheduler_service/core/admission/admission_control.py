@@ -66,19 +66,19 @@ def _check_beam_search(request: Request, params: BeamParams, config: SchedulerCo
 
 
 def why_not(
-    group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity]
+    seq_group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity]
 ) -> PagewireError | None:
     """Why no worker group can serve a request; None if one can."""
     error: PagewireError | None = None
     for capacity in capacities:
-        error = _why_not_here(group, capacity)
+        error = _why_not_here(seq_group, capacity)
         if error is None:
             return None
     return error
 
 
-def _why_not_here(group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
-    request = group.request
+def _why_not_here(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
+    request = seq_group.request
     tokens = request.prompt_token_ids
     if min(tokens) < 0 or max(tokens) >= capacity.vocab_size:
         return InvalidArgument(
@@ -86,12 +86,12 @@ def _why_not_here(group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pagewi
         )
     error = None
     if not request.is_continued:  # else a group had it that may not be back yet
-        error = _why_too_long(group, capacity)
-    return error or _why_tenant_cannot(group, capacity)
+        error = _why_too_long(seq_group, capacity)
+    return error or _why_tenant_cannot(seq_group, capacity)
 
 
-def _why_too_long(group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
-    tokens = group.request.prompt_token_ids
+def _why_too_long(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
+    tokens = seq_group.request.prompt_token_ids
     details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
     if len(tokens) + 1 > capacity.max_model_len:
         return PromptTooLong(
@@ -100,7 +100,7 @@ def _why_too_long(group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pagewi
             details=details,
         )
     # A sequence's last token is never computed, so one that ends now needs no more than it has.
-    num_tokens = group.max_known_tokens if group.num_unfinished else 0
+    num_tokens = seq_group.max_known_tokens if seq_group.num_unfinished else 0
     if num_tokens > capacity.num_cache_tokens:
         return PromptTooLong(
             f"the prompt's {num_tokens} tokens do not fit the KV cache of "
@@ -116,9 +116,11 @@ def _why_too_long(group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pagewi
     return None
 
 
-def _why_tenant_cannot(group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
-    tenant = group.tenant
-    num_blocks = group.most_blocks(capacity)
+def _why_tenant_cannot(
+    seq_group: SequenceGroup, capacity: WorkerGroupCapacity
+) -> PagewireError | None:
+    tenant = seq_group.tenant
+    num_blocks = seq_group.most_blocks(capacity)
     if tenant.may_ever_hold(num_blocks):
         return None
     return PromptTooLong(
@@ -135,15 +137,15 @@ def _why_tenant_cannot(group: SequenceGroup, capacity: WorkerGroupCapacity) -> P
 
 
 def check_tenant(
-    group: SequenceGroup, throughputs: Iterable[QueueThroughput], config: SchedulerConfig
+    seq_group: SequenceGroup, throughputs: Iterable[QueueThroughput], config: SchedulerConfig
 ) -> None:
     """Raise TenantLimit if the request's tenant may have no more live requests, or no more
     waiting tokens, for now.
 
     A request that goes on after a loss was accepted before, and is not refused.
     """
-    tenant = group.tenant
-    if group.request.is_continued:
+    tenant = seq_group.tenant
+    if seq_group.request.is_continued:
         return
     details: dict[str, object] = {"tenant": tenant.name}
     max_requests, max_tokens = tenant.config.max_requests, tenant.config.max_queued_tokens
@@ -157,13 +159,13 @@ def check_tenant(
             num_tokens=0,
             unmeasured_s=config.queue_retry_delay_s,
         )
-    elif max_tokens is not None and 0 < queued > max_tokens - group.num_prompt_tokens:
+    elif max_tokens is not None and 0 < queued > max_tokens - seq_group.num_prompt_tokens:
         message = f"{queued} prompt tokens of the tenant are waiting, too many for this one beside"
         details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
         delay_s = retry_delay_s(
             throughputs,
             num_requests=0,
-            num_tokens=min(queued, queued + group.num_prompt_tokens - max_tokens),
+            num_tokens=min(queued, queued + seq_group.num_prompt_tokens - max_tokens),
             unmeasured_s=config.queue_retry_delay_s,
         )
     else:
@@ -244,14 +246,14 @@ class AdmissionControl:
             request = continuation(request, former, to_us(now))
         self._check_handles(request)
         self._fleet.check_served(request.model)
-        group = self._registry.make_group(request, to_us(now))
+        seq_group = self._registry.make_seq_group(request, to_us(now))
         if former is not None:
-            group.is_charged = former.is_charged
-        self._check_possible(group)
-        self._check_limits(group)
+            seq_group.is_charged = former.is_charged
+        self._check_possible(seq_group)
+        self._check_limits(seq_group)
         model = self._fleet.models.get(request.model)
-        check_deadline(group, model, self._registry.groups, now)
-        return group, former
+        check_deadline(seq_group, model, self._registry.seq_groups, now)
+        return seq_group, former
 
     def _check_handles(self, request: Request) -> None:
         if self._registry.has_handles_of(request):
@@ -261,15 +263,15 @@ class AdmissionControl:
                 details={"request_id": request.request_id},
             )
 
-    def _check_possible(self, group: SequenceGroup) -> None:
+    def _check_possible(self, seq_group: SequenceGroup) -> None:
         """Raise what makes it impossible for all worker groups, where any is known."""
-        model = self._fleet.models.get(group.request.model)
-        error = why_not(group, model.capacities()) if model is not None else None
+        model = self._fleet.models.get(seq_group.request.model)
+        error = why_not(seq_group, model.capacities()) if model is not None else None
         if error is not None:
             raise error
 
-    def _check_limits(self, group: SequenceGroup) -> None:
+    def _check_limits(self, seq_group: SequenceGroup) -> None:
         """Raise what is too much just now."""
         throughputs = [model.throughput for model in self._fleet.models.values()]
-        check_tenant(group, throughputs, self._config)
-        check_queue(group.request, self._fleet.queues(), throughputs, self._config)
+        check_tenant(seq_group, throughputs, self._config)
+        check_queue(seq_group.request, self._fleet.queues(), throughputs, self._config)

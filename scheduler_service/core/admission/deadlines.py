@@ -31,30 +31,33 @@ from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
 
 _QUEUE_SPEEDUP = 3.0
 
-LiveGroups: TypeAlias = Callable[[], Iterable[SequenceGroup]]
+LiveSequenceGroups: TypeAlias = Callable[[], Iterable[SequenceGroup]]
 """Tells all live groups. Asked only for a request that is about to be refused or dropped."""
 
 
 def check_deadline(
-    group: SequenceGroup, model: ServedModel | None, live_groups: LiveGroups, now: float
+    seq_group: SequenceGroup,
+    model: ServedModel | None,
+    live_seq_groups: LiveSequenceGroups,
+    now: float,
 ) -> None:
     """Raise DeadlineExceeded if a request that is new cannot meet its deadline even without a
     queue, and DeadlineUnreachable if it cannot because of the queue.
 
     A request that goes on after a loss was accepted before, and is not refused.
     """
-    deadline = group.request.deadline
-    if deadline is None or model is None or group.request.is_continued:
+    deadline = seq_group.request.deadline
+    if deadline is None or model is None or seq_group.request.is_continued:
         return
     left_us = to_us(deadline - now)
     if left_us <= 0:
         raise deadline_exceeded()
-    if (error := why_too_late(group, model, live_groups, now)) is not None:
+    if (error := why_too_late(seq_group, model, live_seq_groups, now)) is not None:
         raise error
-    wait_us = _least_wait_us(group, model)
-    if wait_us + _own_us(group, model) <= left_us:
+    wait_us = _least_wait_us(seq_group, model)
+    if wait_us + _own_us(seq_group, model) <= left_us:
         return
-    least_us = wait_us + _own_us_at_least(group, model, live_groups)
+    least_us = wait_us + _own_us_at_least(seq_group, model, live_seq_groups)
     if least_us > left_us:
         raise DeadlineUnreachable(
             f"with what waits before it, the request takes at least {_ms(least_us)} ms; its "
@@ -65,17 +68,17 @@ def check_deadline(
 
 
 def why_too_late(
-    group: SequenceGroup, model: ServedModel, live_groups: LiveGroups, now: float
+    seq_group: SequenceGroup, model: ServedModel, live_seq_groups: LiveSequenceGroups, now: float
 ) -> DeadlineExceeded | None:
     """The error of a request that is in no batch and needs more time of a worker group than is
     left until its deadline; None if it may still meet it."""
-    deadline = group.request.deadline
+    deadline = seq_group.request.deadline
     if deadline is None:
         return None
     left_us = to_us(deadline - now)
-    if _own_us(group, model) <= left_us:
+    if _own_us(seq_group, model) <= left_us:
         return None
-    least_us = _own_us_at_least(group, model, live_groups)
+    least_us = _own_us_at_least(seq_group, model, live_seq_groups)
     if least_us <= left_us:
         return None
     return DeadlineExceeded(
@@ -84,11 +87,13 @@ def why_too_late(
     )
 
 
-def next_check_time(group: SequenceGroup, model: ServedModel, deadline: float, now: float) -> float:
+def next_check_time(
+    seq_group: SequenceGroup, model: ServedModel, deadline: float, now: float
+) -> float:
     """When to look again whether a live request can meet its deadline."""
-    if group.num_running:
+    if seq_group.num_running:
         return deadline
-    latest_start = deadline - _own_us(group, model) / 1e6
+    latest_start = deadline - _own_us(seq_group, model) / 1e6
     return latest_start if latest_start > now else deadline
 
 
@@ -97,44 +102,50 @@ def deadline_exceeded() -> DeadlineExceeded:
     return DeadlineExceeded("the request's deadline has passed")
 
 
-def _own_us(group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
+def _own_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
     """The time that a request needs of the worker group that is best for it; its prompt counts as
     far as it is not cached, unless it may be."""
-    is_cached = is_cached or group.has_begun
-    costs = (_own_us_on(s, group, is_cached) for s in model.schedulers if group.fits(s.capacity))
+    is_cached = is_cached or seq_group.has_begun
+    costs = (
+        _own_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)
+    )
     return min(costs, default=0.0)
 
 
-def _own_us_on(scheduler: Scheduler, group: SequenceGroup, is_cached: bool) -> float:
-    room = group.max_length(scheduler.capacity) - group.num_prompt_tokens
-    least_output = max(min(group.request.min_tokens, room), 1)
-    num_tokens = max(least_output - len(seq.output_token_ids) for seq in group.going_on())
+def _own_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool) -> float:
+    room = seq_group.max_length(scheduler.capacity) - seq_group.num_prompt_tokens
+    least_output = max(min(seq_group.request.min_tokens, room), 1)
+    num_tokens = max(least_output - len(seq.output_token_ids) for seq in seq_group.going_on())
     decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
     if is_cached:
         return decode_us
-    num_prompt_tokens = scheduler.probe.num_tokens_to_compute(group)
+    num_prompt_tokens = scheduler.probe.num_tokens_to_compute(seq_group)
     return num_prompt_tokens * (scheduler.rates.least_us_per_prefill_token or 0.0) + decode_us
 
 
-def _own_us_at_least(group: SequenceGroup, model: ServedModel, live_groups: LiveGroups) -> float:
+def _own_us_at_least(
+    seq_group: SequenceGroup, model: ServedModel, live_seq_groups: LiveSequenceGroups
+) -> float:
     """The same, were all of the prompt cached by then that could be. Linear in live groups."""
     sizes = {s.capacity.block_size for s in model.schedulers if s.probe.caches_prefixes}
-    is_cached = any(_begins_alike(group, other, size) for other in live_groups() for size in sizes)
-    return _own_us(group, model, is_cached=is_cached)
+    is_cached = any(
+        _begins_alike(seq_group, other, size) for other in live_seq_groups() for size in sizes
+    )
+    return _own_us(seq_group, model, is_cached=is_cached)
 
 
-def _least_wait_us(group: SequenceGroup, model: ServedModel) -> float:
+def _least_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
     us_per_token = model.throughput.us_per_token
     if us_per_token is None or not model.waiting:
         return 0.0
-    return model.waiting.num_tokens_before(group) * us_per_token / _QUEUE_SPEEDUP
+    return model.waiting.num_tokens_before(seq_group) * us_per_token / _QUEUE_SPEEDUP
 
 
-def _begins_alike(group: SequenceGroup, other: SequenceGroup, block_size: int) -> bool:
+def _begins_alike(seq_group: SequenceGroup, other: SequenceGroup, block_size: int) -> bool:
     """Whether another request may fill a block that the group can use."""
-    if other is group or other.request.model != group.request.model:
+    if other is seq_group or other.request.model != seq_group.request.model:
         return False
-    mine, others = group.request.prompt_token_ids, other.request.prompt_token_ids
+    mine, others = seq_group.request.prompt_token_ids, other.request.prompt_token_ids
     return len(mine) > block_size and list(mine[:block_size]) == list(others[:block_size])
 
 
@@ -148,17 +159,19 @@ class DeadlineTimers:
     def __init__(self) -> None:
         self._looks: RemovableHeap[SequenceGroup] = RemovableHeap()
 
-    def watch(self, group: SequenceGroup, model: ServedModel, now: float) -> None:
+    def watch(self, seq_group: SequenceGroup, model: ServedModel, now: float) -> None:
         """Look at a request when it may no longer meet its deadline; none, if it has none."""
-        self.forget(group)
-        deadline = group.request.deadline
+        self.forget(seq_group)
+        deadline = seq_group.request.deadline
         if deadline is not None:
-            self._looks.push((next_check_time(group, model, deadline, now), group.rank), group)
+            self._looks.push(
+                (next_check_time(seq_group, model, deadline, now), seq_group.rank), seq_group
+            )
 
-    def forget(self, group: SequenceGroup) -> None:
+    def forget(self, seq_group: SequenceGroup) -> None:
         """Look at a request no more."""
-        if group in self._looks:
-            self._looks.remove(group)
+        if seq_group in self._looks:
+            self._looks.remove(seq_group)
 
     def due(self, now: float) -> SequenceGroup | None:
         """A request to look at now; it is to be watched again, or forgotten."""

@@ -28,7 +28,7 @@ class RequestRegistry:
     ) -> None:
         self._rank = rank
         self._tenants = tenants
-        self._groups: dict[tuple[str, str], SequenceGroup] = {}
+        self._seq_groups: dict[tuple[str, str], SequenceGroup] = {}
         """By tenant and request id: tenants draw ids without knowing of each other."""
         self._frontends: dict[str, Frontend] = {}
         self._live_seq_ids: set[int] = set()
@@ -36,21 +36,21 @@ class RequestRegistry:
         self._num_arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._seq_groups)
 
-    def groups(self) -> list[SequenceGroup]:
+    def seq_groups(self) -> list[SequenceGroup]:
         """All live groups."""
-        return list(self._groups.values())
+        return list(self._seq_groups.values())
 
-    def groups_of(self, frontend_id: str) -> list[SequenceGroup]:
+    def seq_groups_of(self, frontend_id: str) -> list[SequenceGroup]:
         """A frontend's live groups."""
         frontend = self._frontends.get(frontend_id)
         sequences = frontend.sequences.values() if frontend is not None else ()
-        return list(dict.fromkeys(seq.group for seq in sequences))
+        return list(dict.fromkeys(seq.seq_group for seq in sequences))
 
     def find(self, tenant: str, request_id: str) -> SequenceGroup | None:
         """The live group of a tenant's request id."""
-        return self._groups.get((tenant, request_id))
+        return self._seq_groups.get((tenant, request_id))
 
     def find_sequence(self, frontend_id: str, handle: int) -> Sequence | None:
         """The sequence, ended or not, that a frontend calls so, if its request is live."""
@@ -64,12 +64,12 @@ class RequestRegistry:
             self.find_sequence(request.frontend_id, handle) is not None for handle in handles
         )
 
-    def make_group(self, request: Request, now_us: int) -> SequenceGroup:
+    def make_seq_group(self, request: Request, now_us: int) -> SequenceGroup:
         """A group for a request, not live yet, with what was generated of it before."""
         self._num_arrivals += 1
         frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
         phase = RequestPhase.RECOVERY if request.is_continued else RequestPhase.QUEUE
-        group = SequenceGroup(
+        seq_group = SequenceGroup(
             request=request,
             tenant=self._tenants.find(request.tenant),
             frontend=frontend,
@@ -79,36 +79,36 @@ class RequestRegistry:
         )
         beam_search = request.beam_search
         num_sequences = request.num_choices if beam_search is None else beam_search.width
-        group.sequences = [self._make_sequence(group, i) for i in range(num_sequences)]
+        seq_group.sequences = [self._make_sequence(seq_group, i) for i in range(num_sequences)]
         if beam_search is not None:
-            group.beams = BeamGroup(
-                beam_search, request.stop_token_ids, request.max_tokens, group.sequences
+            seq_group.beams = BeamGroup(
+                beam_search, request.stop_token_ids, request.max_tokens, seq_group.sequences
             )
-        group.num_unfinished = len(group.waiting())
-        return group
+        seq_group.num_unfinished = len(seq_group.waiting())
+        return seq_group
 
-    def add(self, group: SequenceGroup) -> None:
+    def add(self, seq_group: SequenceGroup) -> None:
         """The group is live."""
-        frontend = group.frontend
-        self._groups[_key(group)] = group
+        frontend = seq_group.frontend
+        self._seq_groups[_key(seq_group)] = seq_group
         self._frontends[frontend.frontend_id] = frontend
-        self._tenants.add_request(group.tenant, group.clock.submitted_us)
-        for seq in group.choices():
+        self._tenants.add_request(seq_group.tenant, seq_group.clock.submitted_us)
+        for seq in seq_group.choices():
             frontend.sequences[seq.handle] = seq
-        for seq in group.sequences:
+        for seq in seq_group.sequences:
             seq.seq_id = self._next_seq_id()
             self._live_seq_ids.add(seq.seq_id)
 
-    def remove(self, group: SequenceGroup, now_us: int) -> None:
+    def remove(self, seq_group: SequenceGroup, now_us: int) -> None:
         """The group is live no more."""
-        del self._groups[_key(group)]
-        self._tenants.remove_request(group.tenant, group.num_prompt_tokens, now_us)
-        for seq in group.choices():
-            del group.frontend.sequences[seq.handle]
-        for seq in group.sequences:
+        del self._seq_groups[_key(seq_group)]
+        self._tenants.remove_request(seq_group.tenant, seq_group.num_prompt_tokens, now_us)
+        for seq in seq_group.choices():
+            del seq_group.frontend.sequences[seq.handle]
+        for seq in seq_group.sequences:
             self._live_seq_ids.remove(seq.seq_id)
         # Ends the cycles of references: memory is free without the collector.
-        group.sequences, group.beams = [], None
+        seq_group.sequences, seq_group.beams = [], None
 
     def remove_frontend(self, frontend_id: str) -> None:
         """The frontend is gone, with its news; its groups must have been removed."""
@@ -123,16 +123,16 @@ class RequestRegistry:
             if frontend.outbox
         }
 
-    def _make_sequence(self, group: SequenceGroup, choice_index: int) -> Sequence:
-        request = group.request
+    def _make_sequence(self, seq_group: SequenceGroup, choice_index: int) -> Sequence:
+        request = seq_group.request
         generated = request.generated.get(choice_index)
         output = list(generated.token_ids) if generated is not None else []
         seq = Sequence(
-            group=group,
+            seq_group=seq_group,
             choice_index=choice_index,
             handle=request.handle + choice_index,
             stop_token_ids=request.stop_token_ids,
-            order=(group.rank, choice_index),
+            order=(seq_group.rank, choice_index),
             length=len(request.prompt_token_ids) + len(output),
             output_token_ids=output,
         )
@@ -148,5 +148,5 @@ class RequestRegistry:
         return seq_id
 
 
-def _key(group: SequenceGroup) -> tuple[str, str]:
-    return group.request.tenant, group.request.request_id
+def _key(seq_group: SequenceGroup) -> tuple[str, str]:
+    return seq_group.request.tenant, seq_group.request.request_id

@@ -131,7 +131,7 @@ class PrefixCache:
         return keys
 
     def _root(self, seq: Sequence) -> BlockKey:
-        return root_key(seq.group.tenant.name.encode() if self._isolate_tenants else b"")
+        return root_key(seq.seq_group.tenant.name.encode() if self._isolate_tenants else b"")
 
 
 class NoPrefixCache:
@@ -179,8 +179,8 @@ def _is_unconfirmed(seq: Sequence) -> bool:
 def _most_reusable(seq: Sequence) -> int:
     """The most tokens that need not be computed: where log probabilities of the prompt are still
     owed, those before the logits that tell about the first of them."""
-    group = seq.group
-    num_told = group.prompt_logprobs_start
-    if group.request.wants_prompt_logprobs and num_told < group.num_prompt_tokens:
+    seq_group = seq.seq_group
+    num_told = seq_group.prompt_logprobs_start
+    if seq_group.request.wants_prompt_logprobs and num_told < seq_group.num_prompt_tokens:
         return max(0, num_told - 1)
     return seq.num_known

@@ -78,7 +78,7 @@ class Fair(Policy):
         return account.service, account.last_turn
 
     def yielding(
-        self, group: SequenceGroup, others: Iterable[SequenceGroup]
+        self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:
         """The last of the tenant with the most places in the batch for its weight, as long as it
         keeps at least as many as the group's tenant then has. So a flood that fills the batch
@@ -87,9 +87,9 @@ class Fair(Policy):
         for other in others:
             if other.num_running:
                 running.setdefault(other.tenant, []).append(other)
-        own = sum(other.num_running for other in running.pop(group.tenant, ()))
-        share = (own + group.num_unfinished) / group.tenant.config.weight
-        places = {t: sum(o.num_running for o in groups) for t, groups in running.items()}
+        own = sum(other.num_running for other in running.pop(seq_group.tenant, ()))
+        share = (own + seq_group.num_unfinished) / seq_group.tenant.config.weight
+        places = {t: sum(o.num_running for o in seq_groups) for t, seq_groups in running.items()}
         while places:
             tenant = max(places, key=lambda tenant: places[tenant] / tenant.config.weight)
             last = max(running[tenant], key=lambda other: other.rank)
@@ -110,15 +110,15 @@ class Fair(Policy):
         """Remember whose request was the last to wait."""
         self._last_to_wait = self._account(tenant)
 
-    def note_placed(self, group: SequenceGroup) -> None:
+    def note_placed(self, seq_group: SequenceGroup) -> None:
         """Charge the prompt, once."""
-        account = self._account(group.tenant)
+        account = self._account(seq_group.tenant)
         self._num_turns += 1
         account.last_turn = self._num_turns
-        if not group.is_charged:
-            group.is_charged = True
-            cost = PROMPT_TOKEN_COST * group.num_prompt_tokens
-            account.service += cost / group.tenant.config.weight
+        if not seq_group.is_charged:
+            seq_group.is_charged = True
+            cost = PROMPT_TOKEN_COST * seq_group.num_prompt_tokens
+            account.service += cost / seq_group.tenant.config.weight
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:
         """Charge a token for each; also for those that were sampled in vain."""

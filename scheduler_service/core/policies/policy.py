@@ -49,14 +49,14 @@ class Policy(ABC):
         return head.rank
 
     def yielding(
-        self, group: SequenceGroup, others: Iterable[SequenceGroup]
+        self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:
         """Which of the others in a worker group a group that waits goes ahead of: those that leave
         the batch for it if it finds no room otherwise, the first to leave first.
 
         A group that has left must not go ahead of the one that it left for.
         """
-        del group, others
+        del seq_group, others
         return iter(())
 
     def open_lane(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
@@ -68,9 +68,9 @@ class Policy(ABC):
         """The lane is empty: the last to leave it was a request of this tenant."""
         del tenant
 
-    def note_placed(self, group: SequenceGroup) -> None:
+    def note_placed(self, seq_group: SequenceGroup) -> None:
         """A worker group takes a request, for the first time or again."""
-        del group
+        del seq_group
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:
         """A step's result is in, with a token for each of these sequences."""
@@ -98,8 +98,8 @@ class Priority(Policy):
         return (request.priority, *arrival)
 
     def yielding(
-        self, group: SequenceGroup, others: Iterable[SequenceGroup]
+        self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:
         """Those with higher numbers, the last first. Equal ones never yield to each other."""
-        higher = (o for o in others if o.request.priority > group.request.priority)
+        higher = (o for o in others if o.request.priority > seq_group.request.priority)
         return iter(sorted(higher, key=lambda other: other.rank, reverse=True))

@@ -20,7 +20,7 @@ from scheduler_service.errors import UnknownModel
 logger = logging.getLogger(__name__)
 
 
-EquivalentGroups: TypeAlias = tuple[Scheduler, ...]
+EquivalentWorkerGroups: TypeAlias = tuple[Scheduler, ...]
 """Worker groups to which the same requests may go."""
 
 
@@ -43,12 +43,12 @@ class ServedModel:
     stirred: set[str] = field(default_factory=set)
     """Ids of worker groups that may have something to plan although nothing was heard of them,
     since they were last asked for."""
-    waiting: ModelQueue[tuple[EquivalentGroups, ...]] = field(init=False)
+    waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
     _lost: list[WorkerGroupCapacity] = field(default_factory=list)
     """What worker groups held that have died, as far as none has come in their place."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups that there were when the queue was sorted, and whether they drained."""
-    _alike: list[EquivalentGroups] = field(default_factory=list)
+    _alike: list[EquivalentWorkerGroups] = field(default_factory=list)
     """The same, those together to which the same requests may go."""
 
     def __post_init__(self) -> None:
@@ -63,10 +63,10 @@ class ServedModel:
         """What its worker groups hold."""
         return [scheduler.capacity for scheduler in self.schedulers]
 
-    def discard(self, group: SequenceGroup) -> None:
+    def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group that is not placed out of the queue."""
-        self.waiting.discard(group)
-        self.unschedulable.discard(group)
+        self.waiting.discard(seq_group)
+        self.unschedulable.discard(seq_group)
 
     def add(self, scheduler: Scheduler) -> None:
         """A group joins: what has not begun may go there instead."""
@@ -75,7 +75,7 @@ class ServedModel:
         self.reopen()
         self.schedulers.append(scheduler)
         self._take_place_of_lost(scheduler.capacity.num_cache_tokens)
-        self._notice_groups()
+        self._notice_worker_groups()
 
     def remove(self, scheduler: Scheduler) -> None:
         """A group is gone. If it did not drain, one like it is expected to take its place."""
@@ -93,15 +93,15 @@ class ServedModel:
         """Put all that has not begun up for routing again."""
         for scheduler in self.schedulers:
             self.queue_again(scheduler.give_back())
-        for group in self.unschedulable.take_all():
-            self.waiting.add(group)
+        for seq_group in self.unschedulable.take_all():
+            self.waiting.add(seq_group)
 
     def move_on(self, now_us: int) -> None:
         """Have the worker groups that drain part with what can go on in others as far as there.
 
         What cannot stays, until another worker group joins or it ends.
         """
-        self._notice_groups()
+        self._notice_worker_groups()
         for scheduler in self.schedulers:
             if not scheduler.is_draining:
                 continue
@@ -109,7 +109,7 @@ class ServedModel:
             if num_leaving:
                 logger.info(
                     "requests leave a draining group group_id=%s num_requests=%d",
-                    scheduler.capacity.group_id,
+                    scheduler.capacity.worker_group_id,
                     num_leaving,
                 )
             self.queue_again(scheduler.take_gone())
@@ -119,73 +119,79 @@ class ServedModel:
         none, and none is expected back, they fail. Whether there were any."""
         outgrown = here.take_outgrown()
         moving: set[SequenceGroup] = set()
-        for group in outgrown:
-            group.outgrown_tokens = here.capacity.num_cache_tokens
-            if self._has_larger(group, here.capacity):
-                moving.add(group)
+        for seq_group in outgrown:
+            seq_group.outgrown_tokens = here.capacity.num_cache_tokens
+            if self._has_larger(seq_group, here.capacity):
+                moving.add(seq_group)
                 logger.info(
                     "request leaves a group that it has outgrown request_id=%s group_id=%s "
                     "num_cache_tokens=%d",
-                    group.request.request_id,
-                    here.capacity.group_id,
+                    seq_group.request.request_id,
+                    here.capacity.worker_group_id,
                     here.capacity.num_cache_tokens,
                 )
             else:
-                here.fail_outgrown(group, now_us)
+                here.fail_outgrown(seq_group, now_us)
         if moving:
             here.send_away(moving.__contains__, now_us)
             self.queue_again(here.take_gone())
         return bool(outgrown)
 
-    def _has_larger(self, group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
+    def _has_larger(self, seq_group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
         """Whether a request can go on elsewhere, now or when what was lost is back, and come to be
         as long as it could here."""
-        length = group.max_length(here)
+        length = seq_group.max_length(here)
         capacities = chain(self.capacities(), self._lost)
-        return any(group.fits(each) and group.max_length(each) >= length for each in capacities)
+        return any(
+            seq_group.fits(each) and seq_group.max_length(each) >= length for each in capacities
+        )
 
     def is_needed(self, scheduler: Scheduler) -> bool:
         """Whether something that has begun waits for a worker group although it drains, or is on
         its way to it."""
-        self._notice_groups()
-        on_their_way = (group for other in self.schedulers for group in other.migrating)
+        self._notice_worker_groups()
+        on_their_way = (seq_group for other in self.schedulers for seq_group in other.migrating)
         queues = chain(self.waiting, self.unschedulable, on_their_way)
-        return any(scheduler in self._suitable(group) for group in queues)
+        return any(scheduler in self._suitable(seq_group) for seq_group in queues)
 
     def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
         others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
 
-        def can_leave(group: SequenceGroup) -> bool:
-            reach = group.reach(here.capacity)
+        def can_leave(seq_group: SequenceGroup) -> bool:
+            reach = seq_group.reach(here.capacity)
             capacities = (scheduler.capacity for scheduler in others)
-            return any(group.fits(each) and group.reach(each) >= reach for each in capacities)
+            return any(
+                seq_group.fits(each) and seq_group.reach(each) >= reach for each in capacities
+            )
 
         return can_leave
 
-    def queue_again(self, groups: Iterable[SequenceGroup]) -> None:
+    def queue_again(self, seq_groups: Iterable[SequenceGroup]) -> None:
         """Put groups up for routing that a worker group has parted with."""
-        for group in groups:
-            self.release(group)
-            self.waiting.add(group)
+        for seq_group in seq_groups:
+            self.release(seq_group)
+            self.waiting.add(seq_group)
 
     def check(self) -> None:
         """Assert the invariants. Looks at every worker group for every request that waits."""
         self.waiting.check()
         if self._sorted_for != self._present():
             return  # refusals are forgotten in the next round
-        for group in self.waiting:
+        for seq_group in self.waiting:
             for scheduler in self.schedulers:
-                known = group.routing.refusals.get(scheduler.capacity.group_id)
+                known = seq_group.routing.refusals.get(scheduler.capacity.worker_group_id)
                 if known == scheduler.num_changes:
-                    assert not scheduler.probe.has_room_for(group), "there is room nobody looks at"
+                    assert not scheduler.probe.has_room_for(seq_group), (
+                        "there is room nobody looks at"
+                    )
 
-    def release(self, group: SequenceGroup) -> None:
+    def release(self, seq_group: SequenceGroup) -> None:
         """A group may have been in a worker group, and is no more: its tenant may use the blocks
         for others."""
-        if group.is_placed:
-            group.is_placed = group.is_ahead = False
-            group.tenant.num_kv_blocks -= group.num_reserved_blocks
-            group.num_reserved_blocks = 0
+        if seq_group.is_placed:
+            seq_group.is_placed = seq_group.is_ahead = False
+            seq_group.tenant.num_kv_blocks -= seq_group.num_reserved_blocks
+            seq_group.num_reserved_blocks = 0
 
     def place(self, is_late: Callable[[SequenceGroup], bool], now_us: int) -> None:
         """Give waiting requests, in order, to worker groups that have room. Of each it is asked
@@ -193,27 +199,27 @@ class ServedModel:
         if not self.waiting:
             self.throughput.interrupt()
             return
-        self._notice_groups()
+        self._notice_worker_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
         placing = RoutingRound(
             self.waiting, self._awaited(), self.policy, self.router, self._suitable
         )
         while (found := placing.next(now_us)) is not None:
-            group, scheduler = found
-            if not is_late(group):
-                self._give(group, scheduler, now_us)
+            seq_group, scheduler = found
+            if not is_late(seq_group):
+                self._give(seq_group, scheduler, now_us)
                 placing.note_taken(scheduler)
-                placed.append(group)
+                placed.append(seq_group)
         self.waiting.look_again()
-        for group in placing.unsuitable:
-            self.unschedulable.add(group)
+        for seq_group in placing.unsuitable:
+            self.unschedulable.add(seq_group)
         if placed:
             self.stir_drained()
         self.throughput.note(
             now_us,
             num_requests=len(placed),
-            num_tokens=sum(group.num_prompt_tokens for group in placed),
+            num_tokens=sum(seq_group.num_prompt_tokens for seq_group in placed),
             is_empty=not self.waiting,
         )
 
@@ -222,13 +228,13 @@ class ServedModel:
         places all there is, but none needs to wait for another; those that have a result to come
         before they can plan will do so then."""
         can_plan = (s for s in self.schedulers if not s.is_full(is_awaited=True))
-        self.stirred.update(scheduler.capacity.group_id for scheduler in can_plan)
+        self.stirred.update(scheduler.capacity.worker_group_id for scheduler in can_plan)
 
     def stir_drained(self) -> None:
         """Have worker groups look that drain and have nothing: what they were kept for may have
         ended, or be elsewhere."""
-        idle = (s for s in self.schedulers if s.is_draining and not s.groups)
-        self.stirred.update(scheduler.capacity.group_id for scheduler in idle)
+        idle = (s for s in self.schedulers if s.is_draining and not s.seq_groups)
+        self.stirred.update(scheduler.capacity.worker_group_id for scheduler in idle)
 
     def _awaited(self) -> list[Scheduler]:
         """The worker groups that something waits for. Room in others, which drain or are too small,
@@ -239,33 +245,35 @@ class ServedModel:
         awaited = set(chain.from_iterable(alike))
         return [scheduler for scheduler in self.schedulers if scheduler in awaited]
 
-    def _kind_of(self, group: SequenceGroup) -> tuple[EquivalentGroups, ...]:
+    def _kind_of(self, seq_group: SequenceGroup) -> tuple[EquivalentWorkerGroups, ...]:
         """Which worker groups a request may go to, full or not: those in which it can come to have
         the most of the tokens that it asks for, so that where it goes does not show in its answer;
         for one that has begun that is memory's concern too. Those that drain take nothing, unless
         it has begun and no other is left."""
-        fitting = [alike for alike in self._alike if group.fits(alike[0].capacity)]
+        fitting = [alike for alike in self._alike if seq_group.fits(alike[0].capacity)]
         suitable = [alike for alike in fitting if not alike[0].is_draining]
         reach = SequenceGroup.max_length
-        if group.has_begun or group.request.generated:
+        if seq_group.has_begun or seq_group.request.generated:
             suitable = suitable or fitting
             reach = SequenceGroup.reach
-        farthest = max((reach(group, alike[0].capacity) for alike in suitable), default=0)
-        return tuple([alike for alike in suitable if reach(group, alike[0].capacity) == farthest])
+        farthest = max((reach(seq_group, alike[0].capacity) for alike in suitable), default=0)
+        return tuple(
+            [alike for alike in suitable if reach(seq_group, alike[0].capacity) == farthest]
+        )
 
-    def _suitable(self, group: SequenceGroup) -> list[Scheduler]:
+    def _suitable(self, seq_group: SequenceGroup) -> list[Scheduler]:
         """These worker groups, in the order in which they came."""
-        kind = self._kind_of(group)
+        kind = self._kind_of(seq_group)
         if len(self._alike) == 1:
             return list(chain.from_iterable(kind))
         suitable = set(chain.from_iterable(kind))
         return [scheduler for scheduler in self.schedulers if scheduler in suitable]
 
-    def _notice_groups(self) -> None:
+    def _notice_worker_groups(self) -> None:
         """Sort the queue anew if the worker groups are others than the last time."""
-        groups = self._present()
-        if groups != self._sorted_for:
-            self._sorted_for = groups
+        worker_groups = self._present()
+        if worker_groups != self._sorted_for:
+            self._sorted_for = worker_groups
             alike: dict[object, list[Scheduler]] = {}
             for scheduler in self.schedulers:
                 size = scheduler.capacity
@@ -273,22 +281,22 @@ class ServedModel:
                 alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
             self._alike = [tuple(schedulers) for schedulers in alike.values()]
             self.waiting.sort_anew()
-            for group in self.waiting:
-                group.routing.refusals.clear()  # a new group may have the id of one that is gone
+            for seq_group in self.waiting:
+                seq_group.routing.refusals.clear()  # a new one may have a former id
 
     def _present(self) -> list[tuple[Scheduler, bool]]:
         """Its worker groups, and whether they drain."""
         return [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
 
-    def _give(self, group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
-        self.waiting.discard(group)
-        group.routing = RoutingState()
-        group.is_placed = True
-        group.num_reserved_blocks = group.most_blocks(scheduler.capacity)
-        group.tenant.num_kv_blocks += group.num_reserved_blocks
-        self.policy.note_placed(group)
-        scheduler.take(group, now_us)
-        self.stirred.add(scheduler.capacity.group_id)
+    def _give(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
+        self.waiting.discard(seq_group)
+        seq_group.routing = RoutingState()
+        seq_group.is_placed = True
+        seq_group.num_reserved_blocks = seq_group.most_blocks(scheduler.capacity)
+        seq_group.tenant.num_kv_blocks += seq_group.num_reserved_blocks
+        self.policy.note_placed(seq_group)
+        scheduler.take(seq_group, now_us)
+        self.stirred.add(scheduler.capacity.worker_group_id)
 
 
 class Fleet:
@@ -315,27 +323,27 @@ class Fleet:
     def add(self, capacity: WorkerGroupCapacity, now_us: int) -> ServedModel:
         """A worker group is there; its model. Raises ValueError if one of this id is there already,
         or it could not work with the configuration."""
-        if capacity.group_id in self._schedulers:
-            raise ValueError(f"group {capacity.group_id} is there already")
+        if capacity.worker_group_id in self._schedulers:
+            raise ValueError(f"group {capacity.worker_group_id} is there already")
         check_capacity(self._config, capacity)
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
         scheduler = Scheduler(self._config, capacity, model.policy, totals, now_us)
-        self._schedulers[capacity.group_id] = scheduler
+        self._schedulers[capacity.worker_group_id] = scheduler
         model.add(scheduler)
         return model
 
-    def remove(self, group_id: str) -> Scheduler | None:
+    def remove(self, worker_group_id: str) -> Scheduler | None:
         """A worker group is gone; None if it was not there."""
-        scheduler = self._schedulers.pop(group_id, None)
+        scheduler = self._schedulers.pop(worker_group_id, None)
         if scheduler is not None:
             self.model_of(scheduler).remove(scheduler)
         return scheduler
 
-    def scheduler_of(self, group: SequenceGroup) -> Scheduler | None:
+    def scheduler_of(self, seq_group: SequenceGroup) -> Scheduler | None:
         """Where a live group is placed."""
-        model = self._models[group.request.model]
-        return next((s for s in model.schedulers if group in s.groups), None)
+        model = self._models[seq_group.request.model]
+        return next((s for s in model.schedulers if seq_group in s.seq_groups), None)
 
     def stir_held_up(self) -> None:
         """A tenant has fewer blocks in use: of any model, what waits for that is to be looked at,
@@ -403,31 +411,33 @@ class Fleet:
             queues += (model.waiting, model.unschedulable)
         return queues
 
-    def model_snapshots(self, groups: Iterable[SequenceGroup]) -> dict[str, ModelSnapshot]:
+    def model_snapshots(self, seq_groups: Iterable[SequenceGroup]) -> dict[str, ModelSnapshot]:
         """Of models that were served, and of those that one of the live groups waits for."""
         known = {name: ModelSnapshot(name=name, totals=t) for name, t in self.totals.items()}
-        for group in groups:
-            name = group.request.model
+        for seq_group in seq_groups:
+            name = seq_group.request.model
             model = known.setdefault(name, ModelSnapshot(name=name, totals=ModelTotals()))
-            model.num_running += group.num_running > 0
-            model.num_waiting += group.num_running == 0
+            model.num_running += seq_group.num_running > 0
+            model.num_waiting += seq_group.num_running == 0
         for scheduler in self._schedulers.values():  # what is swapped out does not run
             model = known[scheduler.capacity.model]
             model.num_swapped += len(scheduler.swapping)
             model.num_waiting -= len(scheduler.swapping)
         return known
 
-    def check(self, groups: Collection[SequenceGroup]) -> None:
+    def check(self, seq_groups: Collection[SequenceGroup]) -> None:
         """Assert that each live group is in one place, and nothing else is in any."""
-        for group in groups:
-            model = self._models[group.request.model]
-            places = [group in model.waiting, group in model.unschedulable]
-            assert group.is_placed == (not any(places))
-            places += [group in scheduler.groups for scheduler in model.schedulers]
+        for seq_group in seq_groups:
+            model = self._models[seq_group.request.model]
+            places = [seq_group in model.waiting, seq_group in model.unschedulable]
+            assert seq_group.is_placed == (not any(places))
+            places += [seq_group in scheduler.seq_groups for scheduler in model.schedulers]
             assert sum(places) == 1, "a live request is in one place"
-        num_placed = sum(len(scheduler.groups) for scheduler in self._schedulers.values())
+        num_placed = sum(len(scheduler.seq_groups) for scheduler in self._schedulers.values())
         num_unplaced = sum(len(m.waiting) + len(m.unschedulable) for m in self._models.values())
-        assert num_placed + num_unplaced == len(groups), "a place holds a request that has ended"
+        assert num_placed + num_unplaced == len(seq_groups), (
+            "a place holds a request that has ended"
+        )
         for model in self._models.values():
             model.check()
         for scheduler in self._schedulers.values():

@@ -25,30 +25,34 @@ class PoisonTracker:
         among them, one that was as near to its end, but has come past the point where it would have
         been the cause before, is not."""
         computed = list(computed)
-        if not any(group.is_suspect for group in computed):
+        if not any(seq_group.is_suspect for seq_group in computed):
             return computed
-        return [group for group in computed if group.is_suspect or not self._is_last_time(group)]
+        return [
+            seq_group
+            for seq_group in computed
+            if seq_group.is_suspect or not self._is_last_time(seq_group)
+        ]
 
-    def count(self, group: SequenceGroup) -> GenerationFailed | None:
+    def count(self, seq_group: SequenceGroup) -> GenerationFailed | None:
         """Note that a worker died for which a group is blamed; its error if that was once too
         often."""
-        group.num_worker_losses += 1
-        if group.num_worker_losses >= self._max_worker_losses:
+        seq_group.num_worker_losses += 1
+        if seq_group.num_worker_losses >= self._max_worker_losses:
             return GenerationFailed(
-                f"the request was on {group.num_worker_losses} workers when they were lost",
+                f"the request was on {seq_group.num_worker_losses} workers when they were lost",
                 reason="WORKERS_LOST",
-                details={"num_worker_losses": group.num_worker_losses},
+                details={"num_worker_losses": seq_group.num_worker_losses},
             )
-        group.frontend.outbox.worker_losses.append(group.request.handle)
-        self.suspect(group)
+        seq_group.frontend.outbox.worker_losses.append(seq_group.request.handle)
+        self.suspect(seq_group)
         return None
 
-    def suspect(self, group: SequenceGroup) -> None:
+    def suspect(self, seq_group: SequenceGroup) -> None:
         """Keep a group that the next worker's death would fail from others of its kind, until it
         is past the steps that were in flight."""
-        if self._is_last_time(group) and group.num_unfinished:
-            group.suspect_length = group.max_known_tokens + self._num_steps_in_flight
+        if self._is_last_time(seq_group) and seq_group.num_unfinished:
+            seq_group.suspect_length = seq_group.max_known_tokens + self._num_steps_in_flight
 
-    def _is_last_time(self, group: SequenceGroup) -> bool:
+    def _is_last_time(self, seq_group: SequenceGroup) -> bool:
         """Whether the next worker's death would fail a group."""
-        return 0 < group.num_worker_losses == self._max_worker_losses - 1
+        return 0 < seq_group.num_worker_losses == self._max_worker_losses - 1

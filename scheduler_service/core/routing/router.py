@@ -87,50 +87,52 @@ class Router:
         self._output_tokens.add(num_tokens)
 
     def choose(
-        self, group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int
+        self, seq_group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int
     ) -> RouteEstimate:
         """Of the worker groups that a request fits, the one that is best for it, be it that it
         must wait for room there. What it waits for it goes on waiting for as long as none has
         room."""
-        estimates = self._estimates(group, schedulers)
+        estimates = self._estimates(seq_group, schedulers)
         best = min(estimates, key=lambda estimate: estimate.order)
         if best.has_room:
             return best
         at_once = [estimate for estimate in estimates if estimate.has_room]
         if not at_once:
             awaited = (
-                o for o in estimates if o.scheduler.capacity.group_id == group.routing.awaits
+                o
+                for o in estimates
+                if o.scheduler.capacity.worker_group_id == seq_group.routing.awaits
             )
             return next(awaited, best)
         second_best = min(at_once, key=lambda estimate: estimate.order)
-        may_wait = _may_wait(group, best, second_best, now_us)
+        may_wait = _may_wait(seq_group, best, second_best, now_us)
         return replace(best, waits_by_choice=True) if may_wait else second_best
 
     def _estimates(
-        self, group: SequenceGroup, schedulers: Sequence[Scheduler]
+        self, seq_group: SequenceGroup, schedulers: Sequence[Scheduler]
     ) -> list[RouteEstimate]:
         """Of all, but for those that are full and could not be the best whatever they have."""
         token_us = [us_per_token(scheduler) for scheduler in schedulers]
         known = [us for us in token_us if us is not None]
         # Where nothing was measured it is only tokens that are compared.
         typical_us = fmean(known) if known else 1.0
-        num_output_tokens = self._num_output_tokens(group)
+        num_output_tokens = self._num_output_tokens(seq_group)
         loads = [
-            _WorkerLoad.of(group, scheduler, num_output_tokens, us or typical_us)
+            _WorkerLoad.of(seq_group, scheduler, num_output_tokens, us or typical_us)
             for scheduler, us in zip(schedulers, token_us, strict=True)
         ]
-        estimates = [load.estimate(group) for load in loads if load.has_room]
+        estimates = [load.estimate(seq_group) for load in loads if load.has_room]
         least_us = min(
             (estimate.cost_us for estimate in estimates if estimate.has_room), default=float("inf")
         )
         rest = [load for load in loads if not load.has_room and load.least_cost_us < least_us]
-        return estimates + [load.estimate(group) for load in rest]
+        return estimates + [load.estimate(seq_group) for load in rest]
 
-    def _num_output_tokens(self, group: SequenceGroup) -> float:
+    def _num_output_tokens(self, seq_group: SequenceGroup) -> float:
         """Tokens still to be expected of the longest answer."""
         usual = self._output_tokens.mean or OUTPUT_TOKENS_UNMEASURED
-        num_known = group.max_known_tokens - group.num_prompt_tokens
-        return max(1.0, min(usual, group.request.max_tokens) - num_known)
+        num_known = seq_group.max_known_tokens - seq_group.num_prompt_tokens
+        return max(1.0, min(usual, seq_group.request.max_tokens) - num_known)
 
 
 def us_per_token(scheduler: Scheduler) -> float | None:
@@ -159,10 +161,14 @@ class _WorkerLoad:
 
     @classmethod
     def of(
-        cls, group: SequenceGroup, scheduler: Scheduler, num_output_tokens: float, token_us: float
+        cls,
+        seq_group: SequenceGroup,
+        scheduler: Scheduler,
+        num_output_tokens: float,
+        token_us: float,
     ) -> "_WorkerLoad":
         num_sequences = scheduler.probe.num_sequences
-        num_rows = num_sequences + group.num_unfinished
+        num_rows = num_sequences + seq_group.num_unfinished
         num_tokens = scheduler.probe.num_tokens_to_prefill + num_output_tokens * num_rows
         has_room = scheduler.probe.has_room
         return cls(scheduler, has_room, num_sequences, num_output_tokens, token_us, num_tokens)
@@ -172,10 +178,10 @@ class _WorkerLoad:
         """If it had all of the prompt."""
         return self.num_tokens * self.token_us
 
-    def estimate(self, group: SequenceGroup) -> RouteEstimate:
+    def estimate(self, seq_group: SequenceGroup) -> RouteEstimate:
         """With what it has."""
         scheduler = self.scheduler
-        estimate = scheduler.probe.estimate(group)
+        estimate = scheduler.probe.estimate(seq_group)
         num_tokens = self.num_tokens + estimate.num_tokens_to_compute
         num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
         num_again = max(0.0, num_tokens - num_free)
@@ -202,12 +208,12 @@ def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) ->
 
 
 def _may_wait(
-    group: SequenceGroup, best: RouteEstimate, at_once: RouteEstimate, now_us: int
+    seq_group: SequenceGroup, best: RouteEstimate, at_once: RouteEstimate, now_us: int
 ) -> bool:
     """Whether it may wait for the best still; its patience begins when it is first asked."""
-    if group.routing.until_us is None:
-        group.routing.until_us = now_us + round(at_once.cost_us - best.cost_us)
-    return now_us < group.routing.until_us
+    if seq_group.routing.until_us is None:
+        seq_group.routing.until_us = now_us + round(at_once.cost_us - best.cost_us)
+    return now_us < seq_group.routing.until_us
 
 
 class RoutingRound:
@@ -238,10 +244,10 @@ class RoutingRound:
     def next(self, now_us: int) -> tuple[SequenceGroup, Scheduler] | None:
         """The next request that goes to a worker group, and which; it is in the queue still. None
         if no more finds room."""
-        while self._may_go_on() and (group := self._waiting.head()) is not None:
-            scheduler = self._place(group, now_us)
+        while self._may_go_on() and (seq_group := self._waiting.head()) is not None:
+            scheduler = self._place(seq_group, now_us)
             if scheduler is not None:
-                return group, scheduler
+                return seq_group, scheduler
         return None
 
     def note_taken(self, scheduler: Scheduler) -> None:
@@ -253,78 +259,86 @@ class RoutingRound:
         """Whether anything at all may be placed."""
         return bool(self._with_room) or (self._policy.goes_ahead and bool(self._open))
 
-    def _place(self, group: SequenceGroup, now_us: int) -> Scheduler | None:
+    def _place(self, seq_group: SequenceGroup, now_us: int) -> Scheduler | None:
         """Where the head goes; if nowhere, it is the head no more."""
-        suitable = self._suitable(group)
+        suitable = self._suitable(seq_group)
         if not suitable:
-            self._waiting.discard(group)
-            self.unsuitable.append(group)
+            self._waiting.discard(seq_group)
+            self.unsuitable.append(seq_group)
             return None
-        tenant = group.tenant
-        allowed = [s for s in suitable if tenant.may_hold(group.most_blocks(s.capacity))]
+        tenant = seq_group.tenant
+        allowed = [s for s in suitable if tenant.may_hold(seq_group.most_blocks(s.capacity))]
         if not allowed:
-            self._waiting.set_aside(group)
+            self._waiting.set_aside(seq_group)
             return None
         free = [scheduler for scheduler in allowed if scheduler in self._open]
         if not free:
-            self._waiting.leave_out(group)
+            self._waiting.leave_out(seq_group)
             return None
-        if group.is_suspect:
+        if seq_group.is_suspect:
             free = [scheduler for scheduler in free if not scheduler.probe.has_suspect]
             if not free:
-                self._waiting.pass_over(group)
+                self._waiting.pass_over(seq_group)
                 return None
-        return self._choose(group, free, now_us)
+        return self._choose(seq_group, free, now_us)
 
     def _choose(
-        self, group: SequenceGroup, schedulers: list[Scheduler], now_us: int
+        self, seq_group: SequenceGroup, schedulers: list[Scheduler], now_us: int
     ) -> Scheduler | None:
-        group.is_ahead = False
-        awaited = self._still_awaited(group, schedulers)
+        seq_group.is_ahead = False
+        awaited = self._still_awaited(seq_group, schedulers)
         if awaited is not None:
-            self._wait_for(awaited, group)
+            self._wait_for(awaited, seq_group)
             return None
         if self._with_room:
-            best = self._router.choose(group, schedulers, now_us)
+            best = self._router.choose(seq_group, schedulers, now_us)
             if best.has_room:
                 return best.scheduler
             if best.waits_by_choice:
-                self._wait_for(best.scheduler, group)
+                self._wait_for(best.scheduler, seq_group)
                 return None
-        ahead = [scheduler for scheduler in schedulers if scheduler.probe.can_take_ahead(group)]
+        ahead = [scheduler for scheduler in schedulers if scheduler.probe.can_take_ahead(seq_group)]
         if ahead:
-            group.is_ahead = True
-            return self._router.choose(group, ahead, now_us).scheduler
+            seq_group.is_ahead = True
+            return self._router.choose(seq_group, ahead, now_us).scheduler
         if self._with_room:
-            _note_refusals(group, schedulers)
-            self._wait_for(best.scheduler, group)
+            _note_refusals(seq_group, schedulers)
+            self._wait_for(best.scheduler, seq_group)
         else:
             for scheduler in schedulers:  # what follows goes ahead of nobody there either
                 del self._open[scheduler]
         return None
 
-    def _still_awaited(self, group: SequenceGroup, schedulers: list[Scheduler]) -> Scheduler | None:
+    def _still_awaited(
+        self, seq_group: SequenceGroup, schedulers: list[Scheduler]
+    ) -> Scheduler | None:
         """What a request goes on waiting for, since all that had no room have none still; None if
         it must be chosen."""
-        routing = group.routing
-        awaited = next((s for s in schedulers if s.capacity.group_id == routing.awaits), None)
+        routing = seq_group.routing
+        awaited = next(
+            (s for s in schedulers if s.capacity.worker_group_id == routing.awaits), None
+        )
         if awaited is None or not self._with_room:
             return None
         changed = [
-            s for s in schedulers if routing.refusals.get(s.capacity.group_id) != s.num_changes
+            s
+            for s in schedulers
+            if routing.refusals.get(s.capacity.worker_group_id) != s.num_changes
         ]
-        if any(scheduler.probe.has_room_for(group) for scheduler in changed):
+        if any(scheduler.probe.has_room_for(seq_group) for scheduler in changed):
             return None
-        _note_refusals(group, changed)
+        _note_refusals(seq_group, changed)
         return awaited
 
-    def _wait_for(self, scheduler: Scheduler, group: SequenceGroup) -> None:
-        group.routing.awaits = scheduler.capacity.group_id
+    def _wait_for(self, scheduler: Scheduler, seq_group: SequenceGroup) -> None:
+        seq_group.routing.awaits = scheduler.capacity.worker_group_id
         del self._open[scheduler]
         self._with_room.discard(scheduler)
-        self._waiting.pass_over(group)
+        self._waiting.pass_over(seq_group)
 
 
-def _note_refusals(group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
+def _note_refusals(seq_group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
     """These have no room for a request."""
-    group.routing.refusals.update((s.capacity.group_id, s.num_changes) for s in schedulers)
+    seq_group.routing.refusals.update(
+        (s.capacity.worker_group_id, s.num_changes) for s in schedulers
+    )

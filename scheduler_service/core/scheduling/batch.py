@@ -61,7 +61,7 @@ class Batch:
     def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
         """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
         The sequence counts them as computed already."""
-        if sample and seq.group.is_lockstep:
+        if sample and seq.seq_group.is_lockstep:
             self._lockstep_rows.append(len(self.rows))
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
@@ -132,15 +132,15 @@ class Batch:
 
 def make_new_sequence(seq: Sequence, block_ids: list[int]) -> NewSequence:
     """All that a worker must know of a sequence that has `num_computed` tokens in its blocks."""
-    group = seq.group
+    seq_group = seq.seq_group
     return NewSequence(
         seq_id=seq.seq_id,
         choice_index=seq.choice_index,
-        token_ids=[*group.request.prompt_token_ids, *seq.output_token_ids],
-        num_prompt_tokens=group.num_prompt_tokens,
+        token_ids=[*seq_group.request.prompt_token_ids, *seq.output_token_ids],
+        num_prompt_tokens=seq_group.num_prompt_tokens,
         num_computed_tokens=seq.num_computed,
         block_ids=block_ids,
-        sampling=group.request.sampling,
-        prompt_logprobs_start=group.prompt_logprobs_start,
-        traceparent=group.request.traceparent,
+        sampling=seq_group.request.sampling,
+        prompt_logprobs_start=seq_group.prompt_logprobs_start,
+        traceparent=seq_group.request.traceparent,
     )

@@ -70,10 +70,10 @@ class BeamScheduler:
 
     # Into the batch.
 
-    def admit(self, group: SequenceGroup, batch: Batch) -> AllocStatus:
+    def admit(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
         """Give all sequences their places and all beams their blocks, or none."""
-        beams = _beams(group)
-        if self._running.num_places + len(group.sequences) > self._config.max_num_seqs:
+        beams = _beams(seq_group)
+        if self._running.num_places + len(seq_group.sequences) > self._config.max_num_seqs:
             return AllocStatus.LATER
         starts = self._starts(beams)
         num_missing = starts[0].seq.length - starts[0].num_given * self._blocks.block_size
@@ -81,7 +81,7 @@ class BeamScheduler:
             return AllocStatus.LATER
         verdict = self._verdict(starts)
         if verdict is AllocStatus.OK:
-            idle = [seq for seq in group.sequences if seq not in beams.held]
+            idle = [seq for seq in seq_group.sequences if seq not in beams.held]
             beams.num_prefilling = len(starts)
             self._allocate(starts)
             for start in starts:
@@ -102,7 +102,7 @@ class BeamScheduler:
 
     def _num_common_blocks(self, seq: Sequence, other: Sequence) -> int:
         """Full blocks, but for the last token, in which two beams of a group are alike."""
-        num_tokens = seq.group.num_prompt_tokens
+        num_tokens = seq.seq_group.num_prompt_tokens
         for token, others in zip(seq.output_token_ids, other.output_token_ids, strict=True):
             if token != others:
                 break
@@ -129,20 +129,20 @@ class BeamScheduler:
         pool.release(found)
 
     def _enter(self, start: _Start, idle: list[Sequence], now_us: int) -> None:
-        seq, group = start.seq, start.seq.group
+        seq, seq_group = start.seq, start.seq.seq_group
         seq.first_step_id = self._pipeline.next_step_id
         seq.num_computed = start.num_given * self._blocks.block_size
         seq.num_offered_blocks = start.num_given
-        if not group.has_begun:
-            group.num_cached_tokens = min(seq.num_computed, group.num_prompt_tokens)
+        if not seq_group.has_begun:
+            seq_group.num_cached_tokens = min(seq.num_computed, seq_group.num_prompt_tokens)
         if start.source is not None:
-            _beams(group).source_of[seq] = start.source
+            _beams(seq_group).source_of[seq] = start.source
         self._running.enter(seq, idle, now_us)
 
     def may_prefill(self, seq: Sequence) -> bool:
         """Whether a beam that is computed again may get a row: what it shares is computed."""
-        source = _beams(seq.group).source_of.get(seq)
-        if source is not None and not _beams(seq.group).has_candidates(source):
+        source = _beams(seq.seq_group).source_of.get(seq)
+        if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
         if self._running.is_unknown(seq):
             seq.first_step_id = self._pipeline.next_step_id
@@ -150,21 +150,21 @@ class BeamScheduler:
 
     # One token for each beam.
 
-    def plan(self, group: SequenceGroup, batch: Batch) -> bool:
+    def plan(self, seq_group: SequenceGroup, batch: Batch) -> bool:
         """Rows for all beams, if they are due, once in a batch; False if they can never go on."""
-        if group in batch.beam_groups:
+        if seq_group in batch.beam_groups:
             return True
-        batch.beam_groups.add(group)
-        beams = _beams(group)
+        batch.beam_groups.add(seq_group)
+        beams = _beams(seq_group)
         if not beams.is_due:
             return True
         if not self._blocks.fits(beams.held[0].length):
             return False
         lengths = [(seq.seq_id, seq.length) for seq in beams.held]
         while not self._blocks.can_append_all(lengths):
-            if not self._preemption.make_room(group, batch):
+            if not self._preemption.make_room(seq_group, batch):
                 return False
-            if group.num_running == 0:
+            if seq_group.num_running == 0:
                 return True
         self._add_rows(beams, batch)
         return True
@@ -209,7 +209,7 @@ class BeamScheduler:
         the group left the batch counts no more."""
         if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
             return False
-        beams = _beams(seq.group)
+        beams = _beams(seq.seq_group)
         if not beams.collect(seq, candidates):
             return False
         continuations = beams.advance()
@@ -261,9 +261,9 @@ class BeamScheduler:
         self._running.add_beam(child)
 
 
-def _beams(group: SequenceGroup) -> BeamGroup:
-    assert group.beams is not None
-    return group.beams
+def _beams(seq_group: SequenceGroup) -> BeamGroup:
+    assert seq_group.beams is not None
+    return seq_group.beams
 
 
 def _fork(child: Continuation, block_ids: list[int]) -> NewSequence:
@@ -275,29 +275,29 @@ def _fork(child: Continuation, block_ids: list[int]) -> NewSequence:
         num_prompt_tokens=0,
         num_computed_tokens=0,
         block_ids=block_ids,
-        sampling=child.seq.group.request.sampling,
+        sampling=child.seq.seq_group.request.sampling,
         parent_seq_id=child.parent.seq_id,
     )
 
 
-def deliver_beams(group: SequenceGroup) -> int | None:
+def deliver_beams(seq_group: SequenceGroup) -> int | None:
     """Tell the frontend all tokens of the best sequences; how many they are.
 
     None, with nothing told, if the search has found fewer than were asked for: the request's own
     constraints left nothing to go on with.
     """
-    assert group.beams is not None
-    best = group.beams.search.finished[: group.request.num_choices]
-    if len(best) < group.request.num_choices:
+    assert seq_group.beams is not None
+    best = seq_group.beams.search.finished[: seq_group.request.num_choices]
+    if len(best) < seq_group.request.num_choices:
         return None
     return sum(
-        _deliver_choice(group, group.request.handle + index, finished.path)
+        _deliver_choice(seq_group, seq_group.request.handle + index, finished.path)
         for index, finished in enumerate(best)
     )
 
 
-def _deliver_choice(group: SequenceGroup, handle: int, path: Path) -> int:
-    outbox, request = group.frontend.outbox, group.request
+def _deliver_choice(seq_group: SequenceGroup, handle: int, path: Path) -> int:
+    outbox, request = seq_group.frontend.outbox, seq_group.request
     assert request.beam_search is not None
     steps = path.steps()
     outbox.token_handles += [handle] * len(steps)
@@ -330,5 +330,5 @@ def without_beams(
 ) -> tuple[list[Sequence], list[int]]:
     """Those rows that have tokens of their own."""
     pairs = zip(sampled, token_ids, strict=True)
-    chosen = [(seq, token) for seq, token in pairs if not seq.group.is_lockstep]
+    chosen = [(seq, token) for seq, token in pairs if not seq.seq_group.is_lockstep]
     return [seq for seq, _ in chosen], [token for _, token in chosen]

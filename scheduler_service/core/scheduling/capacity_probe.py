@@ -48,9 +48,9 @@ class CapacityProbe:
         *,
         waiting: WaitingQueue,
         ahead: WaitingQueue,
-        groups: Mapping[SequenceGroup, None],
+        seq_groups: Mapping[SequenceGroup, None],
     ) -> None:
-        """`groups`: all that are placed there."""
+        """`seq_groups`: all that are placed there."""
         self._config = config
         self._capacity = capacity
         self._blocks = blocks
@@ -61,7 +61,7 @@ class CapacityProbe:
         self._victims = victims
         self._waiting = waiting
         self._ahead = ahead
-        self._groups = groups
+        self._seq_groups = seq_groups
 
     @property
     def max_step_tokens(self) -> int:
@@ -79,9 +79,9 @@ class CapacityProbe:
         """Whether what one sequence has computed serves others."""
         return self._config.enable_prefix_caching
 
-    def num_tokens_to_compute(self, group: SequenceGroup) -> int:
+    def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
         """Tokens of a group that has not run that are in no block here, be it on the host."""
-        longest = group.longest
+        longest = seq_group.longest
         num_found = len(self._prefixes.find(longest))
         num_found += len(self._prefixes.find_on_host(longest, num_found))
         return longest.num_known - num_found * self._blocks.block_size
@@ -96,15 +96,15 @@ class CapacityProbe:
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
 
-    def estimate(self, group: SequenceGroup) -> CapacityEstimate:
+    def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
         """What a group would find here that fits."""
-        longest = group.longest
+        longest = seq_group.longest
         found = self._prefixes.find(longest)
         num_blocks = self._blocks.num_blocks_for(longest.num_known)
         num_promised = self._blocks.num_blocks_for(self._waiting.num_tokens) + len(self._waiting)
         blocks_short = self._blocks.num_blocks_short(num_blocks - len(found), found, num_promised)
         num_sequences = self.num_sequences
-        places_short = num_sequences + len(group.waiting()) - self._config.max_num_seqs
+        places_short = num_sequences + len(seq_group.waiting()) - self._config.max_num_seqs
         num_used = self._capacity.num_gpu_blocks - self._blocks.num_free_blocks
         is_fetched = is_fetch_cheaper(self._rates, self._blocks.block_size)
         stored = self._prefixes.find_on_host(longest, len(found)) if is_fetched else ()
@@ -115,22 +115,22 @@ class CapacityProbe:
             shortage=max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
         )
 
-    def has_room_for(self, group: SequenceGroup) -> bool:
+    def has_room_for(self, seq_group: SequenceGroup) -> bool:
         """Whether a group that fits would find room here now, be it ahead of others."""
-        has_room = self.has_room and self.estimate(group).shortage == 0
-        return has_room or self.can_take_ahead(group)
+        has_room = self.has_room and self.estimate(seq_group).shortage == 0
+        return has_room or self.can_take_ahead(seq_group)
 
-    def can_take_ahead(self, group: SequenceGroup) -> bool:
+    def can_take_ahead(self, seq_group: SequenceGroup) -> bool:
         """Whether the group would find room here now at the expense of others that it goes ahead
         of, be they running or waiting."""
-        if self._ahead or not group.fits(self._capacity):
+        if self._ahead or not seq_group.fits(self._capacity):
             return False
-        return self._victims.find(group, self._groups) is not None
+        return self._victims.find(seq_group, self._seq_groups) is not None
 
     @property
     def has_suspect(self) -> bool:
         """Whether a suspect is here. Linear in the groups here."""
-        return any(group.is_suspect for group in self._groups)
+        return any(seq_group.is_suspect for seq_group in self._seq_groups)
 
     @property
     def num_tokens_to_prefill(self) -> int:

@@ -46,15 +46,15 @@ class DecodeScheduler:
     def _reserve(self, seq: Sequence, batch: Batch) -> bool:
         """Make the sequence's last token writable; False if it gets no row in this step, or has
         got it already, with the other beams of its group."""
-        if seq.group.beams is not None:
-            if not self._beams.plan(seq.group, batch):
-                batch.outgrown.append(seq.group)
+        if seq.seq_group.beams is not None:
+            if not self._beams.plan(seq.seq_group, batch):
+                batch.outgrown.append(seq.seq_group)
             return False
-        if seq.length >= seq.group.num_prompt_tokens + seq.max_output_tokens:
+        if seq.length >= seq.seq_group.num_prompt_tokens + seq.max_output_tokens:
             return False  # its last token is in flight
         if not self._blocks.fits(seq.length):
             if seq.num_in_flight == 0:
-                batch.outgrown.append(seq.group)
+                batch.outgrown.append(seq.seq_group)
             return False  # what is in flight may end it yet
         if self._blocks.num_free_blocks == 0 and not self._make_room(seq, batch):
             return False
@@ -68,8 +68,8 @@ class DecodeScheduler:
     def _make_room(self, seq: Sequence, batch: Batch) -> bool:
         """Have others leave until the sequence has what it needs; False if it is left without."""
         while not self._blocks.can_append(seq.seq_id, seq.length):
-            if not self._preemption.make_room(seq.group, batch):
-                batch.outgrown.append(seq.group)
+            if not self._preemption.make_room(seq.seq_group, batch):
+                batch.outgrown.append(seq.seq_group)
                 return False
             if seq.status is not SequenceStatus.RUNNING:
                 return False

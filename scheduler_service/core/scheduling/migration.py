@@ -30,47 +30,47 @@ class MigratingGroups:
         self._running = running
         self._swapping = swapping
         self._pipeline = pipeline
-        self._groups: dict[SequenceGroup, None] = {}
+        self._seq_groups: dict[SequenceGroup, None] = {}
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self._groups
+    def __contains__(self, seq_group: SequenceGroup) -> bool:
+        return seq_group in self._seq_groups
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self._groups)
+        return iter(self._seq_groups)
 
-    def begin(self, group: SequenceGroup, now_us: int) -> None:
+    def begin(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Have a group leave that is in no queue any more. It has begun here, or before."""
-        self._leave_kv_behind(group, now_us)
-        group.clock.recover(now_us)
-        group.note(RequestEvent.MOVED, now_us)
-        self._groups[group] = None
+        self._leave_kv_behind(seq_group, now_us)
+        seq_group.clock.recover(now_us)
+        seq_group.note(RequestEvent.MOVED, now_us)
+        self._seq_groups[seq_group] = None
 
-    def discard(self, group: SequenceGroup) -> None:
+    def discard(self, seq_group: SequenceGroup) -> None:
         """The group has ended, if it was one of these."""
-        self._groups.pop(group, None)
+        self._seq_groups.pop(seq_group, None)
 
     def take_gone(self) -> list[SequenceGroup]:
         """Groups that nothing is in flight of any more, to be placed elsewhere."""
-        if not self._groups:
+        if not self._seq_groups:
             return []
-        in_flight = {seq.group for seq in self._pipeline.open_rows()}
-        gone = [group for group in self._groups if group not in in_flight]
-        for group in gone:
-            del self._groups[group]
+        in_flight = {seq.seq_group for seq in self._pipeline.open_rows()}
+        gone = [seq_group for seq_group in self._seq_groups if seq_group not in in_flight]
+        for seq_group in gone:
+            del self._seq_groups[seq_group]
         return gone
 
-    def _leave_kv_behind(self, group: SequenceGroup, now_us: int) -> None:
+    def _leave_kv_behind(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Free a group's blocks on device and host: it is computed again where it goes.
 
         Whoever wants its KV to go along begins here: the blocks would be freed only when they have
         been copied, and the group would come into its new batch as from the host, with all but the
         last tokens computed (`SwapManager.swap_in`).
         """
-        for seq in group.running():
+        for seq in seq_group.running():
             self._prefixes.note_departure(seq)
             if seq.status is SequenceStatus.RUNNING:  # else it left with the one it forks from
                 self._running.vacate(seq, now_us)
-        for seq in group.swapped():
+        for seq in seq_group.swapped():
             self._swapping.end(seq)
             seq.restart()
         self._running.drop_ended()  # before it runs again, elsewhere

@@ -155,7 +155,7 @@ class PipelineDepth:
         if running.num_changes != self._num_changes:
             # What has ended is in the list until the next plan, and would be remembered.
             present = (seq for seq in running.decoding if seq.status is SequenceStatus.RUNNING)
-            groups = {seq.group for seq in present}
-            self._patience_us = min((group.patience_us for group in groups), default=0)
+            seq_groups = {seq.seq_group for seq in present}
+            self._patience_us = min((seq_group.patience_us for seq_group in seq_groups), default=0)
             self._num_changes = running.num_changes
         return self._patience_us

@@ -66,28 +66,28 @@ class SwapManager:
         self._prefixes = prefixes
         self._running = running
         self._pipeline = pipeline
-        self._groups: RemovableHeap[SequenceGroup] = RemovableHeap()
+        self._seq_groups: RemovableHeap[SequenceGroup] = RemovableHeap()
         self._landed: list[tuple[Sequence, NewSequence]] = []
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._seq_groups)
 
     def swap_out(self, sequences: list[Sequence], batch: Batch) -> None:
         """Move the blocks of all running sequences of a group, which are out of their lists."""
         batch.swap_out += self._running.swap_out(sequences, batch.now_us)
-        group = sequences[0].group
-        if group not in self._groups:
-            self._groups.push(group.rank, group)
+        seq_group = sequences[0].seq_group
+        if seq_group not in self._seq_groups:
+            self._seq_groups.push(seq_group.rank, seq_group)
 
     def swap_in(self, batch: Batch) -> None:
         """Begin to bring groups back, first in order first, as far as places and blocks go."""
-        while (top := self._groups.peek()) is not None:
-            group = top[1]
-            sequences = group.swapped()
+        while (top := self._seq_groups.peek()) is not None:
+            seq_group = top[1]
+            sequences = seq_group.swapped()
             if not self._can_come_back(sequences):
                 return
-            self._groups.remove(group)
-            group.note(RequestEvent.SWAPPED_IN, batch.now_us)
+            self._seq_groups.remove(seq_group)
+            seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
             batch.swap_in += self._blocks.swap_in([seq.seq_id for seq in sequences])
             for seq in sequences:
                 seq.num_computed = seq.length - 1
@@ -123,12 +123,12 @@ class SwapManager:
     def end(self, seq: Sequence) -> None:
         """A swapped-out sequence is about to end: free its blocks."""
         self._blocks.free_swapped(seq.seq_id)
-        if len(seq.group.swapped()) == 1:
-            self._groups.remove(seq.group)
+        if len(seq.seq_group.swapped()) == 1:
+            self._seq_groups.remove(seq.seq_group)
 
-    def check(self, group: SequenceGroup) -> None:
+    def check(self, seq_group: SequenceGroup) -> None:
         """Assert that a group is here if any of its sequences is swapped out."""
-        assert (group in self._groups) == bool(group.swapped())
+        assert (seq_group in self._seq_groups) == bool(seq_group.swapped())
         assert not self._landed
 
 
@@ -180,7 +180,7 @@ class Preemption:
         self._rates = rates
         self._totals = totals
 
-    def make_room(self, group: SequenceGroup, batch: Batch) -> bool:
+    def make_room(self, seq_group: SequenceGroup, batch: Batch) -> bool:
         """Take the blocks of the last group, or of the last sequence if that is of this group,
         which needs one; False if the group cannot go on even alone.
 
@@ -188,16 +188,16 @@ class Preemption:
         in order; a group in lockstep must ask before any of its sequences has a row.
         """
         running, last = self._running, self._running.last()
-        is_own = last.group is group
-        if is_own and group.is_lockstep and self._is_alone(group):
+        is_own = last.seq_group is seq_group
+        if is_own and seq_group.is_lockstep and self._is_alone(seq_group):
             return False
         batch.has_preempted = True
         self._totals.num_preemptions += 1
-        if is_own and not group.is_lockstep and group.num_running > 1:
+        if is_own and not seq_group.is_lockstep and seq_group.num_running > 1:
             self._recompute([running.pop_last()], batch)
             return True
-        swaps = self._is_to_swap(last.group)
-        self._take_out(running.pop_last_group(), swaps, batch)
+        swaps = self._is_to_swap(last.seq_group)
+        self._take_out(running.pop_last_seq_group(), swaps, batch)
         return True
 
     def make_way(self, victim: SequenceGroup, batch: Batch) -> None:
@@ -206,7 +206,7 @@ class Preemption:
         batch.has_preempted = True
         self._totals.num_preemptions += 1
         swaps = self._is_to_swap(victim)
-        self._take_out(self._running.pop_group(victim), swaps, batch)
+        self._take_out(self._running.pop_seq_group(victim), swaps, batch)
 
     def _take_out(self, victims: list[Sequence], swaps: bool, batch: Batch) -> None:
         if swaps:
@@ -214,20 +214,20 @@ class Preemption:
         else:
             self._recompute(victims, batch)
 
-    def _is_alone(self, group: SequenceGroup) -> bool:
+    def _is_alone(self, seq_group: SequenceGroup) -> bool:
         """Whether nothing but the group is in the batch."""
-        return self._running.num_places == group.num_running
+        return self._running.num_places == seq_group.num_running
 
-    def _is_to_swap(self, group: SequenceGroup) -> bool:
+    def _is_to_swap(self, seq_group: SequenceGroup) -> bool:
         """Whether the last group's blocks are to be moved to the host."""
         mode = self._config.preemption_mode
         if mode is PreemptionMode.RECOMPUTE:
             return False
         # A prompt that is partly computed has little to lose, no tokens of its own yet, and
         # choices that wait for its end: it begins again, finding what the prefix cache has.
-        if any(seq.group is group for seq in self._running.prefilling):
+        if any(seq.seq_group is seq_group for seq in self._running.prefilling):
             return False
-        sequences = group.running()
+        sequences = seq_group.running()
         if any(seq.live_forks() for seq in sequences):
             return False  # a search that has not begun
         seq_ids = [seq.seq_id for seq in sequences]
@@ -251,16 +251,16 @@ class Preemption:
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
         """Free the blocks of sequences of one group; they wait to be computed again."""
         self._log("recompute", victims)
-        victims[0].group.note(RequestEvent.PREEMPTED, batch.now_us)
+        victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
             self._running.vacate(seq, batch.now_us)
-        self._waiting.add(victims[0].group)
+        self._waiting.add(victims[0].seq_group)
 
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
         """Move the blocks of a whole group to the host, from where it will come back."""
         self._log("swap", victims)
-        victims[0].group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
+        victims[0].seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
         self._swapping.swap_out(victims, batch)
@@ -269,7 +269,7 @@ class Preemption:
         logger.warning(
             "preempted by=%s request_id=%s seq_ids=%s num_tokens=%d",
             means,
-            victims[0].group.request.request_id,
+            victims[0].seq_group.request.request_id,
             ",".join(str(seq.seq_id) for seq in victims),
             max(seq.length for seq in victims),
         )
@@ -300,40 +300,40 @@ class VictimSelector:
         step, and while the same are in the batch the answer is the same."""
 
     def find(
-        self, group: SequenceGroup, groups: Iterable[SequenceGroup]
+        self, seq_group: SequenceGroup, seq_groups: Iterable[SequenceGroup]
     ) -> list[SequenceGroup] | None:
         """Who must leave the batch for a waiting group to be admitted, the fewest, the first to
-        leave first. None if it goes ahead of none of the `groups` that are here, running or not,
-        or finds no room even so."""
-        question = (group, self._running.num_changes)
+        leave first. None if it takes precedence over none of the `seq_groups` that are here,
+        running or not, or if there is no room for it even so."""
+        question = (seq_group, self._running.num_changes)
         if question == self._in_vain:
             return None
-        yielding = self._policy.yielding(group, groups)
+        yielding = self._policy.yielding(seq_group, seq_groups)
         first = next(yielding, None)
         if first is None:
             self._in_vain = question
             return None
-        found = self._prefixes.find(group.longest)
+        found = self._prefixes.find(seq_group.longest)
         victims: list[SequenceGroup] = []
         num_places = num_blocks = 0
         for other in chain([first], yielding):
-            if self._has_room(group, found, num_places, num_blocks):
+            if self._has_room(seq_group, found, num_places, num_blocks):
                 return victims
             if other.num_running and not other.is_lockstep:
                 victims.append(other)
                 num_places += other.num_running
                 num_blocks += self._num_blocks_of(other)
-        return victims if self._has_room(group, found, num_places, num_blocks) else None
+        return victims if self._has_room(seq_group, found, num_places, num_blocks) else None
 
     def _has_room(
-        self, group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
+        self, seq_group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
     ) -> bool:
         """Whether the group could be admitted if so many places and blocks more were free."""
-        num_taken = self._running.num_places - num_places + len(group.waiting())
-        verdict = self._blocks.can_allocate(group.max_known_tokens, found, -num_blocks)
+        num_taken = self._running.num_places - num_places + len(seq_group.waiting())
+        verdict = self._blocks.can_allocate(seq_group.max_known_tokens, found, -num_blocks)
         return num_taken <= self._max_num_seqs and verdict is AllocStatus.OK
 
-    def _num_blocks_of(self, group: SequenceGroup) -> int:
+    def _num_blocks_of(self, seq_group: SequenceGroup) -> int:
         """Blocks that come free when the group leaves."""
-        seq_ids = [seq.seq_id for seq in group.running() if self._blocks.holds(seq.seq_id)]
+        seq_ids = [seq.seq_id for seq in seq_group.running() if self._blocks.holds(seq.seq_id)]
         return self._blocks.num_own_blocks(seq_ids)

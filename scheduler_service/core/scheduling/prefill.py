@@ -22,7 +22,7 @@ from scheduler_service.core.step_plan import NewSequence
 
 def note_reserved(seq: Sequence, num_tokens: int) -> None:
     """Let a sequence decode up to so many tokens, or its end, without a question for blocks."""
-    max_length = seq.group.num_prompt_tokens + seq.max_output_tokens
+    max_length = seq.seq_group.num_prompt_tokens + seq.max_output_tokens
     seq.reserved_length = min(num_tokens, max_length - 1)
 
 
@@ -47,7 +47,7 @@ class PrefillScheduler:
         """The next chunks of prompts that are partly computed, or were partly found on the host;
         those that go ahead first."""
         prefilling = self._running.prefilling
-        self.add_rows(sorted(prefilling, key=lambda seq: not seq.group.is_ahead), batch)
+        self.add_rows(sorted(prefilling, key=lambda seq: not seq.seq_group.is_ahead), batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
         """The next chunks of these, in order."""
@@ -55,7 +55,7 @@ class PrefillScheduler:
         for seq in sequences:
             if batch.budget < (1 if in_pieces else seq.length - seq.num_computed):
                 return
-            if not seq.group.is_lockstep or self._beams.may_prefill(seq):
+            if not seq.seq_group.is_lockstep or self._beams.may_prefill(seq):
                 self.add_row(seq, batch)
 
     def add_row(self, seq: Sequence, batch: Batch) -> None:
@@ -68,8 +68,8 @@ class PrefillScheduler:
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
             self._running.prefilling.remove(seq)
-            if seq.group.beams is not None:
-                seq.group.beams.num_prefilling -= 1
+            if seq.seq_group.beams is not None:
+                seq.seq_group.beams.num_prefilling -= 1
                 self._begin_decoding(seq, 0)
                 return
             self._begin_decoding(seq, self._blocks.round_up(seq.length))
@@ -97,7 +97,7 @@ class PrefillScheduler:
                 num_prompt_tokens=0,
                 num_computed_tokens=0,
                 block_ids=block_ids,
-                sampling=fork.group.request.sampling,
+                sampling=fork.seq_group.request.sampling,
                 parent_seq_id=parent.seq_id,
             )
         )
@@ -129,22 +129,22 @@ class BatchAdmitter:
 
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:
         """Fill the batch from a queue."""
-        while batch.budget > 0 and (group := waiting.head()) is not None:
-            verdict = self._admit_group(group, batch)
+        while batch.budget > 0 and (seq_group := waiting.head()) is not None:
+            verdict = self._admit_seq_group(seq_group, batch)
             if verdict is AllocStatus.NEVER:
-                batch.outgrown.append(group)
+                batch.outgrown.append(seq_group)
             if verdict is not AllocStatus.OK:
                 return
-            waiting.discard(group)
+            waiting.discard(seq_group)
 
-    def _admit_group(self, group: SequenceGroup, batch: Batch) -> AllocStatus:
+    def _admit_seq_group(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
         """Admit the group's sequences; LATER if some go on waiting."""
-        if group.beams is not None:
-            verdict = self._beams.admit(group, batch)
+        if seq_group.beams is not None:
+            verdict = self._beams.admit(seq_group, batch)
             if verdict is AllocStatus.OK:
-                self._prefill.add_rows(group.beams.held, batch)
+                self._prefill.add_rows(seq_group.beams.held, batch)
             return verdict
-        for seq, forks in _starts(group):
+        for seq, forks in _starts(seq_group):
             if batch.budget == 0:
                 return AllocStatus.LATER
             verdict = self._admit_sequence(seq, forks, batch)
@@ -161,7 +161,7 @@ class BatchAdmitter:
         found = self._prefixes.find(seq)
         stored = self._find_on_host(seq, len(found), batch)
         num_found = (len(found) + len(stored)) * self._blocks.block_size
-        if not seq.group.is_ahead and self._prefixes.is_to_come(seq, len(found) + len(stored)):
+        if not seq.seq_group.is_ahead and self._prefixes.is_to_come(seq, len(found) + len(stored)):
             return AllocStatus.LATER
         if not self._config.enable_chunked_prefill and seq.length - num_found > batch.budget:
             return AllocStatus.LATER
@@ -190,18 +190,18 @@ class BatchAdmitter:
         seq.first_step_id = self._pipeline.next_step_id
         seq.num_computed = num_found_tokens
         seq.num_offered_blocks = num_found_blocks
-        group = seq.group
-        if not group.has_begun:
-            group.num_cached_tokens = min(num_found_tokens, group.num_prompt_tokens)
+        seq_group = seq.seq_group
+        if not seq_group.has_begun:
+            seq_group.num_cached_tokens = min(num_found_tokens, seq_group.num_prompt_tokens)
 
 
-def _starts(group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
+def _starts(seq_group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
     """The group's waiting sequences to prefill, each with those that fork from it.
 
     Those without output share the first one's prefill; those with some differ from each other
     and are computed each on their own.
     """
-    waiting = group.waiting()
+    waiting = seq_group.waiting()
     fresh = [seq for seq in waiting if not seq.output_token_ids]
     if fresh:
         yield fresh[0], fresh[1:]

@@ -62,7 +62,7 @@ def finish_choice(seq: Sequence, stop_token_id: int | None) -> None:
     """Tell the frontend that a choice ended, by a stop token or else by length."""
     reason = "length" if stop_token_id is None else "stop"
     finished = ChoiceFinished(handle=seq.handle, reason=reason, stop_token_id=stop_token_id)
-    seq.group.frontend.outbox.choices_finished.append(finished)
+    seq.seq_group.frontend.outbox.choices_finished.append(finished)
 
 
 def finish_resumed(seq: Sequence) -> None:
@@ -70,21 +70,21 @@ def finish_resumed(seq: Sequence) -> None:
     output = seq.output_token_ids
     if output and output[-1] in seq.stop_token_ids:
         finish_choice(seq, output[-1])
-        seq.group.end(seq, STOPPED)
-    elif len(output) >= seq.group.request.max_tokens:
+        seq.seq_group.end(seq, STOPPED)
+    elif len(output) >= seq.seq_group.request.max_tokens:
         finish_choice(seq, None)
-        seq.group.end(seq, LENGTH_CAPPED)
+        seq.seq_group.end(seq, LENGTH_CAPPED)
 
 
-def finish_request(group: SequenceGroup, timings: RequestTimings) -> None:
+def finish_request(seq_group: SequenceGroup, timings: RequestTimings) -> None:
     """Tell the frontend that a request ended, well or not; of one that it cancelled, nothing."""
-    outbox = group.frontend.outbox
-    handle = group.request.handle
-    if group.error is not None:
-        outbox.requests_failed.append((handle, group.error))
-    elif not any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in group.sequences):
+    outbox = seq_group.frontend.outbox
+    handle = seq_group.request.handle
+    if seq_group.error is not None:
+        outbox.requests_failed.append((handle, seq_group.error))
+    elif not any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in seq_group.sequences):
         finished = RequestFinished(
-            handle=handle, cached_tokens=group.num_cached_tokens, timings=timings
+            handle=handle, cached_tokens=seq_group.num_cached_tokens, timings=timings
         )
         outbox.requests_finished.append(finished)
 
@@ -92,24 +92,24 @@ def finish_request(group: SequenceGroup, timings: RequestTimings) -> None:
 def deliver_logprobs(seq: Sequence, logprobs: RowLogprobs) -> None:
     """Pass on the log probabilities of a token that is about to be delivered."""
     if not seq.status.is_finished:
-        seq.group.frontend.outbox.logprobs.append((seq.handle, logprobs))
+        seq.seq_group.frontend.outbox.logprobs.append((seq.handle, logprobs))
 
 
-def deliver_prompt_logprobs(group: SequenceGroup, update: RowPromptLogprobs) -> None:
+def deliver_prompt_logprobs(seq_group: SequenceGroup, update: RowPromptLogprobs) -> None:
     """Pass on the part of a prompt's log probabilities that was not delivered yet.
 
     After a preemption, and where several choices are recomputed, a position may be reported
     again.
     """
-    if group.num_unfinished == 0:
+    if seq_group.num_unfinished == 0:
         return
     num_reported = len(update.ranks) // _ENTRY_BYTES
-    num_known = max(0, group.prompt_logprobs_start - update.start)
+    num_known = max(0, seq_group.prompt_logprobs_start - update.start)
     if num_known >= num_reported:
         return
-    group.prompt_logprobs_start = update.start + num_reported
+    seq_group.prompt_logprobs_start = update.start + num_reported
     news = update if num_known == 0 else _without_first(update, num_known)
-    group.frontend.outbox.prompt_logprobs.append((group.request.handle, news))
+    seq_group.frontend.outbox.prompt_logprobs.append((seq_group.request.handle, news))
 
 
 def _without_first(update: RowPromptLogprobs, num_tokens: int) -> RowPromptLogprobs:
@@ -136,60 +136,62 @@ class SequenceFinisher:
         *,
         waiting: WaitingQueue,
         ahead: WaitingQueue,
-        groups: dict[SequenceGroup, None],
+        seq_groups: dict[SequenceGroup, None],
     ) -> None:
-        """`groups`: all that are placed here."""
+        """`seq_groups`: all that are placed here."""
         self._prefixes = prefixes
         self._running = running
         self._swapping = swapping
         self._migrating = migrating
         self._waiting = waiting
         self._ahead = ahead
-        self._groups = groups
+        self._seq_groups = seq_groups
         self._ended: list[SequenceGroup] = []
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence. Those that were to fork from it wait again."""
-        group = seq.group
+        seq_group = seq.seq_group
         if seq.status is SequenceStatus.RUNNING:
             self._prefixes.note_decodes(seq)  # what it has computed can be found
             self._running.vacate(seq, now_us)
         elif seq.status is SequenceStatus.SWAPPED:
             self._swapping.end(seq)
-        group.end(seq, status)
-        if not group.waiting():
-            self.discard(group)
-        elif group not in self._ahead and group not in self._migrating:
-            self._waiting.add(group)
-        if group.num_unfinished == 0:
-            self._note_ended(group)
+        seq_group.end(seq, status)
+        if not seq_group.waiting():
+            self.discard(seq_group)
+        elif seq_group not in self._ahead and seq_group not in self._migrating:
+            self._waiting.add(seq_group)
+        if seq_group.num_unfinished == 0:
+            self._note_ended(seq_group)
 
-    def end_group(self, group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
+    def end_seq_group(self, seq_group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
         """End all that is left of a group."""
-        for seq in list(group.unfinished()):
+        for seq in list(seq_group.unfinished()):
             self.end_sequence(seq, status, now_us)
 
-    def fail_group(self, group: SequenceGroup, error: GenerationFailed, now_us: int) -> None:
+    def fail_seq_group(
+        self, seq_group: SequenceGroup, error: GenerationFailed, now_us: int
+    ) -> None:
         """End a group by an error of its own, unless it has ended."""
-        if group.num_unfinished:
-            group.error = error
-            self.end_group(group, SequenceStatus.FINISHED_ERROR, now_us)
+        if seq_group.num_unfinished:
+            seq_group.error = error
+            self.end_seq_group(seq_group, SequenceStatus.FINISHED_ERROR, now_us)
 
-    def end_full(self, group: SequenceGroup) -> None:
+    def end_full(self, seq_group: SequenceGroup) -> None:
         """End choices of a group that is in no queue yet which have all the tokens that they can
         have here."""
-        for seq in list(group.unfinished()):
+        for seq in list(seq_group.unfinished()):
             if len(seq.output_token_ids) >= seq.max_output_tokens:
                 finish_choice(seq, None)
-                group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        if group.num_unfinished == 0:
-            self._note_ended(group)
+                seq_group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if seq_group.num_unfinished == 0:
+            self._note_ended(seq_group)
 
-    def discard(self, group: SequenceGroup) -> None:
+    def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group out of the queues."""
-        self._waiting.discard(group)
-        self._ahead.discard(group)
-        self._migrating.discard(group)
+        self._waiting.discard(seq_group)
+        self._ahead.discard(seq_group)
+        self._migrating.discard(seq_group)
 
     def take_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
@@ -200,9 +202,9 @@ class SequenceFinisher:
         """Assert that nobody is left to be told of an end."""
         assert not self._ended
 
-    def _note_ended(self, group: SequenceGroup) -> None:
-        del self._groups[group]
-        self._ended.append(group)
+    def _note_ended(self, seq_group: SequenceGroup) -> None:
+        del self._seq_groups[seq_group]
+        self._ended.append(seq_group)
 
 
 _OUT = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
@@ -250,23 +252,23 @@ class ResultProcessor:
         for seq, status in finished:
             self._finisher.end_sequence(seq, status, now_us)
 
-    def finish_search(self, group: SequenceGroup, now_us: int) -> None:
+    def finish_search(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Deliver what a beam search has found, and end its group."""
-        num_tokens = deliver_beams(group)
+        num_tokens = deliver_beams(seq_group)
         if num_tokens is None:
             message = "the request's own constraints excluded every token"
             error = GenerationFailed(message, reason="NO_CANDIDATES")
-            self._finisher.fail_group(group, error, now_us)
+            self._finisher.fail_seq_group(seq_group, error, now_us)
         else:
             self._totals.num_generated_tokens += num_tokens
-            self._finisher.end_group(group, SequenceStatus.FINISHED_STOPPED, now_us)
+            self._finisher.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed. What it computed may be the cause, and
         must not be found by others."""
         self._prefixes.forget(seq)
         failed = GenerationFailed(error.message, reason=error.reason)
-        self._finisher.fail_group(seq.group, failed, now_us)
+        self._finisher.fail_seq_group(seq.seq_group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Tell how far prompts are computed, but for those that have left the batch since the step
@@ -283,20 +285,20 @@ class ResultProcessor:
         for row in step.lockstep_rows:
             candidates, seq = result.candidates.get(row), step.rows[row]
             if candidates is not None and self._beams.receive(seq, step.step_id, candidates):
-                self.finish_search(seq.group, now_us)
+                self.finish_search(seq.seq_group, now_us)
 
     def _count(self, step: InFlightStep, num_accepted: int, waited_us: int) -> None:
         """Decodes come in every step, so each has waited for its token since the step before. Those
         of beams are none: what they have is told at the end."""
         self._totals.num_generated_tokens += num_accepted
         first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
-        num_decoded = num_accepted - sum(not seq.group.is_lockstep for seq in first)
+        num_decoded = num_accepted - sum(not seq.seq_group.is_lockstep for seq in first)
         if num_decoded > 0:
             self._totals.inter_token.add(waited_us, num_decoded)
 
 
 def _deliver_logprobs(step: InFlightStep, result: StepResult) -> None:
     for row, prompt_logprobs in result.prompt_logprobs.items():
-        deliver_prompt_logprobs(step.rows[row].group, prompt_logprobs)
+        deliver_prompt_logprobs(step.rows[row].seq_group, prompt_logprobs)
     for row, logprobs in result.logprobs.items():
         deliver_logprobs(step.rows[row], logprobs)

@@ -47,7 +47,7 @@ class RunningSet:
         """
         seq.forks = forks
         self._take_places([seq, *forks], now_us)
-        seq.group.has_begun = True
+        seq.seq_group.has_begun = True
         self._unknown.add(seq)
         if arrives:
             self.arriving.append(seq)
@@ -90,12 +90,12 @@ class RunningSet:
         running = self.decoding if self.decoding and self.decoding[-1] is last else self.prefilling
         return running.pop()
 
-    def pop_last_group(self) -> list[Sequence]:
+    def pop_last_seq_group(self) -> list[Sequence]:
         """All of the last one's group, out of their lists, in order; they are still to be vacated
         or swapped out."""
-        group = self.last().group
+        seq_group = self.last().seq_group
         popped = []
-        while (self.decoding or self.prefilling) and self.last().group is group:
+        while (self.decoding or self.prefilling) and self.last().seq_group is seq_group:
             popped.append(self.pop_last())
         return popped[::-1]
 
@@ -116,12 +116,12 @@ class RunningSet:
         insort(self.decoding, seq, key=_order)
         self._unknown.add(seq)
 
-    def pop_group(self, group: SequenceGroup) -> list[Sequence]:
+    def pop_seq_group(self, seq_group: SequenceGroup) -> list[Sequence]:
         """All of a group's, out of their lists, in order; they are still to be vacated or swapped
         out. Not while the lists are gone through."""
-        popped = [s for s in self.decoding + self.prefilling if s.group is group]
-        self.decoding = [seq for seq in self.decoding if seq.group is not group]
-        self.prefilling = [seq for seq in self.prefilling if seq.group is not group]
+        popped = [s for s in self.decoding + self.prefilling if s.seq_group is seq_group]
+        self.decoding = [seq for seq in self.decoding if seq.seq_group is not seq_group]
+        self.prefilling = [seq for seq in self.prefilling if seq.seq_group is not seq_group]
         return sorted(popped, key=_order)
 
     def vacate(self, seq: Sequence, now_us: int) -> None:
@@ -154,9 +154,9 @@ class RunningSet:
         seq_ids, self._forget_seq_ids = self._forget_seq_ids, []
         return seq_ids
 
-    def check(self, groups: Iterable[SequenceGroup]) -> None:
-        """Assert the invariants; `groups` are all that are placed here."""
-        running = [s for g in groups for s in g.sequences if s.status is RUNNING]
+    def check(self, seq_groups: Iterable[SequenceGroup]) -> None:
+        """Assert the invariants; `seq_groups` are all that are placed here."""
+        running = [s for g in seq_groups for s in g.sequences if s.status is RUNNING]
         lists = self.decoding + self.prefilling + self.arriving
         listed = [s for s in lists if s.status is RUNNING]
         forks = [fork for leader in listed for fork in leader.live_forks()]
@@ -171,13 +171,13 @@ class RunningSet:
 
     def _take_places(self, sequences: list[Sequence], now_us: int) -> None:
         """`sequences`: all of one group."""
-        group = sequences[0].group
-        if group.num_running == 0:
-            group.clock.enter_batch(self._clock, now_us)
-            group.note(RequestEvent.STARTED, now_us)
+        seq_group = sequences[0].seq_group
+        if seq_group.num_running == 0:
+            seq_group.clock.enter_batch(self._clock, now_us)
+            seq_group.note(RequestEvent.STARTED, now_us)
         for seq in sequences:
             seq.status = RUNNING
-        group.num_running += len(sequences)
+        seq_group.num_running += len(sequences)
         self.num_places += len(sequences)
         self.num_changes += 1
 
@@ -186,10 +186,10 @@ class RunningSet:
         self.num_places -= 1
         self.num_changes += 1
         self._has_ended = True
-        group = seq.group
-        group.num_running -= 1
-        if group.num_running == 0:
-            group.clock.leave_batch(now_us, RequestPhase.PREEMPTED)
+        seq_group = seq.seq_group
+        seq_group.num_running -= 1
+        if seq_group.num_running == 0:
+            seq_group.clock.leave_batch(now_us, RequestPhase.PREEMPTED)
 
     def _forget(self, seq: Sequence) -> None:
         """Have the worker forget a sequence, if it knows it."""

@@ -60,7 +60,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.ahead = WaitingQueue()
         """Waiting groups, none of which has run here, that go ahead of all others: one at most."""
-        self.groups: dict[SequenceGroup, None] = {}
+        self.seq_groups: dict[SequenceGroup, None] = {}
         """All groups placed here, in the order in which they came."""
         self.clock = StepClock(now_us)
         self.rates = StepRates()
@@ -121,7 +121,7 @@ class Scheduler:
             self._migrating,
             waiting=self.waiting,
             ahead=self.ahead,
-            groups=self.groups,
+            seq_groups=self.seq_groups,
         )
         self._results = ResultProcessor(
             policy,
@@ -144,7 +144,7 @@ class Scheduler:
             self._victims,
             waiting=self.waiting,
             ahead=self.ahead,
-            groups=self.groups,
+            seq_groups=self.seq_groups,
         )
         self._outgrown: list[SequenceGroup] = []
 
@@ -160,42 +160,42 @@ class Scheduler:
         """What the newest open step takes the worker."""
         return self._pipeline.newest_work
 
-    def take(self, group: SequenceGroup, now_us: int) -> None:
+    def take(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group for this batch."""
-        self.groups[group] = None
-        group.timeline.add_placement(self.capacity.group_id, now_us)
-        room = self.capacity.max_model_len - group.num_prompt_tokens
-        max_output_tokens = min(group.request.max_tokens, room)
-        for seq in group.sequences:
+        self.seq_groups[seq_group] = None
+        seq_group.timeline.add_placement(self.capacity.worker_group_id, now_us)
+        room = self.capacity.max_model_len - seq_group.num_prompt_tokens
+        max_output_tokens = min(seq_group.request.max_tokens, room)
+        for seq in seq_group.sequences:
             seq.max_output_tokens = max_output_tokens
-        if group.beams is not None:
-            group.beams.search.limit(max_output_tokens)
-            if group.beams.search.is_done:
-                self._results.finish_search(group, now_us)
+        if seq_group.beams is not None:
+            seq_group.beams.search.limit(max_output_tokens)
+            if seq_group.beams.search.is_done:
+                self._results.finish_search(seq_group, now_us)
         else:
-            self._finisher.end_full(group)
-        if group.num_unfinished:
-            (self.ahead if group.is_ahead else self.waiting).add(group)
+            self._finisher.end_full(seq_group)
+        if seq_group.num_unfinished:
+            (self.ahead if seq_group.is_ahead else self.waiting).add(seq_group)
 
     def give_back(self) -> list[SequenceGroup]:
         """Part with the groups that have not run here."""
         self.num_changes += 1
         phases = (RequestPhase.QUEUE, RequestPhase.RECOVERY)
         waiting = (*self.ahead, *self.waiting)
-        groups = [group for group in waiting if group.clock.phase in phases]
-        for group in groups:
-            self._finisher.discard(group)
-            del self.groups[group]
-        return groups
+        seq_groups = [seq_group for seq_group in waiting if seq_group.clock.phase in phases]
+        for seq_group in seq_groups:
+            self._finisher.discard(seq_group)
+            del self.seq_groups[seq_group]
+        return seq_groups
 
     def send_away(self, may_go: Callable[[SequenceGroup], bool], now_us: int) -> int:
         """Plan no more for the groups that may go; `take_gone` tells when they are gone. How many
         they are."""
         self.num_changes += 1
-        leaving = [g for g in self.groups if g not in self._migrating and may_go(g)]
-        for group in leaving:
-            self._finisher.discard(group)
-            self._migrating.begin(group, now_us)
+        leaving = [g for g in self.seq_groups if g not in self._migrating and may_go(g)]
+        for seq_group in leaving:
+            self._finisher.discard(seq_group)
+            self._migrating.begin(seq_group, now_us)
         return len(leaving)
 
     @property
@@ -207,34 +207,34 @@ class Scheduler:
         """Part with the groups that were sent away and of which nothing is in flight any more."""
         self.num_changes += 1
         gone = self._migrating.take_gone()
-        for group in gone:
-            del self.groups[group]
+        for seq_group in gone:
+            del self.seq_groups[seq_group]
         return gone
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """The worker is gone: all groups, to start again with the tokens they have; and those
         that it was computing. Nothing may be scheduled here any more."""
-        computing = {seq.group for seq in self._pipeline.open_rows()} & self.groups.keys()
+        computing = {seq.seq_group for seq in self._pipeline.open_rows()} & self.seq_groups.keys()
         self.waiting.take_all()
         self.ahead.take_all()
-        for group in self.groups:
-            group.note(RequestEvent.WORKER_LOST, now_us)
-            if group.num_running:
+        for seq_group in self.seq_groups:
+            seq_group.note(RequestEvent.WORKER_LOST, now_us)
+            if seq_group.num_running:
                 # What it has done since its last result is lost with it.
-                done_us = max(group.clock.since_us, self.clock.mark_us)
-                group.clock.leave_batch(min(done_us, now_us), RequestPhase.RECOVERY)
-            elif group.clock.phase is RequestPhase.PREEMPTED:
-                group.clock.recover(now_us)
-            group.num_running = 0
-            for seq in group.unfinished():
+                done_us = max(seq_group.clock.since_us, self.clock.mark_us)
+                seq_group.clock.leave_batch(min(done_us, now_us), RequestPhase.RECOVERY)
+            elif seq_group.clock.phase is RequestPhase.PREEMPTED:
+                seq_group.clock.recover(now_us)
+            seq_group.num_running = 0
+            for seq in seq_group.unfinished():
                 seq.restart()
                 seq.length = seq.num_known
-        return list(self.groups), computing
+        return list(self.seq_groups), computing
 
     def snapshot(self) -> WorkerGroupSnapshot:
         """Counts of the present state."""
         return WorkerGroupSnapshot(
-            group_id=self.capacity.group_id,
+            worker_group_id=self.capacity.worker_group_id,
             model=self.capacity.model,
             draining=self.is_draining,
             num_gpu_blocks=self.capacity.num_gpu_blocks,
@@ -257,15 +257,15 @@ class Scheduler:
         """Whose the blocks are on the device and on the host; what several requests share is the
         one's that came here first."""
         owners = [
-            (seq.seq_id, request_number(group))
-            for group in reversed(self.groups)
-            for seq in group.sequences
+            (seq.seq_id, request_number(seq_group))
+            for seq_group in reversed(self.seq_groups)
+            for seq in seq_group.sequences
         ]
         return self.blocks.device_map(owners), self.blocks.host_map(owners)
 
-    def prefilling_groups(self) -> set[SequenceGroup]:
+    def prefilling_seq_groups(self) -> set[SequenceGroup]:
         """Running groups with tokens to compute besides their newest ones, or blocks to come."""
-        return {seq.group for seq in (*self._running.prefilling, *self._running.arriving)}
+        return {seq.seq_group for seq in (*self._running.prefilling, *self._running.arriving)}
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence; what it held is free at once."""
@@ -280,19 +280,19 @@ class Scheduler:
         not be forgotten by it, nor their blocks go to another row of the same step.
         """
         outgrown, self._outgrown = dict.fromkeys(self._outgrown), []
-        return [group for group in outgrown if group.num_unfinished]
+        return [seq_group for seq_group in outgrown if seq_group.num_unfinished]
 
-    def fail_outgrown(self, group: SequenceGroup, now_us: int) -> None:
+    def fail_outgrown(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End one of these, which no other worker group can go on with."""
         tokens = self.capacity.num_cache_tokens
-        who = "beams have" if group.is_lockstep else "sequence has"
+        who = "beams have" if seq_group.is_lockstep else "sequence has"
         error = GenerationFailed(
             f"the {who} outgrown the KV cache of {tokens} tokens",
             reason="KV_CACHE_TOO_SMALL",
-            details={"num_tokens": group.max_known_tokens, "num_cache_tokens": tokens},
+            details={"num_tokens": seq_group.max_known_tokens, "num_cache_tokens": tokens},
         )
         self.num_changes += 1
-        self._finisher.fail_group(group, error, now_us)
+        self._finisher.fail_seq_group(seq_group, error, now_us)
 
     def take_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
@@ -336,12 +336,12 @@ class Scheduler:
         self.blocks.check()
         self._finisher.check()
         assert not self._outgrown
-        self._running.check(self.groups)
+        self._running.check(self.seq_groups)
         assert self._running.num_places <= self._config.max_num_seqs
-        for group in self.groups:
-            is_queued = sum(group in at for at in (self.waiting, self.ahead, self._migrating))
-            assert is_queued == bool(group.waiting()), "queued once if it waits"
-            self.swapping.check(group)
+        for seq_group in self.seq_groups:
+            is_queued = sum(seq_group in at for at in (self.waiting, self.ahead, self._migrating))
+            assert is_queued == bool(seq_group.waiting()), "queued once if it waits"
+            self.swapping.check(seq_group)
 
     # The phases of schedule().
 
@@ -354,20 +354,20 @@ class Scheduler:
 
     def _make_way(self, batch: Batch) -> None:
         """Have others leave the batch for the group that goes ahead of them."""
-        group = self.ahead.head()
-        if group is not None:
-            for victim in self._victims.find(group, self.groups) or ():
+        seq_group = self.ahead.head()
+        if seq_group is not None:
+            for victim in self._victims.find(seq_group, self.seq_groups) or ():
                 self._preemption.make_way(victim, batch)
 
     def _admit_ahead(self, batch: Batch) -> None:
         """The group that goes ahead. Once it has begun, what is left of it waits with others."""
-        group = self.ahead.head()
-        if group is None:
+        seq_group = self.ahead.head()
+        if seq_group is None:
             return
         self._admitter.admit(self.ahead, batch)
-        if group in self.ahead and group.num_running:
-            self.ahead.discard(group)
-            self.waiting.add(group)
+        if seq_group in self.ahead and seq_group.num_running:
+            self.ahead.discard(seq_group)
+            self.waiting.add(seq_group)
 
     def _swap_in(self, batch: Batch) -> None:
         """Swapped-out groups, unless what runs is already short of memory."""
@@ -394,7 +394,7 @@ class Scheduler:
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
                 "num_waiting=%d num_free_blocks=%d",
-                self.capacity.group_id,
+                self.capacity.worker_group_id,
                 plan.step_id,
                 len(batch.rows),
                 batch.num_prefill_tokens,

@@ -40,7 +40,7 @@ class RequestSnapshot:
     number: int
     tenant: str
     model: str
-    group_id: str
+    worker_group_id: str
     """Empty if it is in no worker group."""
     state: RequestState
     priority: int
@@ -60,67 +60,72 @@ class RequestSnapshot:
     host_block_tables: list[list[int]] = field(default_factory=list)
 
 
-def snapshot_live(group: SequenceGroup, group_id: str, *, prefills: bool) -> RequestSnapshot:
-    """A live request; `group_id`: the worker group that it is in; `prefills`: whether it has tokens
-    to compute there besides its newest ones."""
-    return _snapshot(group, _live_state(group, prefills=prefills), group_id)
+def snapshot_live(
+    seq_group: SequenceGroup, worker_group_id: str, *, prefills: bool
+) -> RequestSnapshot:
+    """A live request. `prefills`: whether it has tokens to compute besides its newest ones."""
+    return _snapshot(seq_group, _live_state(seq_group, prefills=prefills), worker_group_id)
 
 
-def snapshot_ended(group: SequenceGroup, now_us: int) -> RequestSnapshot:
+def snapshot_ended(seq_group: SequenceGroup, now_us: int) -> RequestSnapshot:
     """A request whose sequences have all ended."""
-    snapshot = _snapshot(group, _end_state(group), next(reversed(group.timeline.placements), ""))
+    snapshot = _snapshot(
+        seq_group, _end_state(seq_group), next(reversed(seq_group.timeline.placements), "")
+    )
     snapshot.ended_us = now_us
-    if group.error is not None:
-        snapshot.error_reason = getattr(group.error, "reason", "")
+    if seq_group.error is not None:
+        snapshot.error_reason = getattr(seq_group.error, "reason", "")
     return snapshot
 
 
-def add_tables(snapshot: RequestSnapshot, group: SequenceGroup, blocks: BlockManager) -> None:
+def add_tables(snapshot: RequestSnapshot, seq_group: SequenceGroup, blocks: BlockManager) -> None:
     """Add the block tables that a live request's sequences have."""
-    for seq in group.sequences:
+    for seq in seq_group.sequences:
         if blocks.holds(seq.seq_id):
             snapshot.block_tables.append(blocks.table(seq.seq_id))
         elif seq.status is SequenceStatus.SWAPPED:
             snapshot.host_block_tables.append(blocks.host_table(seq.seq_id))
 
 
-def _snapshot(group: SequenceGroup, state: RequestState, group_id: str) -> RequestSnapshot:
-    request = group.request
+def _snapshot(
+    seq_group: SequenceGroup, state: RequestState, worker_group_id: str
+) -> RequestSnapshot:
+    request = seq_group.request
     is_prefilling = state is RequestState.PREFILLING
     return RequestSnapshot(
         request_id=request.request_id,
-        number=request_number(group),
+        number=request_number(seq_group),
         tenant=request.tenant,
         model=request.model,
-        group_id=group_id,
+        worker_group_id=worker_group_id,
         state=state,
         priority=request.priority,
-        num_prompt_tokens=group.num_prompt_tokens,
-        num_cached_tokens=group.num_cached_tokens,
-        num_computed_tokens=group.sequences[0].num_computed if is_prefilling else 0,
-        num_output_tokens=sum([len(seq.output_token_ids) for seq in group.sequences]),
+        num_prompt_tokens=seq_group.num_prompt_tokens,
+        num_cached_tokens=seq_group.num_cached_tokens,
+        num_computed_tokens=seq_group.sequences[0].num_computed if is_prefilling else 0,
+        num_output_tokens=sum([len(seq.output_token_ids) for seq in seq_group.sequences]),
         max_tokens=request.max_tokens,
-        num_sequences=len(group.sequences),
-        submitted_us=group.clock.submitted_us,
-        events=group.timeline.entries.copy(),
-        placements=group.timeline.placements.copy(),
+        num_sequences=len(seq_group.sequences),
+        submitted_us=seq_group.clock.submitted_us,
+        events=seq_group.timeline.entries.copy(),
+        placements=seq_group.timeline.placements.copy(),
     )
 
 
-def _live_state(group: SequenceGroup, *, prefills: bool) -> RequestState:
-    if group.num_running:
+def _live_state(seq_group: SequenceGroup, *, prefills: bool) -> RequestState:
+    if seq_group.num_running:
         return RequestState.PREFILLING if prefills else RequestState.DECODING
-    if any(seq.status is SequenceStatus.SWAPPED for seq in group.sequences):
+    if any(seq.status is SequenceStatus.SWAPPED for seq in seq_group.sequences):
         return RequestState.SWAPPED
     return {
         RequestPhase.QUEUE: RequestState.QUEUED,
         RequestPhase.PREEMPTED: RequestState.PREEMPTED,
         RequestPhase.RECOVERY: RequestState.RECOVERING,
-    }[group.clock.phase]
+    }[seq_group.clock.phase]
 
 
-def _end_state(group: SequenceGroup) -> RequestState:
-    statuses = {seq.status for seq in group.choices()}
+def _end_state(seq_group: SequenceGroup) -> RequestState:
+    statuses = {seq.status for seq in seq_group.choices()}
     if not statuses.isdisjoint(_FAILED):
         return RequestState.FAILED
     if SequenceStatus.FINISHED_ABORTED in statuses:
@@ -162,45 +167,48 @@ class Inspector:
         self._schedulers = schedulers
         self._ended: deque[RequestSnapshot] = deque(maxlen=MAX_ENDED)
 
-    def note_end(self, group: SequenceGroup, now_us: int) -> None:
+    def note_end(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Remember a request whose sequences have all ended."""
-        self._ended.append(snapshot_ended(group, now_us))
+        self._ended.append(snapshot_ended(seq_group, now_us))
 
-    def look(self, groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
-        """What there is to see; `groups` are all that are live, the longest accepted first."""
+    def look(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
+        """What there is to see; `seq_groups` are all that are live, the longest accepted first."""
         inspection = Inspection()
         if detail.include_blocks:
             inspection.block_maps = {
-                group_id: scheduler.block_maps() for group_id, scheduler in self._schedulers.items()
+                worker_group_id: scheduler.block_maps()
+                for worker_group_id, scheduler in self._schedulers.items()
             }
         if detail.include_requests:
-            self._add_requests(inspection, groups, detail)
+            self._add_requests(inspection, seq_groups, detail)
         return inspection
 
     def _add_requests(
-        self, inspection: Inspection, groups: Iterable[SequenceGroup], detail: InspectionDetail
+        self, inspection: Inspection, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail
     ) -> None:
-        ordered = _in_order(groups)
-        places = {group: s for s in self._schedulers.values() for group in s.groups}
-        prefilling = {group for s in self._schedulers.values() for group in s.prefilling_groups()}
-        for group in ordered[: detail.max_requests]:
-            scheduler = places.get(group)
-            group_id = scheduler.capacity.group_id if scheduler is not None else ""
-            snapshot = snapshot_live(group, group_id, prefills=group in prefilling)
+        ordered = _in_order(seq_groups)
+        places = {seq_group: s for s in self._schedulers.values() for seq_group in s.seq_groups}
+        prefilling = {
+            seq_group for s in self._schedulers.values() for seq_group in s.prefilling_seq_groups()
+        }
+        for seq_group in ordered[: detail.max_requests]:
+            scheduler = places.get(seq_group)
+            worker_group_id = scheduler.capacity.worker_group_id if scheduler is not None else ""
+            snapshot = snapshot_live(seq_group, worker_group_id, prefills=seq_group in prefilling)
             if scheduler is not None and detail.include_blocks:
-                add_tables(snapshot, group, scheduler.blocks)
+                add_tables(snapshot, seq_group, scheduler.blocks)
             inspection.requests.append(snapshot)
         inspection.num_unlisted_requests = len(ordered) - len(inspection.requests)
         inspection.ended_requests = list(self._ended)
 
 
-def _in_order(groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+def _in_order(seq_groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
     running: list[SequenceGroup] = []
     swapped: list[SequenceGroup] = []
     waiting: list[SequenceGroup] = []
-    for group in groups:
-        if group.num_running:
-            running.append(group)
+    for seq_group in seq_groups:
+        if seq_group.num_running:
+            running.append(seq_group)
         else:
-            (swapped if group.swapped() else waiting).append(group)
+            (swapped if seq_group.swapped() else waiting).append(seq_group)
     return [*running, *swapped, *waiting]

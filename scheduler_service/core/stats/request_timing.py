@@ -189,12 +189,12 @@ class Timeline:
         if len(self.entries) > MAX_EVENTS:
             del self.entries[NUM_FIRST_EVENTS]
 
-    def add_placement(self, group_id: str, now_us: int) -> None:
+    def add_placement(self, worker_group_id: str, now_us: int) -> None:
         """Note that a worker group has taken the request."""
         if len(self.placements) == MAX_EVENTS:
             del self.placements[1:]  # the first tells where it began
         self.add(RequestEvent.PLACED, now_us, len(self.placements))
-        self.placements.append(group_id)
+        self.placements.append(worker_group_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,13 @@ class ModelTotals:
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
         """A running sequence's first tokens so far are computed; with the last of them came its
         next token."""
-        group = seq.group
-        group.timeline.add(RequestEvent.PREFILLED, now_us, num_tokens)
+        seq_group = seq.seq_group
+        seq_group.timeline.add(RequestEvent.PREFILLED, now_us, num_tokens)
         is_first_token = is_last and seq.choice_index == 0 and not seq.output_token_ids
-        if is_first_token and not group.is_lockstep:
-            group.timeline.add(RequestEvent.FIRST_TOKEN, now_us, num_tokens + 1)
-            if not group.request.is_continued:
-                self.first_token.add(now_us - group.clock.submitted_us)
+        if is_first_token and not seq_group.is_lockstep:
+            seq_group.timeline.add(RequestEvent.FIRST_TOKEN, now_us, num_tokens + 1)
+            if not seq_group.request.is_continued:
+                self.first_token.add(now_us - seq_group.clock.submitted_us)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,7 +87,7 @@ class ModelSnapshot:
 class WorkerGroupSnapshot:
     """One worker group."""
 
-    group_id: str
+    worker_group_id: str
     model: str
     draining: bool
     num_gpu_blocks: int
@@ -136,4 +136,4 @@ class CoreSnapshot:
     """All that worker groups have ever served."""
     num_by_tenant: dict[str, int]
     """Live requests."""
-    groups: list[WorkerGroupSnapshot] = field(default_factory=list)
+    worker_groups: list[WorkerGroupSnapshot] = field(default_factory=list)

@@ -26,7 +26,7 @@ def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> 
     core.cancel("f0", 1, 0.0)
     core.stop_choice("f0", 1, 3, 0.0)
     core.remove_frontend("f0", 0.0)
-    core.remove_group("g0", 0.0)
+    core.remove_worker_group("g0", 0.0)
     assert core.take_outboxes() == {}
 
 
@@ -51,7 +51,7 @@ def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -
 def test_prompt_logprobs_that_overlap_are_cut_to_what_is_new() -> None:
     core = SchedulerCore(SMALL_CONFIG)
     core.submit(make_request(), 0.0)
-    group = core._registry.groups()[0]
+    group = core._registry.seq_groups()[0]
 
     def update(start: int, count: int) -> RowPromptLogprobs:
         positions = range(start, start + count)
@@ -114,7 +114,7 @@ def test_a_result_without_an_open_plan_is_a_mismatch() -> None:
 def test_a_group_id_is_not_taken_twice() -> None:
     core = make_driver().core
     with pytest.raises(ValueError, match="g0 is there already"):
-        core.add_group(make_capacity(), 0.0)
+        core.add_worker_group(make_capacity(), 0.0)
 
 
 def test_what_has_not_begun_moves_to_a_group_that_joins() -> None:
@@ -122,7 +122,7 @@ def test_what_has_not_begun_moves_to_a_group_that_joins() -> None:
     for _ in range(4):
         driver.submit(prompt=[1] * 16, max_tokens=1)
     driver.schedule("g0")  # the token budget takes one of them; the others are placed and wait
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     plan = driver.schedule("g1")
     assert plan is not None
     assert len(plan.new_sequences) == 1
@@ -133,11 +133,11 @@ def test_a_group_is_drained_when_what_it_has_begun_is_done() -> None:
     driver.submit(prompt=[1], max_tokens=1)
     driver.schedule("g0")
     assert not driver.core.is_drained("g0")
-    driver.core.drain_group("g0", driver.now)
+    driver.core.drain_worker_group("g0", driver.now)
     assert not driver.core.is_drained("g0")
     driver.deliver("g0")
     assert driver.core.is_drained("g0")
-    driver.lose_group("g0")
+    driver.lose_worker_group("g0")
     assert driver.core.is_drained("g0")
 
 

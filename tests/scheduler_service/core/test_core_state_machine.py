@@ -119,11 +119,11 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.recorder = Recorder()
         self.driver = CoreDriver(config, self.recorder.make_core)
-        self.add_group(blocks)
+        self.add_worker_group(blocks)
 
     # Worker groups.
 
-    def add_group(self, num_gpu_blocks: int) -> None:
+    def add_worker_group(self, num_gpu_blocks: int) -> None:
         capacity = make_capacity(
             f"g{self.num_groups}",
             num_gpu_blocks=num_gpu_blocks,
@@ -133,7 +133,7 @@ class CoreMachine(RuleBasedStateMachine):
             takes_several_plans=self.num_groups % 2 == 0,
         )
         self.num_groups += 1
-        self.driver.add_group(capacity)
+        self.driver.add_worker_group(capacity)
 
     def group_ids(self) -> list[str]:
         return list(self.driver.links)
@@ -267,15 +267,15 @@ class CoreMachine(RuleBasedStateMachine):
         driver = self.driver
         groups = self.group_ids()
         if event == "join" and len(groups) < 3:
-            self.add_group([SMALL, LARGE][pick % 2])
+            self.add_worker_group([SMALL, LARGE][pick % 2])
         elif event == "lose" and groups:
-            driver.lose_group(groups[pick % len(groups)])
+            driver.lose_worker_group(groups[pick % len(groups)])
         elif event == "drain" and groups:
             self.drain(groups[pick % len(groups)], waits=pick % 3 == 0)
         elif event == "part":
             for group_id in groups:
                 if driver.core.is_drained(group_id):
-                    driver.lose_group(group_id)
+                    driver.lose_worker_group(group_id)
         elif event == "lose_core" and groups:
             driver.lose_core()
         elif event == "lose_frontend":
@@ -288,11 +288,13 @@ class CoreMachine(RuleBasedStateMachine):
     def drain(self, group_id: str, *, waits: bool) -> None:
         """With its steps under way at their ends, nothing is left that others can hold as well."""
         driver = self.driver
-        driver.core.drain_group(group_id, driver.now)
+        driver.core.drain_worker_group(group_id, driver.now)
         if waits:
             while driver.deliver(group_id):
                 driver.collect()
-            groups = {group.group_id: group for group in driver.core.snapshot().groups}
+            groups = {
+                group.worker_group_id: group for group in driver.core.snapshot().worker_groups
+            }
             num_blocks = groups[group_id].num_gpu_blocks
             others = [group for group in groups.values() if not group.draining]
             if any(group.num_gpu_blocks >= num_blocks for group in others):
@@ -349,7 +351,7 @@ class CoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver") or self.driver.has_failed:
             return
         self.driver.run_until_idle()
-        self.add_group(LARGE)
+        self.add_worker_group(LARGE)
         self.driver.run_until_idle()
         self.driver.check_empty()
         self.recorder.check()
@@ -410,8 +412,8 @@ class UnlikeMachine(CoreMachine):
     def start(self, small: int, **values: Any) -> None:
         fixed = {"chunked": True, "extra_tokens": 12, "watermark": 0.0, "isolate_tenants": False}
         super().start(blocks=small, **fixed, **values)
-        self.add_group(LARGE)
-        self.add_group(small)
+        self.add_worker_group(LARGE)
+        self.add_worker_group(small)
 
     @rule(
         count=st.integers(2, 5),

@@ -63,14 +63,16 @@ class Traffic:
         self._step()  # the results of rows in vain
 
     def _join(self, group_id: str) -> None:
-        self.core.add_group(make_capacity(group_id, num_gpu_blocks=10, num_cpu_blocks=8), self._now)
+        self.core.add_worker_group(
+            make_capacity(group_id, num_gpu_blocks=10, num_cpu_blocks=8), self._now
+        )
         self._results[group_id] = deque()
 
     def _upset(self) -> None:
         """A worker dies and comes back; new requests come through another frontend."""
         self._num_submitted += 1
         group_id = self._draw.choice(list(self._results))
-        self.core.remove_group(group_id, self._now)
+        self.core.remove_worker_group(group_id, self._now)
         self._join(group_id)
         former, self._frontend_id = self._frontend_id, f"f{self._num_submitted}"
         self._read()

@@ -122,7 +122,7 @@ class Scenario:
             for key, value in options.items()
         }
         try:
-            self.driver.add_group(make_capacity(group_id, **changes))
+            self.driver.add_worker_group(make_capacity(group_id, **changes))
         except ValueError as error:
             return [f"refused: {error}"]
         return None
@@ -193,10 +193,10 @@ class Scenario:
         self.driver.stop_choice(self.records[name], int(choice), int(num_tokens))
 
     def do_lose(self, group_id: str) -> None:
-        self.driver.lose_group(group_id)
+        self.driver.lose_worker_group(group_id)
 
     def do_drain(self, group_id: str) -> None:
-        self.driver.core.drain_group(group_id, self.driver.now)
+        self.driver.core.drain_worker_group(group_id, self.driver.now)
 
     def do_wait(self, seconds: str) -> None:
         self.driver.expire(float(seconds))
@@ -209,10 +209,11 @@ class Scenario:
             f"finished={status.num_finished} preemptions={status.num_preemptions} "
             f"generated={status.num_generated_tokens} prefilled={status.num_prefill_tokens}"
         ]
-        for group in status.groups:
-            drained = self.driver.core.is_drained(group.group_id)
+        for group in status.worker_groups:
+            name = group.worker_group_id
+            drained = self.driver.core.is_drained(name)
             lines.append(
-                f"{group.group_id}: {group.num_free_gpu_blocks} of {group.num_gpu_blocks} blocks "
+                f"{name}: {group.num_free_gpu_blocks} of {group.num_gpu_blocks} blocks "
                 f"free, {group.num_running_sequences} sequences"
                 + self._host_status(group)
                 + (" drained" if drained else " draining" if group.draining else "")

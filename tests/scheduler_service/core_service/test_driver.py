@@ -16,7 +16,7 @@ class Deployment:
         self.now = 0.0
         self.driver = CoreDriver(SchedulerCore(config), clock=lambda: self.now)
         self._work = {
-            group_id: self.driver.add_group(make_capacity(group_id, model=model))
+            group_id: self.driver.add_worker_group(make_capacity(group_id, model=model))
             for group_id, model in models.items()
         }
         self.take_woken()
@@ -101,8 +101,8 @@ async def test_a_group_that_drains_is_woken_when_nothing_can_come_to_it_any_more
     driver = deployment.driver
     driver.submit(make_request(max_tokens=1 if then == "ends" else 4))
     assert driver.next_plan("first") is not None
-    driver.drain_group("first")
-    driver.drain_group("second")
+    driver.drain_worker_group("first")
+    driver.drain_worker_group("second")
     assert not driver.is_drained("second")
     deployment.take_woken()
     driver.apply("first", StepResult(step_id=1, token_ids=[7]))

@@ -165,7 +165,7 @@ async def test_half_closing_ends_the_frontends_requests(service: CoreService, fl
         await frontend.wait_tokens(1, 2)
         await frontend.half_close()
         await until(lambda: len(service.frontends) == 0, "the frontend has left")
-    groups = service.driver.core.snapshot().groups
+    groups = service.driver.core.snapshot().worker_groups
     assert groups[0].num_free_gpu_blocks == worker.num_gpu_blocks
 
 

@@ -114,7 +114,7 @@ async def test_a_cancelled_request_frees_its_blocks_within_a_step(
 
 
 def free_blocks(service: CoreService) -> int:
-    return service.driver.core.snapshot().groups[0].num_free_gpu_blocks
+    return service.driver.core.snapshot().worker_groups[0].num_free_gpu_blocks
 
 
 async def test_a_frontend_that_leaves_takes_its_requests_along(

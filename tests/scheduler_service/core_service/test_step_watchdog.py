@@ -137,7 +137,7 @@ def test_a_step_is_done_when_every_rank_has_answered_it() -> None:
 
 def test_the_core_tells_what_its_plans_take() -> None:
     driver = CoreDriver(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8))
-    driver.add_group(make_capacity("g"))
+    driver.add_worker_group(make_capacity("g"))
     driver.submit(prompt=list(range(10)), max_tokens=5)
     works = []
     for _ in range(3):

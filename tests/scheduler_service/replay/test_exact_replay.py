@@ -24,7 +24,7 @@ def one_request(*, with_plans: bool = False) -> Recording:
     """A request that generates eight tokens and would stop at token 31, which does not come."""
     recorder = Recorder(with_plans=with_plans)
     driver = CoreDriver(CONFIG, recorder.make_core)
-    driver.add_group(make_capacity())
+    driver.add_worker_group(make_capacity())
     record = driver.submit(prompt=[1, 2, 3], max_tokens=8, stop_token_ids=frozenset({31}))
     driver.run_until_idle()
     assert len(record.choices[0].tokens) == 8
@@ -52,6 +52,23 @@ def test_a_recording_with_plans_has_the_same_hashes_and_the_plans() -> None:
     assert all(
         (entry.plan is None) == (entry.do != "schedule" or not entry.chain) for entry in entries
     )
+
+
+def test_a_recording_of_former_names_comes_out_again() -> None:
+    recording = recorded_life()
+    written = "\n".join(recording.lines).replace('"capacity":', '"group":')
+    for name, former in {
+        '"do":"add_worker_group"': '"do":"add_group"',
+        '"do":"remove_worker_group"': '"do":"remove_group"',
+        '"worker_group_id":': '"group_id":',
+    }.items():
+        assert name in written
+        written = written.replace(name, former)
+    assert "worker_group" not in written
+    recording.lines = written.split("\n")
+    summary = recording.replay()
+    assert summary.is_exact
+    assert summary.num_plans > 100
 
 
 def test_a_changed_token_shows_in_the_first_plan_that_depends_on_it() -> None:

@@ -19,7 +19,7 @@ from tests.support.core_driver import make_capacity
 
 def record(path: Path, capacity: WorkerGroupCapacity | None = None) -> RecordingCore:
     core = RecordingCore(SchedulerConfig(), RecordingWriter(path))
-    core.add_group(capacity or make_capacity(), 1.0)
+    core.add_worker_group(capacity or make_capacity(), 1.0)
     core.schedule("g0", 2.0)
     core.expire(3.5)
     return core
@@ -33,7 +33,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path, name: str) -> None:
     reader = RecordingReader(path)
     assert reader.header.config == SchedulerConfig()
     assert [(entry.line, entry.do, entry.now) for entry in reader.entries()] == [
-        (2, "add_group", 1.0),
+        (2, "add_worker_group", 1.0),
         (3, "schedule", 2.0),
         (4, "expire", 3.5),
     ]
@@ -107,7 +107,7 @@ def gzip_text(path: Path) -> list[bytes]:
         (2, b"{", "not JSON"),
         (2, b"\xff", "not JSON"),
         (3, b'{"do":"explode"}', "is an input of the scheduler core"),
-        (3, b'{"do":"schedule","now":1.0}', "schedule lacks group_id"),
+        (3, b'{"do":"schedule","now":1.0}', "schedule lacks worker_group_id"),
         (4, b'{"do":"expire","now":1.0,"why":1}', "expire has no argument why in this version"),
         (4, b'{"do":"expire","now":"1"}', "expire.now: expected float, got str"),
     ],

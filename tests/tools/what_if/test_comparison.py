@@ -82,7 +82,7 @@ def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan
 def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
     recording = Recording(OPAQUE)
     core = RecordingCore(replace(CONFIG, pipeline_depth=3), recording, codec=OPAQUE)
-    core.add_group(make_capacity(), 0.0)
+    core.add_worker_group(make_capacity(), 0.0)
     core.submit(script(0).request, 0.0)
     for _ in range(3):
         core.schedule("g0", 0.0)
@@ -99,7 +99,7 @@ def test_clients_and_workers_go_when_they_went() -> None:
         script(1, num_tokens=5),
         interventions=[
             entry("cancel", frontend_id="f0", handle=1, now=0.035),
-            entry("remove_group", group_id="g0", now=0.045),
+            entry("remove_worker_group", worker_group_id="g0", now=0.045),
             join(now=1.0),
         ],
     )
@@ -162,7 +162,7 @@ def test_a_trace_says_again_what_was_put_into_it() -> None:
     # It goes on for longer than is usual, and than it did, if it is not cancelled before.
     assert cancelled.is_assumed
     assert cancelled.stops == [Stop(num_tokens=5, delay_s=0.0)]
-    assert [entry.do for entry in trace.interventions] == ["add_group", "cancel"]
+    assert [entry.do for entry in trace.interventions] == ["add_worker_group", "cancel"]
     assert [life.is_finished for life in trace.lives] == [True, True, False]
     assert sum(step.size.num_rows for step in trace.steps) >= 12
 
@@ -186,10 +186,10 @@ def test_a_refused_request_is_put_to_other_configurations_once() -> None:
 def test_what_ends_a_deployment_is_no_part_of_the_load() -> None:
     shutdown = [
         entry("remove_frontend", frontend_id="f0", now=0.5),
-        entry("remove_group", group_id="g0", now=0.5),
+        entry("remove_worker_group", worker_group_id="g0", now=0.5),
     ]
     trace = read_trace(record(make_trace(script(0), interventions=shutdown), CONFIG, STEP))
-    assert [entry.do for entry in trace.interventions] == ["add_group"]
+    assert [entry.do for entry in trace.interventions] == ["add_worker_group"]
 
 
 def test_tenants_are_told_apart() -> None:

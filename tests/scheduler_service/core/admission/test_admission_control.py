@@ -63,8 +63,8 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
 
 def test_a_prompt_that_fits_one_group_of_several_is_taken_there() -> None:
     driver = CoreDriver(SMALL_CONFIG)
-    driver.add_group(make_capacity("small", num_gpu_blocks=2))
-    driver.add_group(make_capacity("large", num_gpu_blocks=16))
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=2))
+    driver.add_worker_group(make_capacity("large", num_gpu_blocks=16))
     driver.submit(prompt=[1] * 20, max_tokens=1)
     assert driver.schedule("small") is None
     assert driver.schedule("large") is not None
@@ -75,7 +75,7 @@ def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() ->
     long = driver.submit(prompt=[1] * 70, max_tokens=1)
     foreign = driver.submit(prompt=[99], max_tokens=1)
     good = driver.submit(prompt=[1], max_tokens=1)
-    driver.add_group(make_capacity())
+    driver.add_worker_group(make_capacity())
     driver.run_until_idle()
     assert isinstance(long.error, PromptTooLong)
     assert isinstance(foreign.error, InvalidArgument)
@@ -86,7 +86,7 @@ def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() ->
 def test_any_model_is_waited_for_until_a_group_is_known() -> None:
     driver = CoreDriver(SMALL_CONFIG)
     driver.submit(prompt=[1], max_tokens=1, model="later")
-    driver.add_group(make_capacity(model="m"))
+    driver.add_worker_group(make_capacity(model="m"))
     with pytest.raises(UnknownModel) as caught:
         driver.submit(prompt=[1], max_tokens=1, model="never")
     assert caught.value.details == {"model": "never", "served": "m"}
@@ -94,11 +94,11 @@ def test_any_model_is_waited_for_until_a_group_is_known() -> None:
 
 def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
     driver = CoreDriver(SMALL_CONFIG)
-    driver.add_group(make_capacity("a", model="m"))
-    driver.add_group(make_capacity("b", model="other"))
-    driver.lose_group("a")
+    driver.add_worker_group(make_capacity("a", model="m"))
+    driver.add_worker_group(make_capacity("b", model="other"))
+    driver.lose_worker_group("a")
     record = driver.submit(prompt=[1], max_tokens=1, model="m")
-    driver.add_group(make_capacity("a", model="m"))
+    driver.add_worker_group(make_capacity("a", model="m"))
     driver.run_until_idle()
     assert record.finished is not None
 

@@ -59,7 +59,7 @@ def test_the_estimate_is_never_more_than_the_time_it_takes(policy: PolicyName, r
 def make_measured_driver(config: SchedulerConfig = ALONE, **capacity: object) -> CoreDriver:
     """A core that has seen requests: 100 us per prompt token, 1 ms per output token."""
     driver = CoreDriver(config)
-    driver.add_group(make_capacity(**capacity))
+    driver.add_worker_group(make_capacity(**capacity))
     for token in (30, 31):
         driver.submit(prompt=[token] * 10, max_tokens=5)
         driver.run_until_idle()
@@ -69,13 +69,13 @@ def make_measured_driver(config: SchedulerConfig = ALONE, **capacity: object) ->
 def test_nothing_is_refused_before_anything_is_measured() -> None:
     driver = CoreDriver(ALONE)
     driver.submit(prompt=[1] * 60, max_tokens=3, timeout=1e-6)
-    driver.add_group(make_capacity())
+    driver.add_worker_group(make_capacity())
     driver.submit(prompt=[2] * 60, max_tokens=3, timeout=1e-6)
 
 
 def test_a_group_that_was_never_measured_may_be_fast_enough() -> None:
     driver = make_measured_driver()
-    driver.add_group(make_capacity("new"))
+    driver.add_worker_group(make_capacity("new"))
     driver.submit(prompt=[1] * 60, max_tokens=3, timeout=1e-6)
 
 

@@ -73,7 +73,7 @@ def test_a_resumed_choice_at_the_models_length_ends_when_a_group_is_known() -> N
     core = SchedulerCore(SMALL_CONFIG)
     generated = {0: GeneratedTokens(token_ids=[7] * 59)}
     core.submit(make_request(generated=generated, max_tokens=100), 0.0)
-    core.add_group(make_capacity(), 0.0)
+    core.add_worker_group(make_capacity(), 0.0)
     assert core.schedule("g0", 0.0) is None
     outbox = core.take_outboxes()["f0"]
     assert [end.reason for end in outbox.choices_finished] == ["length"]

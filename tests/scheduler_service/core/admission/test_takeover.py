@@ -19,7 +19,7 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_queue_re
 
 def make_driver(config: SchedulerConfig = CONFIG) -> CoreDriver:
     driver = CoreDriver(config)
-    driver.add_group(make_capacity())
+    driver.add_worker_group(make_capacity())
     return driver
 
 

@@ -34,7 +34,7 @@ def make_driver(num_gpu_blocks: int = 8, num_cpu_blocks: int = 64, **changes: ob
     }
     driver = CoreDriver(SchedulerConfig(**(values | changes)))  # type: ignore[arg-type]
     capacity = make_capacity(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks)
-    driver.add_group(capacity)
+    driver.add_worker_group(capacity)
     return driver
 
 
@@ -134,8 +134,8 @@ def test_a_worker_that_is_lost_takes_what_its_host_had_with_it() -> None:
     driver = make_driver()
     for prompt in PROMPTS:
         ask(driver, prompt)
-    driver.lose_group("g0")
-    driver.add_group(make_capacity("g1", num_gpu_blocks=8, num_cpu_blocks=64))
+    driver.lose_worker_group("g0")
+    driver.add_worker_group(make_capacity("g1", num_gpu_blocks=8, num_cpu_blocks=64))
     assert ask(driver, PROMPTS[0]).cached_tokens == 0
 
 

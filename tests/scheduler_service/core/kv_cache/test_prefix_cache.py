@@ -18,7 +18,7 @@ def make_driver(num_gpu_blocks: int = 32, **changes: object) -> CoreDriver:
         "watermark": 0.0,
     }
     driver = CoreDriver(SchedulerConfig(**(values | changes)))  # type: ignore[arg-type]
-    driver.add_group(make_capacity(num_gpu_blocks=num_gpu_blocks))
+    driver.add_worker_group(make_capacity(num_gpu_blocks=num_gpu_blocks))
     return driver
 
 
@@ -138,7 +138,7 @@ def test_prompt_log_probabilities_leave_no_gap_where_others_computed_more() -> N
         prompt=PROMPT[:12], max_tokens=1, sampling=Sampling(seed=1, prompt_logprobs=True)
     )
     # As if 3 tokens had been told about before a preemption: the logits of the third are next.
-    [group] = driver.core._registry.groups()
+    [group] = driver.core._registry.seq_groups()
     group.prompt_logprobs_start = wants.num_prompt_logprobs = 4
     [new] = plan_of(driver).new_sequences
     assert new.num_computed_tokens == 0

@@ -180,7 +180,7 @@ def test_who_has_left_does_not_go_ahead_of_the_one_it_left_for() -> None:
 def test_a_flood_is_not_served_before_a_newcomer() -> None:
     config = replace(CONFIG, policy=PolicyName.FAIR, max_num_seqs=1, max_num_batched_tokens=16)
     driver = CoreDriver(config)
-    driver.add_group(make_capacity())
+    driver.add_worker_group(make_capacity())
     flood = [driver.submit(prompt=[1, 2], max_tokens=2, tenant="flood") for _ in range(20)]
     driver.schedule("g0")
     newcomer = driver.submit(prompt=[3, 4], max_tokens=2, tenant="newcomer")

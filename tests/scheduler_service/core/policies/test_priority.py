@@ -17,10 +17,10 @@ def make_full(*, small: int, large: int) -> CoreDriver:
     )
     driver.submit(prompt=[1] * 4, max_tokens=16, priority=small)
     driver.schedule("small")
-    driver.add_group(make_capacity("large", num_gpu_blocks=12))
+    driver.add_worker_group(make_capacity("large", num_gpu_blocks=12))
     driver.submit(prompt=[2] * 30, max_tokens=16, priority=large)
     driver.schedule("large")
-    assert [group.num_running_sequences for group in driver.core.snapshot().groups] == [1, 1]
+    assert [group.num_running_sequences for group in driver.core.snapshot().worker_groups] == [1, 1]
     return driver
 
 

@@ -11,8 +11,8 @@ def lose_with(driver: CoreDriver, times: int) -> None:
     """The group dies with a step in flight, again and again."""
     for _ in range(times):
         driver.schedule("g0")
-        driver.lose_group("g0")
-        driver.add_group(make_capacity())
+        driver.lose_worker_group("g0")
+        driver.add_worker_group(make_capacity())
     driver.collect()
 
 
@@ -21,8 +21,8 @@ def test_what_was_not_being_computed_when_its_worker_died_is_not_to_blame() -> N
     record = driver.submit(prompt=[1, 2, 3], max_tokens=5)
     driver.schedule("g0")
     driver.deliver("g0")
-    driver.lose_group("g0")  # between two steps
-    driver.add_group(make_capacity())
+    driver.lose_worker_group("g0")  # between two steps
+    driver.add_worker_group(make_capacity())
     driver.run_until_idle()
     assert record.finished is not None
 
@@ -52,8 +52,8 @@ def test_one_that_kills_its_workers_does_not_take_its_neighbours_along(place: in
         plan = driver.schedule("g0")
         live = poison.is_live and plan is not None
         if live and [9] * 4 in [list(new.token_ids) for new in plan.new_sequences]:  # type: ignore[union-attr]
-            driver.lose_group("g0")
-            driver.add_group(make_capacity())
+            driver.lose_worker_group("g0")
+            driver.add_worker_group(make_capacity())
             driver.collect()
         else:
             driver.deliver("g0")
@@ -72,11 +72,11 @@ def test_a_preempted_request_whose_worker_dies_was_preempted_and_then_recovers()
         driver.schedule("g0")
         driver.deliver("g0")
     driver.now += 0.25
-    driver.lose_group("g0")
+    driver.lose_worker_group("g0")
     requests = driver.core.inspect(InspectionDetail(include_requests=True)).requests
     assert {request.state for request in requests} == {RequestState.RECOVERING}
     driver.now += 0.5
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     driver.run_until_idle()
     assert last.finished is not None
     assert 250_000 <= last.finished.preempted_us < 260_000
@@ -114,7 +114,7 @@ def test_suspects_go_to_worker_groups_of_their_own() -> None:
     driver = make_driver(max_worker_losses=2)
     suspects = [driver.submit(prompt=[k] * 4, max_tokens=9) for k in range(3)]
     lose_with(driver, 1)
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     rows: dict[str, int] = {}
     driver.on_plan = lambda group_id, plan: rows.setdefault(group_id, len(plan.seq_ids))
     driver.schedule("g0")
@@ -150,7 +150,7 @@ def test_a_request_with_rows_in_flight_was_on_the_worker_though_it_is_preempted(
     for _ in range(3):
         driver.schedule("g0")
     assert driver.core.snapshot().num_preemptions == 1
-    driver.lose_group("g0")
+    driver.lose_worker_group("g0")
     driver.collect()
     errors = [record.error.reason if record.error else None for record in records]
     assert errors == ["WORKERS_LOST", "WORKERS_LOST", None]

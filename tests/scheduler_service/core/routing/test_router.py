@@ -52,7 +52,7 @@ class Deployment:
         self, prompt: Sequence[int], *, max_tokens: int = 100, num_choices: int = 1
     ) -> SequenceGroup:
         """Queue a request."""
-        handle = len(self._registry.groups()) * 8 + 1
+        handle = len(self._registry.seq_groups()) * 8 + 1
         request = Request(
             frontend_id="f",
             handle=handle,
@@ -63,7 +63,7 @@ class Deployment:
             sampling=None,
             num_choices=num_choices,
         )
-        group = self._registry.make_group(request, self.now_us)
+        group = self._registry.make_seq_group(request, self.now_us)
         self._registry.add(group)
         self.model.waiting.add(group)
         return group
@@ -75,7 +75,7 @@ class Deployment:
 
     def where(self, group: SequenceGroup) -> str | None:
         """The worker group that has a request."""
-        ids = [s.capacity.group_id for s in self.schedulers if group in s.groups]
+        ids = [s.capacity.worker_group_id for s in self.schedulers if group in s.seq_groups]
         return ids[0] if ids else None
 
     def put(self, prompt: Sequence[int], **options: int) -> str | None:
@@ -203,7 +203,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
     later = deployment.submit(prompt(9, 4))
     deployment.place()
     assert deployment.where(later) == "idle"
-    for group in list(deployment.schedulers[0].groups)[:1]:
+    for group in list(deployment.schedulers[0].seq_groups)[:1]:
         deployment.schedulers[0].end_sequence(group.sequences[0], ENDED, 0)
     deployment.place()
     assert deployment.where(turn) == "full"
@@ -232,7 +232,7 @@ def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
 def test_an_answer_is_taken_to_be_as_long_as_those_of_late(answers_before: int, place: str) -> None:
     driver = CoreDriver(CONFIG)
     for group_id in ("a", "b"):
-        driver.add_group(make_capacity(group_id, num_gpu_blocks=512, max_model_len=1024))
+        driver.add_worker_group(make_capacity(group_id, num_gpu_blocks=512, max_model_len=1024))
     conversation = prompt(1, 40)
     driver.submit(prompt=conversation, max_tokens=answers_before)
     driver.run_until_idle()
@@ -241,7 +241,9 @@ def test_an_answer_is_taken_to_be_as_long_as_those_of_late(answers_before: int, 
     # Beside what runs there, each token of a long answer costs more than the blocks are worth.
     driver.submit(prompt=[*conversation, 3], max_tokens=100)
     driver.schedule(place)
-    counts = {g.group_id: g.num_running_sequences for g in driver.core.snapshot().groups}
+    counts = {
+        g.worker_group_id: g.num_running_sequences for g in driver.core.snapshot().worker_groups
+    }
     assert counts == ({"a": 2, "b": 0} if place == "a" else {"a": 1, "b": 1})
 
 
@@ -326,7 +328,7 @@ def test_room_that_nothing_may_go_to_is_no_reason_to_look_at_what_waits(useless:
     last.is_draining = False
     if useless == "draining":
         deployment.place()
-        assert last.groups
+        assert last.seq_groups
 
 
 class CountedProbe:
@@ -396,9 +398,9 @@ def test_a_group_that_has_changed_is_looked_at_once_for_each_that_is_waited_for(
 def test_a_group_with_room_again_takes_the_first_that_waits() -> None:
     deployment, waiting = without_blocks()
     emptied = deployment.schedulers[NUM_FULL // 2]
-    for group in list(emptied.groups):
+    for group in list(emptied.seq_groups):
         emptied.end_sequence(group.sequences[0], ENDED, 0)
     # One at each for the first; for every other one at it, and at the one that the first awaited.
     assert count_looks(deployment) <= 4 * NUM_FULL
-    assert deployment.where(waiting[0]) == emptied.capacity.group_id
+    assert deployment.where(waiting[0]) == emptied.capacity.worker_group_id
     assert not any(deployment.where(group) for group in waiting[1:])

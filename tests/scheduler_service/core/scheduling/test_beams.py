@@ -25,7 +25,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def make_driver(**changes: Any) -> CoreDriver:
     driver = CoreDriver(CONFIG)
-    driver.add_group(make_capacity(**changes))
+    driver.add_worker_group(make_capacity(**changes))
     return driver
 
 
@@ -88,8 +88,8 @@ def test_a_lost_worker_changes_no_beam(num_steps: int) -> None:
         driver.schedule("g0")
         driver.deliver("g0")
     driver.schedule("g0")
-    driver.lose_group("g0")
-    driver.add_group(make_capacity("g1"))
+    driver.lose_worker_group("g0")
+    driver.add_worker_group(make_capacity("g1"))
     driver.run_until_idle()
     assert record.finished is not None
     assert record.finished.recovery_us >= 0
@@ -116,8 +116,8 @@ def test_a_search_that_moves_to_a_shorter_model_ends_with_what_it_has() -> None:
         driver.schedule("g0")
         driver.deliver("g0")
     core = driver.core
-    core.remove_group("g0", driver.now)
-    core.add_group(make_capacity("g1", max_model_len=12), driver.now)
+    core.remove_worker_group("g0", driver.now)
+    core.add_worker_group(make_capacity("g1", max_model_len=12), driver.now)
     assert core.schedule("g1", driver.now) is None
     [outbox] = core.take_outboxes().values()
     assert [finished.reason for finished in outbox.choices_finished] == ["length"] * 3
@@ -158,7 +158,7 @@ def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
             step_id=number, token_ids=[-1] * len(rows), candidates=rows, busy_us=1000
         )
         driver.core.update("g0", result, driver.now)
-    [group] = driver.core._registry.groups()
+    [group] = driver.core._registry.seq_groups()
     group.suspect_length = len(PROMPT) + 2
     assert not group.is_suspect
     assert _own_us(group, driver.core._fleet.models["m"]) == 1000, "two tokens more"

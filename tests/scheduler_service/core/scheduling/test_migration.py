@@ -16,12 +16,12 @@ PROMPT = [1, 2, 3, 4, 5]
 def make_driver(*group_ids: str, **changes: object) -> CoreDriver:
     driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
     for group_id in group_ids:
-        driver.add_group(make_capacity(group_id))
+        driver.add_worker_group(make_capacity(group_id))
     return driver
 
 
 def drain(driver: CoreDriver, group_id: str) -> None:
-    driver.core.drain_group(group_id, driver.now)
+    driver.core.drain_worker_group(group_id, driver.now)
 
 
 def under_way(driver: CoreDriver, **request: object) -> RequestRecord:
@@ -29,7 +29,7 @@ def under_way(driver: CoreDriver, **request: object) -> RequestRecord:
     record = driver.submit(prompt=PROMPT, **({"max_tokens": 6} | request))  # type: ignore[arg-type]
     driver.schedule("g0")
     driver.schedule("g0")
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     return record
 
 
@@ -38,11 +38,11 @@ def test_moving_is_no_loss_however_often_it_happens() -> None:
     record = driver.submit(prompt=PROMPT, max_tokens=12)
     for number in range(5):
         driver.schedule(f"g{number}")
-        driver.add_group(make_capacity(f"g{number + 1}"))
+        driver.add_worker_group(make_capacity(f"g{number + 1}"))
         drain(driver, f"g{number}")
         driver.deliver(f"g{number}")
         assert driver.core.is_drained(f"g{number}")
-        driver.lose_group(f"g{number}")
+        driver.lose_worker_group(f"g{number}")
     driver.run_until_idle()
     assert record.finished is not None
     driver.check_empty()
@@ -53,8 +53,8 @@ def test_a_worker_that_drains_and_ends_before_it_is_empty_is_no_loss() -> None:
     record = driver.submit(prompt=PROMPT, max_tokens=6)
     driver.schedule("g0")
     drain(driver, "g0")
-    driver.lose_group("g0")
-    driver.add_group(make_capacity("g1"))
+    driver.lose_worker_group("g0")
+    driver.add_worker_group(make_capacity("g1"))
     driver.run_until_idle()
     assert record.finished is not None
 
@@ -74,14 +74,14 @@ def test_the_time_between_two_groups_is_recovery() -> None:
 
 def test_a_preempted_request_that_moves_was_preempted_and_then_recovers() -> None:
     driver = CoreDriver(dataclasses.replace(CONFIG, watermark=0.0, pipeline_depth=1))
-    driver.add_group(make_capacity("g0", num_gpu_blocks=5))
+    driver.add_worker_group(make_capacity("g0", num_gpu_blocks=5))
     driver.submit(prompt=[1] * 7, max_tokens=9)
     last = driver.submit(prompt=[2] * 8, max_tokens=4)
     while driver.core.snapshot().num_preemptions == 0:
         driver.schedule("g0")
         driver.deliver("g0")
     driver.now += 0.25
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     drain(driver, "g0")
     driver.now += 0.5
     driver.run_until_idle()
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_computed_in_pieces_begins_again() -> None:
     record = driver.submit(prompt=[1] * 40, max_tokens=2)
     driver.schedule("g0")
     driver.schedule("g0")
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     drain(driver, "g0")
     assert driver.schedule("g1") is None, "results of its rows are to come"
     driver.run_until_idle()

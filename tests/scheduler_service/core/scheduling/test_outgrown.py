@@ -15,12 +15,12 @@ SMALL, LARGE = 4, 10
 
 def make_driver(**changes: object) -> CoreDriver:
     driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_group(make_capacity("small", num_gpu_blocks=SMALL))
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=SMALL))
     return driver
 
 
 def add(driver: CoreDriver, group_id: str, **changes: object) -> None:
-    driver.add_group(make_capacity(group_id, **({"num_gpu_blocks": LARGE} | changes)))
+    driver.add_worker_group(make_capacity(group_id, **({"num_gpu_blocks": LARGE} | changes)))
 
 
 def under_way(driver: CoreDriver, **request: object) -> RequestRecord:
@@ -85,7 +85,7 @@ def test_a_larger_group_that_drains_takes_it_and_is_not_drained_before() -> None
     driver = make_driver(pipeline_depth=3)
     record = under_way(driver, n=2)
     add(driver, "large")
-    driver.core.drain_group("large", driver.now)
+    driver.core.drain_worker_group("large", driver.now)
     while record.is_live:
         leaves = driver.core.snapshot().num_running == 0
         assert not (leaves and driver.core.is_drained("large"))
@@ -102,15 +102,15 @@ def test_what_has_died_is_waited_for_and_taken_by_one_that_came_in_its_place() -
     driver = make_driver()
     record = under_way(driver)
     add(driver, "large")
-    driver.lose_group("large")
+    driver.lose_worker_group("large")
     driver.run_until_idle()
     assert record.is_live
     add(driver, "a little less", num_gpu_blocks=LARGE - 1)
     driver.run_until_idle()
     assert record.finished is not None
     late = under_way(driver)
-    driver.core.drain_group("a little less", driver.now)
-    driver.lose_group("a little less")
+    driver.core.drain_worker_group("a little less", driver.now)
+    driver.lose_worker_group("a little less")
     driver.run_until_idle()
     assert reason(late) == "KV_CACHE_TOO_SMALL", "nobody is expected any more"
 

@@ -17,7 +17,7 @@ PATIENT_US = 1_000_000
 
 def make_driver(*, takes_several_plans: bool = True, **changes: object) -> CoreDriver:
     driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_group(
+    driver.add_worker_group(
         make_capacity(
             "g", num_gpu_blocks=64, max_model_len=128, takes_several_plans=takes_several_plans
         )

@@ -56,7 +56,9 @@ def make_driver(
         "enable_prefix_caching": False,
     }
     driver = CoreDriver(SchedulerConfig(**(values | changes)))  # type: ignore[arg-type]
-    driver.add_group(make_capacity(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks))
+    driver.add_worker_group(
+        make_capacity(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks)
+    )
     return driver
 
 
@@ -82,7 +84,7 @@ def test_a_whole_group_leaves_and_comes_back_as_a_whole() -> None:
     crowd(driver)
     seen = set()
     for _ in run(driver):
-        for group in driver.core._registry.groups():
+        for group in driver.core._registry.seq_groups():
             statuses = {seq.status.name for seq in group.unfinished()}
             seen |= statuses
             assert not {"RUNNING", "SWAPPED"} <= statuses
@@ -95,7 +97,7 @@ def test_where_the_last_group_needs_a_block_itself_its_last_choice_makes_room() 
     record = driver.submit(prompt=[1] * 6, max_tokens=14, n=3)
     mixed = False
     for _ in run(driver):
-        [*groups] = driver.core._registry.groups()
+        [*groups] = driver.core._registry.seq_groups()
         mixed |= any(group.running() and group.waiting() for group in groups)
     assert mixed
     assert record.finished is not None
@@ -119,7 +121,7 @@ def test_in_mode_recompute_the_host_stays_empty() -> None:
     driver = make_driver(PreemptionMode.RECOMPUTE)
     crowd(driver)
     for _ in run(driver):
-        [group] = driver.core.snapshot().groups
+        [group] = driver.core.snapshot().worker_groups
         assert group.num_free_cpu_blocks == group.num_cpu_blocks
     assert driver.core.snapshot().num_preemptions > 0
 

@@ -28,7 +28,7 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8)
 
 def make_driver(*, config: SchedulerConfig = CONFIG, **capacity: object) -> CoreDriver:
     driver = CoreDriver(config)
-    driver.add_group(make_capacity(**capacity))
+    driver.add_worker_group(make_capacity(**capacity))
     return driver
 
 
@@ -52,7 +52,11 @@ def test_a_request_tells_its_life_from_queue_to_end() -> None:
     driver = make_driver()
     driver.submit(prompt=list(range(12)), max_tokens=3, request_id="a", tenant="t", priority=-2)
     [queued] = live(driver).values()
-    assert (queued.state, queued.group_id, queued.block_tables) == (RequestState.QUEUED, "", [])
+    assert (queued.state, queued.worker_group_id, queued.block_tables) == (
+        RequestState.QUEUED,
+        "",
+        [],
+    )
     step(driver)
     prefilling = live(driver)["a"]
     assert (prefilling.state, prefilling.num_computed_tokens) == (RequestState.PREFILLING, 8)
@@ -63,7 +67,7 @@ def test_a_request_tells_its_life_from_queue_to_end() -> None:
     driver.run_until_idle()
     [ended] = check_inspection(driver.core).ended_requests
     assert ended.state is RequestState.FINISHED
-    assert (ended.tenant, ended.priority, ended.group_id) == ("t", -2, "g0")
+    assert (ended.tenant, ended.priority, ended.worker_group_id) == ("t", -2, "g0")
     assert (ended.num_prompt_tokens, ended.num_output_tokens) == (12, 3)
     assert [(event.name, value) for event, _, value in ended.events] == [
         ("QUEUED", 12),
@@ -136,9 +140,9 @@ def test_a_lost_worker_shows_in_the_timelines_of_its_requests() -> None:
     driver = make_driver()
     driver.submit(prompt=[1, 2, 3], max_tokens=6, request_id="a")
     step(driver, 2)
-    driver.lose_group("g0")
+    driver.lose_worker_group("g0")
     assert live(driver)["a"].state is RequestState.RECOVERING
-    driver.add_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g1"))
     driver.run_until_idle()
     [ended] = check_inspection(driver.core).ended_requests
     assert ended.placements == ["g0", "g1"]
