@@ -55,6 +55,8 @@ async def _request(context: Any) -> Any:
     except TimeoutError:
         late = f"no request came within {REQUEST_TIMEOUT_S:g} s"
         await COMMON.abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
+    except InvalidArgument as error:  # by a handler that checks messages before it parses them
+        await COMMON.abort(context, error)
     except DecodeError:
         await COMMON.abort(
             context, InvalidArgument("request", "expected a message of the method's type")

@@ -39,6 +39,7 @@ A frontend owns the open client streams and nothing else that would be missed. I
 - **To operators.** NOT_SERVING until a model can be served. On SIGTERM no new request is accepted,
   open ones may finish within the grace period, the rest end as UNAVAILABLE.
 
-The event loop does everything but the text work on large requests, which goes to threads (the
-tokenizers library releases the GIL). Nothing here knows blocks or workers.
+The event loop does everything but the checks and the text work of large requests, which run in
+threads and hold the interpreter's lock for a few milliseconds at a time; messages that could not
+be parsed as quickly are refused unparsed. Nothing here knows blocks or workers.
 """

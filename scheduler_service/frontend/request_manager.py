@@ -40,6 +40,9 @@ from service_common.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 
+CHECKED_INLINE_BYTES = 1 << 16
+"""Requests up to this size are checked on the event loop, in a few milliseconds at most."""
+
 RETRY_DELAY_S = 1.0
 """What a client is told to wait when this frontend is full."""
 
@@ -137,7 +140,9 @@ class RequestManager:
     ) -> RequestStream:
         if self.is_draining.is_set():
             raise _shutting_down()
-        validation.check_request(request)
+        validation.check_request_id(request)
+        if request.ByteSize() <= CHECKED_INLINE_BYTES:
+            validation.check_request(request)
         request_id = request.request_id or draw_request_id()
         former = self._open.get((tenant.name, request_id))
         if former is None:
@@ -230,18 +235,25 @@ class RequestManager:
     async def _prepare(
         self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Principal
     ) -> None:
-        """Everything between arrival and submission."""
+        """Everything between arrival and submission. Work whose time grows with the request's size
+        runs in threads for large requests, so that other streams' tokens do not wait for it."""
         try:
+            size = request.ByteSize()
+            if size > CHECKED_INLINE_BYTES:
+                await asyncio.to_thread(validation.check_request, request)
             is_continued = request.attempt > 0 or len(request.resume) > 0
             model = await self._models.resolve(
                 _model_name(request), tenant, is_continued=is_continued
             )
             stream.counts = self._metrics.model(model.info.name)
-            validation.check_against_model(request, model.info)
+            if size <= CHECKED_INLINE_BYTES:
+                validation.check_against_model(request, model.info)
+            else:
+                await asyncio.to_thread(validation.check_against_model, request, model.info)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
             await self._checker.check(request.sampling_params, tenant.name)
-            if request.ByteSize() <= INLINE_BYTES:
+            if size <= INLINE_BYTES:
                 _begin(stream, request, model)
             else:
                 await asyncio.to_thread(_begin, stream, request, model)

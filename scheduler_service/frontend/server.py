@@ -25,6 +25,7 @@ from scheduler_service.frontend.config import FrontendConfig, public_server_opti
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
 from scheduler_service.frontend.http.server import HttpServer, http_context
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.input.message_limits import MessageLimitInterceptor
 from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
@@ -90,6 +91,7 @@ class Frontend:
             interceptors=[
                 AuthInterceptor(self._check, (HEALTH, REFLECTION)),
                 RequestTimeoutInterceptor(),
+                MessageLimitInterceptor(),
             ],
             knows_callers=config.knows_callers,
             health_listen=config.health_listen,

@@ -181,7 +181,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that must not appear in the output, as token sequences. At most 128."""
+        """Texts that must not appear in the output, as token sequences. At most 128,
+        none empty, each at most 1024 characters.
+        """
 
     @_builtins.property
     def choice(self) -> Global___ChoiceList:

@@ -17,9 +17,10 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
-from scheduler_service.errors import InvalidArgument, PromptTooLong
+from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.input import validation
-from scheduler_service.frontend.input.prompt import chat_tokens, check_chat
+from scheduler_service.frontend.input.prompt import chat_text, check_chat, check_prompt_length
+from scheduler_service.frontend.input.tokenizer import TooManyTokens
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.stop_strings import StopStrings
 from scheduler_service.frontend.served_models import FrontendModel
@@ -166,14 +167,8 @@ def resolve_request(
 
 def _max_tokens(params: sampling_pb2.SamplingParams, model: FrontendModel, num_prompt: int) -> int:
     """As asked or as the model's author says, within the room that the prompt leaves."""
-    max_model_len = model.info.max_model_len
-    room = max_model_len - num_prompt
-    if room < 1:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt} tokens; prompt and output together are limited to "
-            f"{max_model_len}",
-            details={"prompt_tokens": num_prompt, "max_model_len": max_model_len},
-        )
+    check_prompt_length(num_prompt, model)
+    room = model.info.max_model_len - num_prompt
     if params.HasField("max_tokens"):
         return min(params.max_tokens, room)
     return min(model.defaults.max_tokens or room, room)
@@ -294,8 +289,6 @@ async def tokenize(
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input", "expected one of text and chat")
-    if kind == "chat":
-        check_chat(request.chat)
     return await _off_the_loop(request, _tokenize, model)
 
 
@@ -303,7 +296,6 @@ async def detokenize(
     request: inference_pb.DetokenizeRequest, model: FrontendModel
 ) -> inference_pb.DetokenizeResponse:
     """Text of token ids. Raises InvalidArgument and UnsupportedByModel."""
-    validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
     return await _off_the_loop(request, _detokenize, model)
 
 
@@ -314,15 +306,30 @@ async def _off_the_loop(request: Any, work: Callable[..., R], model: FrontendMod
     return await asyncio.to_thread(work, request, model)
 
 
+MAX_TOKENIZED = 1 << 18
+"""Token ids of a call without a generation, for models whose length is less."""
+
+
+def _most_tokens(model: FrontendModel) -> int:
+    return max(model.info.max_model_len, MAX_TOKENIZED)
+
+
 def _tokenize(
     request: inference_pb.TokenizeRequest, model: FrontendModel
 ) -> inference_pb.TokenizeResponse:
     tokenizer = model.require_tokenizer("Tokenize")
-    if request.HasField("chat"):
-        token_ids = chat_tokens(request.chat, model)
-    else:
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        token_ids = tokenizer.encode(request.text, add_special_tokens=special)
+    most = _most_tokens(model)
+    try:
+        if request.HasField("chat"):
+            check_chat(request.chat)
+            text = chat_text(request.chat, model)
+            token_ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=most)
+        else:
+            special = _or(request, "add_special_tokens", True)
+            token_ids = tokenizer.encode(request.text, add_special_tokens=special, max_tokens=most)
+    except TooManyTokens:
+        field = "chat.messages" if request.HasField("chat") else "text"
+        raise InvalidArgument(field, f"expected at most {most} tokens") from None
     return inference_pb.TokenizeResponse(
         token_ids=token_ids,
         tokens=[tokenizer.token_name(token_id) for token_id in token_ids],
@@ -334,6 +341,10 @@ def _detokenize(
     request: inference_pb.DetokenizeRequest, model: FrontendModel
 ) -> inference_pb.DetokenizeResponse:
     tokenizer = model.require_tokenizer("Detokenize")
-    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    number, most = len(request.token_ids), _most_tokens(model)
+    if number > most:
+        raise InvalidArgument("token_ids", f"expected at most {most} token ids, got {number}")
+    validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
+    skip = _or(request, "skip_special_tokens", True)
     text = tokenizer.decode(request.token_ids, skip_special_tokens=skip)
     return inference_pb.DetokenizeResponse(text=text)

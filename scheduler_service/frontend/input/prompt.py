@@ -1,12 +1,24 @@
 """A request's prompt as token ids: given, tokenized, or rendered from a chat."""
 
 import json
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
-from scheduler_service.errors import InvalidArgument
+from scheduler_service.errors import InvalidArgument, PromptTooLong
+from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.served_models import FrontendModel
+
+MAX_CHAT_MESSAGES = 8192
+MAX_TOOLS = 1024
+MAX_TOOL_CALLS = 1024
+"""In one turn."""
+MAX_JSON_CHARS = 1 << 20
+"""Of one JSON text: it is parsed in one piece, with the interpreter's lock held."""
+MAX_JSON_CONTAINERS = 1 << 18
+"""Objects and arrays in all JSON texts of a conversation, counted by their opening brackets: the
+garbage collector visits all of them in one piece."""
 
 _END = "\uffff"
 """Put behind the text of a turn that is to be continued, to find its end in what a template makes
@@ -18,10 +30,20 @@ def check_chat(chat: inference_pb.Chat) -> None:
     is some."""
     if not chat.messages:
         raise InvalidArgument("chat.messages", "expected at least one message")
+    _check_count(chat.messages, "chat.messages", MAX_CHAT_MESSAGES)
+    _check_count(chat.tools, "chat.tools", MAX_TOOLS)
+    num_containers = sum(text.count("{") + text.count("[") for text in _json_texts(chat))
+    if num_containers > MAX_JSON_CONTAINERS:
+        raise InvalidArgument(
+            "chat",
+            f"expected JSON with at most {MAX_JSON_CONTAINERS} objects and arrays, "
+            f"got {num_containers}",
+        )
     for index, message in enumerate(chat.messages):
         path = f"chat.messages[{index}]"
         if not message.role:
             raise InvalidArgument(f"{path}.role", "expected a role")
+        _check_count(message.tool_calls, f"{path}.tool_calls", MAX_TOOL_CALLS)
         for number, call in enumerate(message.tool_calls):
             _parse_object(call.arguments_json, f"{path}.tool_calls[{number}].arguments_json")
     for index, tool in enumerate(chat.tools):
@@ -33,8 +55,20 @@ def check_chat(chat: inference_pb.Chat) -> None:
         _check_continued(chat)
 
 
-def chat_tokens(chat: inference_pb.Chat, model: FrontendModel) -> list[int]:
-    """A checked conversation as token ids.
+def _json_texts(chat: inference_pb.Chat) -> Iterator[str]:
+    """All JSON in a conversation."""
+    yield chat.template_arguments_json
+    yield from (tool.parameters_json for tool in chat.tools)
+    yield from (call.arguments_json for message in chat.messages for call in message.tool_calls)
+
+
+def _check_count(entries: Sized, path: str, most: int) -> None:
+    if len(entries) > most:
+        raise InvalidArgument(path, f"expected at most {most} entries, got {len(entries)}")
+
+
+def chat_text(chat: inference_pb.Chat, model: FrontendModel) -> str:
+    """A checked conversation as the model's chat template renders it, special tokens included.
 
     Raises UnsupportedByModel without tokenizer or template, InvalidArgument if the template refuses
     the conversation.
@@ -55,7 +89,7 @@ def chat_tokens(chat: inference_pb.Chat, model: FrontendModel) -> list[int]:
     )
     if chat.continue_final_message:
         text = _cut_at_end(text, chat.messages[-1].content.strip())
-    return tokenizer.encode(text, add_special_tokens=False)
+    return text
 
 
 def _message(message: inference_pb.ChatMessage) -> dict[str, Any]:
@@ -88,7 +122,11 @@ def _tool(tool: inference_pb.Tool) -> dict[str, Any]:
 
 
 def _parse_object(text: str, path: str) -> dict[str, Any]:
-    """The object that `text` tells; an empty text is an empty one."""
+    """The JSON object in `text`; an empty text stands for an empty object."""
+    if len(text) > MAX_JSON_CHARS:
+        raise InvalidArgument(
+            path, f"expected at most {MAX_JSON_CHARS} characters of JSON, got {len(text)}"
+        )
     try:
         value = json.loads(text) if text else {}
         if "\\u" in text:  # templates write it out, and half a character is no text
@@ -122,29 +160,69 @@ def _cut_at_end(text: str, content: str) -> str:
 
 
 def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
-    """The tokens that the model is given. Tokenizing takes a while for long texts; call it off the
-    loop."""
-    tokens = _whole_prompt(request, model)
+    """The tokens that the model is given; raises PromptTooLong for a prompt that is longer than
+    the model allows and not to be truncated.
+
+    Tokenizing a long text takes a while: call this in a thread for large requests.
+    """
     params = request.sampling_params
-    if not params.HasField("truncate_prompt_tokens"):
-        return tokens
-    return tokens[-(params.truncate_prompt_tokens or _fitting(params, model)) :]
-
-
-def _whole_prompt(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
+    keep = None
+    if params.HasField("truncate_prompt_tokens"):
+        keep = params.truncate_prompt_tokens or _fitting(params, model)
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
-        return list(request.token_ids.ids)
+        return _given_tokens(request.token_ids.ids, model, keep)
     if kind == "text":
         adds = not request.HasField("add_special_tokens") or request.add_special_tokens
         tokenizer = model.require_tokenizer("text prompt")
-        tokens = tokenizer.encode(request.text, add_special_tokens=adds)
+        tokens = _encode(tokenizer, request.text, model, keep, add_special_tokens=adds)
     else:
-        tokens = chat_tokens(request.chat, model)
+        text = chat_text(request.chat, model)
+        tokenizer = model.require_tokenizer("chat prompt")
+        tokens = _encode(tokenizer, text, model, keep, add_special_tokens=False)
     if not tokens:
         field = "text" if kind == "text" else "chat.messages"
         raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
     return tokens
+
+
+def _given_tokens(ids: Sequence[int], model: FrontendModel, keep: int | None) -> list[int]:
+    if keep is not None:
+        return list(ids[-keep:])
+    check_prompt_length(len(ids), model)
+    return list(ids)
+
+
+def _encode(
+    tokenizer: ModelTokenizer,
+    text: str,
+    model: FrontendModel,
+    keep: int | None,
+    *,
+    add_special_tokens: bool,
+) -> list[int]:
+    """A prompt's tokens; the last `keep` of them, if it is not None."""
+    if keep is not None:
+        return tokenizer.encode_end(text, keep, add_special_tokens=add_special_tokens)
+    try:
+        return tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=model.info.max_model_len
+        )
+    except TooManyTokens as error:
+        check_prompt_length(error.number, model, is_exact=error.is_exact)
+        raise
+
+
+def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool = True) -> None:
+    """Raise PromptTooLong unless a prompt of `num_tokens` leaves room for one more."""
+    max_model_len = model.info.max_model_len
+    if num_tokens >= max_model_len:
+        at_least = "" if is_exact else "at least "
+        raise PromptTooLong(
+            f"the prompt has {at_least}{num_tokens} tokens; prompt and output together are "
+            f"limited to {max_model_len}",
+            details={"prompt_tokens": num_tokens, "max_model_len": max_model_len},
+        )
 
 
 def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:

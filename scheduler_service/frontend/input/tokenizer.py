@@ -4,7 +4,9 @@ Built from the files the worker holds (tokenizer.json, tokenizer_config.json, ch
 as the `transformers` library reads them: an explicit `add_bos_token` or `add_eos_token` in the
 configuration overrules tokenizer.json, and special tokens may be strings or objects.
 
-The library releases the interpreter's lock while it works, so long texts belong in a thread.
+Of the library's methods only the batch methods release the interpreter's lock while they work:
+long texts are encoded by them, in a thread. Before a text is encoded as a whole, its tokens are
+counted piece by piece, so that a text far too long for the model costs little time and memory.
 """
 
 import json
@@ -13,11 +15,26 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-from tokenizers import Tokenizer, processors
+from tokenizers import Encoding, Tokenizer, processors
 
 from scheduler_service.errors import UnsupportedByModel
 from scheduler_service.frontend.input.chat_template import ChatTemplate
 from scheduler_service.frontend.output.detokenizer import Detokenizer, DetokenizerFactory
+
+PIECE_CHARS = 1 << 16
+"""Texts up to this length are encoded at once; longer ones are looked at in pieces of it first."""
+
+CUT_TOKENS = 32
+"""Tokens that a cut through a text may change, at most: words that it separates."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than allowed: `number`, or at least that many."""
+
+    def __init__(self, number: int, *, is_exact: bool) -> None:
+        self.number = number
+        self.is_exact = is_exact
+
 
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -62,9 +79,43 @@ class ModelTokenizer:
         self.token_text = lru_cache(maxsize=65536)(self._detokenizers.token_text)
         """One token's text as it reads inside a text, with U+FFFD for broken characters."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a text; raises TooManyTokens if there are more than `max_tokens`."""
+        if max_tokens is not None and len(text) > max(PIECE_CHARS, 4 * max_tokens):
+            self._check_length(text, max_tokens)
+        encoding = self._encode(text, add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(len(encoding), is_exact=True)
+        return list(encoding.ids)
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
+        """The last `num_tokens` token ids of a text. Of a long text only the end is encoded, from
+        far enough before the first of them that the cut does not change them."""
+        num_chars = max(PIECE_CHARS, 8 * num_tokens)
+        while num_chars < len(text):
+            token_ids = self.encode(text[-num_chars:], add_special_tokens=add_special_tokens)
+            if len(token_ids) >= num_tokens + 2 * CUT_TOKENS:
+                return token_ids[-num_tokens:]
+            num_chars *= 4
+        return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Raise TooManyTokens once the pieces of a text so far have more than `max_tokens`."""
+        number = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = self._encode(text[start : start + PIECE_CHARS], add_special_tokens=False)
+            number += max(len(piece) - CUT_TOKENS, 0)
+            if number > max_tokens:
+                raise TooManyTokens(number, is_exact=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        """A text's encoding, without offsets; other threads run meanwhile."""
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding
 
     def render_chat(
         self,

@@ -6,7 +6,7 @@ model. Every complaint is an InvalidArgument that names the field by its path in
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from struct import pack, unpack
 
 from google.protobuf.message import Message
@@ -26,6 +26,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5
 """Either way; length to this power stays within float32."""
@@ -33,6 +34,7 @@ MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS = 100, 60_000
 MAX_STATUS_REQUESTS = 4096
 
 MAX_HOLD_MS = 60_000
+CHUNK_TOKENS = 1 << 16
 MAX_STRUCTURED_BYTES = 262_144
 """Of what an output is to match."""
 MAX_STRUCTURED_CHOICES = 1024
@@ -82,11 +84,13 @@ def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.M
         check_token_ids(f"resume[{index}].token_ids", choice.token_ids, info.vocab_size)
 
 
-def check_token_ids(path: str, token_ids: Collection[int], vocab_size: int) -> None:
+def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidArgument naming the first id that is out of the vocabulary."""
-    if token_ids and max(token_ids) >= vocab_size:
-        index, found = next((i, id) for i, id in enumerate(token_ids) if id >= vocab_size)
-        raise InvalidArgument(f"{path}[{index}]", f"{_below_vocab(vocab_size)}, got {found}")
+    for start in range(0, len(token_ids), CHUNK_TOKENS):  # other threads run between the chunks
+        chunk = token_ids[start : start + CHUNK_TOKENS]
+        if max(chunk) >= vocab_size:
+            index, found = next((i, id) for i, id in enumerate(chunk, start) if id >= vocab_size)
+            raise InvalidArgument(f"{path}[{index}]", f"{_below_vocab(vocab_size)}, got {found}")
 
 
 def check_status_interval(request: inference_pb.WatchStatusRequest) -> None:
@@ -126,7 +130,7 @@ def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
     _check_range(params, "prompt_logprobs", 0, MAX_LOGPROBS)
     _check_logit_bias(params.logit_bias)
     _check_texts(params.stop, "stop", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
-    _check_texts(params.bad_words, "bad_words", MAX_BAD_WORDS, None)
+    _check_texts(params.bad_words, "bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
     _check_count(params.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS)
     _check_beam_search(params)
     _check_structured_output(params)
@@ -142,13 +146,12 @@ def _check_logit_bias(entries: Collection[sampling_pb2.LogitBias]) -> None:
         seen.add(entry.token_id)
 
 
-def _check_texts(texts: Collection[str], field: str, max_count: int, max_chars: int | None) -> None:
+def _check_texts(texts: Collection[str], field: str, max_count: int, max_chars: int) -> None:
     _check_count(texts, field, max_count)
     for index, text in enumerate(texts):
         path = f"sampling_params.{field}[{index}]"
         _expect(bool(text), path, "expected a text that is not empty")
-        if max_chars is not None:
-            _expect(len(text) <= max_chars, path, f"expected at most {max_chars} characters")
+        _expect(len(text) <= max_chars, path, f"expected at most {max_chars} characters")
 
 
 def _check_beam_search(params: sampling_pb2.SamplingParams) -> None:

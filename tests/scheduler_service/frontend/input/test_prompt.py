@@ -1,8 +1,14 @@
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.prompt import check_chat, prompt_tokens
+from scheduler_service.errors import InvalidArgument, PromptTooLong
+from scheduler_service.frontend.input.prompt import (
+    MAX_CHAT_MESSAGES,
+    MAX_JSON_CHARS,
+    MAX_JSON_CONTAINERS,
+    check_chat,
+    prompt_tokens,
+)
 from scheduler_service.frontend.served_models import build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
@@ -130,3 +136,27 @@ def test_json_with_both_halves_of_a_character_is_taken() -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     chat.template_arguments_json = '{"a": "\\ud83d\\ude00"}'
     check_chat(chat)
+
+
+@pytest.mark.parametrize(
+    ("chat", "path"),
+    [
+        (pb.Chat(messages=[pb.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1)), "messages"),
+        (pb.Chat(template_arguments_json='"' * (MAX_JSON_CHARS + 1)), "template_arguments_json"),
+        (pb.Chat(template_arguments_json="[" * (MAX_JSON_CONTAINERS + 1)), ""),
+    ],
+    ids=["turns", "characters of JSON", "arrays"],
+)
+def test_a_conversation_is_bounded(chat: pb.Chat, path: str) -> None:
+    if not chat.messages:
+        chat.messages.add(role="user")
+    with pytest.raises(InvalidArgument, match=r"expected .*at most") as refused:
+        check_chat(chat)
+    assert refused.value.field == f"chat.{path}".rstrip(".")
+
+
+@pytest.mark.parametrize("prompt", ["hello " * 100_000, [5] * 256], ids=["text", "token ids"])
+def test_a_prompt_too_long_for_the_model_is_refused(prompt: object) -> None:
+    with pytest.raises(PromptTooLong) as refused:
+        prompt_tokens(generate_request(prompt), MODEL)
+    assert refused.value.details["max_model_len"] == "256"

@@ -1,9 +1,17 @@
 import json
+import random
+import threading
+import time
 
 import pytest
+from tokenizers import Tokenizer
 
 from scheduler_service.errors import UnsupportedByModel
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from scheduler_service.frontend.input.tokenizer import (
+    PIECE_CHARS,
+    ModelTokenizer,
+    TooManyTokens,
+)
 from tests.support.tokenizers import BOS, EOS, byte_level, sentencepiece
 
 FILE = byte_level().to_str().encode()
@@ -132,3 +140,47 @@ def test_tokens_are_named_as_the_vocabulary_writes_them() -> None:
     ids = [sentencepiece().token_to_id(name) for name in ("▁hello", "<0xE4>")]
     assert [tokenizer.token_name(token_id) for token_id in [*ids, 9999]] == ["▁hello", "<0xE4>", ""]
     assert json.loads(sentencepiece().to_str())["model"]["byte_fallback"]
+
+
+LONG = " ".join(random.Random(1).choices(["hello", "world", "café", "fox,", "你好"], k=60_000))
+"""Several pieces long."""
+
+
+@pytest.mark.parametrize("library", [byte_level(), sentencepiece()])
+def test_texts_of_any_length_have_the_librarys_own_tokens(library: Tokenizer) -> None:
+    tokenizer = ModelTokenizer(library.to_str().encode())
+    assert len(LONG) > 4 * PIECE_CHARS
+    for text in ("", "hello", LONG):
+        for adds in (True, False):
+            expected = library.encode(text, add_special_tokens=adds).ids
+            assert tokenizer.encode(text, add_special_tokens=adds) == expected
+            num_tokens = len(expected)
+            within = tokenizer.encode(text, add_special_tokens=adds, max_tokens=num_tokens)
+            assert within == expected
+            for end in (1, 100, num_tokens):
+                assert tokenizer.encode_end(text, end, add_special_tokens=adds) == expected[-end:]
+
+
+def test_a_text_with_too_many_tokens_is_not_encoded_as_a_whole() -> None:
+    tokenizer = ModelTokenizer(FILE)
+    num_tokens = len(tokenizer.encode(LONG))
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode(LONG, max_tokens=num_tokens - 1)
+    assert caught.value.number == num_tokens
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode(LONG, max_tokens=1000)
+    assert 1000 < caught.value.number < num_tokens / 2
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = ModelTokenizer(FILE)
+    text = "hello world " * 100_000
+    began = time.monotonic()
+    encoding = threading.Thread(target=tokenizer.encode, args=[text])
+    encoding.start()
+    greatest_gap_s, last = 0.0, time.monotonic()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        greatest_gap_s, last = max(greatest_gap_s, now - last), now
+    assert greatest_gap_s < (time.monotonic() - began) / 2
