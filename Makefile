@@ -1,25 +1,25 @@
-# Everything a developer runs. Each target makes the environment it needs.
+# The commands of development. Each target creates the environment that it needs.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The CPU build on the development machines; README.md says how to choose another.
+# The CPU build on the development machines; docs/quick-start.md explains how to choose another.
 TORCH ?= torch==2.13.0
 PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
 CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 NATIVE := kernels/pagewire_kernels/cpu/native
-# Where tests are marked `gpu`: what is there can do without the services' dependencies.
+# Folders of tests marked `gpu`, which run without the services' dependencies.
 GPU_TESTS := tests/kernels/gpu tests/worker_service/runner/device
 SOURCES := PYTHONPATH=.:kernels:client:protos
-# Engines to compare with, where they are installed; docs/benchmarks.md says how to get each.
+# Engines to compare with, if they are installed; docs/benchmarks.md explains how to install them.
 PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
   $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
   $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
-# Those of a run hold their models and KV at once: these fit a GPU of 141 GB, where the padded batches
-# of transformers would not.
+# All engines of a run hold their models and KV at the same time: these fit a GPU of 141 GB, which the
+# padded batches of transformers would not.
 GPU_ENGINES ?= pagewire "pagewire in-process" vllm nano-vllm
-# Test processes beside each other: many tests start services and wait for them.
+# Parallel test processes: many tests start services and wait for them.
 JOBS ?= 2
 # Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
 CHAOS ?=
@@ -58,7 +58,7 @@ test: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/
 test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
 	$(BIN)/python -m pytest -m "not gpu"
 
-## chaos: kill, stop and cut off processes at random; all streams must be as if nothing had been
+## chaos: kill, stop and disconnect processes at random; no stream may change
 chaos: $(VENV)/.ready
 	$(SOURCES) $(BIN)/python -m tests.chaos $(CHAOS)
 
@@ -66,8 +66,8 @@ chaos: $(VENV)/.ready
 fuzz: $(VENV)/.ready
 	$(SOURCES) $(BIN)/python -m tests.fuzz $(FUZZ)
 
-## test-gpu: on a machine with a GPU, with the Python that has torch, Triton and pytest; what other
-## versions than ours warn of, of libraries or of options, is told and fails nothing
+## test-gpu: on a machine with a GPU, with the Python that has torch, Triton and pytest; warnings of
+## other versions of libraries are shown and do not fail
 test-gpu:
 	$(SOURCES) $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider -W default $(GPU_TESTS)
 
@@ -132,15 +132,15 @@ sync-client: $(VENV)/.ready
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-## docs-serve: show it at http://127.0.0.1:8001, renewed as pages change
+## docs-serve: serve it at http://127.0.0.1:8001, rebuilt when pages change
 docs-serve: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
-## image-pins: have the container images install the versions that are installed here
+## image-pins: pin the versions installed here in the container images
 image-pins: $(VENV)/.ready
 	$(BIN)/python -m tools.image_pins
 
-## clean: remove all that the targets above made
+## clean: remove everything that the targets above created
 clean:
 	rm -rf $(VENV) client/node/node_modules tests/browser/node_modules dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
