@@ -20,3 +20,11 @@ def test_the_images_are_built_from_every_package_and_from_nothing_that_is_not_se
         for source in line.split()[1:-1]
     ]
     assert [source for source in copied if f"!{source}" not in sent] == []
+
+
+def test_the_types_of_what_users_import_are_shipped() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    for package in ("client/pagewire_client", "protos/pagewire"):
+        assert package in packages
+        assert (ROOT / package / "py.typed").is_file()
