@@ -107,7 +107,9 @@ class WorkerRegistry:
         group = self._groups.get(group_id)
         if group is None:
             raise UnknownWorkerGroup(
-                f"no worker group {group_id!r} is registered", details={"group_id": group_id}
+                f"no worker group {group_id!r} is registered; there is: "
+                f"{', '.join(sorted(self._groups)) or 'none'}",
+                details={"group_id": group_id},
             )
         self._drain(group)
 

@@ -93,6 +93,7 @@ class FakeFrontend(InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.num_streams = 0
+        self.group_id = "worker-0"
         self.capacity = 10**6
         """Requests that a GenerateMany stream holds at once before it refuses more."""
         self.hold = threading.Event()
@@ -200,7 +201,7 @@ class FakeFrontend(InferenceServiceServicer):
         return pb.GetModelResponse(model=model_pb2.ModelInfo(name=MODEL, max_model_len=100))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(status=_engine_status(1.0))
+        return pb.GetStatusResponse(status=_engine_status(1.0, self.group_id))
 
     def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Any
@@ -209,7 +210,7 @@ class FakeFrontend(InferenceServiceServicer):
         for number in range(100):
             if scripted and scripted.failure and number == scripted.after_tokens:
                 _abort(context, scripted.failure)
-            yield pb.WatchStatusResponse(status=_engine_status(float(number)))
+            yield pb.WatchStatusResponse(status=_engine_status(float(number), self.group_id))
 
     def _note(self, request: pb.GenerateRequest, context: Any) -> None:
         self.requests.append(request)
@@ -329,9 +330,9 @@ def _prompt_logprobs(request: pb.GenerateRequest) -> list[pb.TokenLogprobs]:
     return [start, *(_logprobs(token_id) for token_id in others)]
 
 
-def _engine_status(uptime_s: float) -> engine_status_pb2.EngineStatus:
+def _engine_status(uptime_s: float, group_id: str) -> engine_status_pb2.EngineStatus:
     group = engine_status_pb2.WorkerGroupStatus(
-        group_id="worker-0",
+        group_id=group_id,
         state=engine_status_pb2.WORKER_STATE_READY,
         model=MODEL,
         address="unix:/worker",

@@ -72,7 +72,11 @@ def _swaps(snapshot: EngineStatus) -> str:
 
 
 def _workers(groups: Any) -> Table:
-    table = Table("worker", "state", "model", "sequences", "device blocks", "host blocks", "steps")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    # Never shortened or wrapped: `pagewire drain` takes the whole id.
+    table.add_column("worker", no_wrap=True, min_width=max(len(group.group_id) for group in groups))
+    for name in ("state", "model", "sequences", "device blocks", "host blocks", "steps"):
+        table.add_column(name, overflow="fold")
     for group in groups:
         table.add_row(
             group.group_id,

@@ -152,7 +152,14 @@ async def test_the_command_gives_up_waiting_in_time_and_the_group_goes_on_draini
         await frontend.wait_finished(1)
 
 
-async def test_the_command_knows_when_there_is_no_such_group(service: CoreService) -> None:
-    result = await run_drain(service, "nobody")
-    assert isinstance(result.exception, NotFound)
-    assert result.exception.message == "no worker group 'nobody' is registered"
+async def test_the_command_lists_the_groups_when_there_is_no_such_one(
+    service: CoreService, fleet: Fleet
+) -> None:
+    for others, there in (((), "none"), (("two", "one"), "one, two")):
+        for name in others:
+            await fleet.start(FakeWorker(name))
+        result = await run_drain(service, "nobody")
+        assert isinstance(result.exception, NotFound)
+        assert result.exception.message == (
+            f"no worker group 'nobody' is registered; there is: {there}"
+        )
