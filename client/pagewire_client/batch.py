@@ -167,9 +167,10 @@ class Batch:
 
     def _receive_error(self, error: pb.RequestError) -> list[Send]:
         member = self._in_flight.get(error.request_id)
-        failure = errors.from_status(error.code, error.message, error.status)
-        if member is None:
-            raise failure  # A complaint about no request of ours is one about the stream.
+        if member is None:  # The error concerns the stream, not one of its requests.
+            raise errors.from_status(error.code, error.message, error.status)
+        message = f"prompts[{member.position}]: {error.message}"
+        failure = errors.from_status(error.code, message, error.status)
         if isinstance(failure, errors.Overloaded) and len(self._in_flight) > 1:
             # The server holds as many of ours as it will: this one follows when another ends.
             del self._in_flight[error.request_id]

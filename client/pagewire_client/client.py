@@ -118,26 +118,26 @@ class Client:
 
     def generate_many(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """The answers to many prompts, in their order; `options` as for `try_generate_many`.
 
-        One request that fails ends the others and raises.
+        The first request that fails ends the others and raises; the message names its prompt.
         """
         batch = self._run_batch(prompts, sampling_params, fail_fast=True, **options)
         return batch.outputs()
 
     def try_generate_many(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[RequestOutput | PagewireError]:
-        """The answers to many prompts, in their order; an error stands where a request failed.
+        """The answers to many prompts, in their order; an error where a request failed.
 
-        `sampling_params` holds for all, or is a list with one for each. Options besides `model`,
+        `sampling_params` applies to all, or is a list with one for each. Options besides `model`,
         `priority` and `timeout` (for all together): `max_in_flight`, the most requests sent and
         unfinished; `on_progress`, called with a `BatchProgress` for every message received.
         """
@@ -200,7 +200,7 @@ class Client:
 
     def _run_batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         fail_fast: bool,

@@ -120,9 +120,7 @@ class LLM:
         """
         with progress_bar(shown=use_tqdm) as on_progress:
             try:
-                return self._client.generate_many(
-                    prompt_list(prompts), sampling_params, on_progress=on_progress
-                )
+                return self._client.generate_many(prompts, sampling_params, on_progress=on_progress)
             except Unavailable as error:
                 if self._services.failure:
                     raise self._services.failure from error

@@ -38,7 +38,12 @@ _EXPECTED = (
 
 
 def chat_proto(messages: Messages, *, add_generation_prompt: bool = True) -> pb.Chat:
-    """A conversation as the server takes it. Raises ValueError naming the wrong message."""
+    """The message for a conversation. Raises ValueError that names the wrong chat message."""
+    if isinstance(messages, str | bytes | Mapping):
+        kind = type(messages).__name__
+        raise ValueError(
+            f'messages must be a list of {{"role": text, "content": text}}, not {kind}'
+        )
     chat = pb.Chat(add_generation_prompt=add_generation_prompt)
     for position, message in enumerate(messages):
         role, content = _role_and_content(position, message)
@@ -47,7 +52,7 @@ def chat_proto(messages: Messages, *, add_generation_prompt: bool = True) -> pb.
 
 
 def fill_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    """Set the request's prompt. Raises ValueError if `prompt` is nothing that can be one."""
+    """Set the request's prompt. Raises ValueError if `prompt` cannot be one."""
     if isinstance(prompt, str):
         request.text = _encodable(prompt)
     elif isinstance(prompt, pb.Chat):
@@ -61,8 +66,8 @@ def fill_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 
 def prompt_list(prompts: Any) -> list[Any]:
-    """The prompts, or the conversations, of a list of them; a list of one for one alone."""
-    if isinstance(prompts, str | Mapping | pb.Chat):
+    """The prompts or conversations of a list of them; a list of one for a single one."""
+    if isinstance(prompts, str | bytes | Mapping | pb.Chat):
         return [prompts]
     prompts = list(prompts)
     first = prompts[0] if prompts else None
@@ -83,23 +88,27 @@ def _fill_from_mapping(request: pb.GenerateRequest, prompt: Mapping[str, Any]) -
 
 def _fill_token_ids(request: pb.GenerateRequest, token_ids: Any) -> None:
     try:
+        if isinstance(token_ids, bytes | bytearray):
+            raise TypeError("bytes are neither text nor token ids")
         request.token_ids.ids.extend(token_ids)
     except (TypeError, ValueError):
+        is_several = isinstance(token_ids, list | tuple) and not isinstance(token_ids[0], int)
+        hint = "; generate_many takes several prompts" if is_several else ""
         raise ValueError(
             f"prompt must be {_EXPECTED}, with token ids from 0 to 2**32 - 1; "
-            f"got {type(token_ids).__name__}"
+            f"got {type(token_ids).__name__}{hint}"
         ) from None
-    # An empty list must be seen as a prompt of no tokens, not as no prompt.
+    # An empty list must arrive as a prompt of no tokens, not as an absent prompt.
     request.token_ids.SetInParent()
 
 
 def _encodable(text: str) -> str:
-    """The text; raises ValueError for halves of characters, such as undecodable input leaves."""
+    """The text; raises ValueError for unpaired surrogates, such as undecodable input leaves."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"prompt must be Unicode text; position {error.start} holds half a character"
+            f"prompt must be Unicode text; position {error.start} holds an unpaired surrogate"
         ) from None
     return text
 
@@ -113,9 +122,9 @@ def _role_and_content(position: int, message: Mapping[str, Any]) -> tuple[str, s
 
 
 MAX_HOLD_MS = 1000
-"""How long the tokens of requests that are answered as a whole may wait on their way, to come in
-fewer messages. The end of an answer does not wait, unless several steps are told of at once: up to
-100 ms of them."""
+"""How long the server may hold back the tokens of a request that is answered as a whole, to send
+fewer messages. The end of an answer is not held back, unless a message reports several steps: then
+for up to 100 ms."""
 
 
 def generate_request(
@@ -127,9 +136,9 @@ def generate_request(
     priority: int = 0,
     is_whole: bool = False,
 ) -> pb.GenerateRequest:
-    """One request. It always gets an id, so that it can be continued elsewhere.
+    """One request. It always has an id, so that another frontend can continue it.
 
-    `is_whole`: nobody looks at the answer before its end.
+    `is_whole`: the answer is not read before its end.
     """
     request = pb.GenerateRequest(
         request_id=request_id or uuid.uuid4().hex,
@@ -145,24 +154,31 @@ def generate_request(
 
 
 def generate_requests(
-    prompts: Sequence[Prompt],
+    prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     model: str | None = None,
     priority: int = 0,
 ) -> list[pb.GenerateRequest]:
     """One request per prompt, to be answered as a whole; `sampling_params` for all, or one for
-    each."""
+    each. Raises ValueError that names the wrong prompt."""
+    prompts = prompt_list(prompts)
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: Sequence[SamplingParams | None] = [sampling_params] * len(prompts)
     else:
         params = sampling_params
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
-    return [
-        generate_request(prompt, prompt_params, model=model, priority=priority, is_whole=True)
-        for prompt, prompt_params in zip(prompts, params, strict=True)
-    ]
+    requests = []
+    for position, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            request = generate_request(
+                prompt, prompt_params, model=model, priority=priority, is_whole=True
+            )
+        except ValueError as error:
+            raise ValueError(f"prompts[{position}]: {error}") from None
+        requests.append(request)
+    return requests
 
 
 def tokenize_request(

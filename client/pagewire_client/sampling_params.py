@@ -85,7 +85,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt."""
     truncate_prompt_tokens: int | None = None
-    """Of a longer prompt, take its last so many tokens; -1: as many as leave room for `max_tokens`.
+    """Keep only the last N tokens of a longer prompt; -1: as many as leave room for `max_tokens`.
     None: a prompt that is too long is refused."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text."""
@@ -129,7 +129,7 @@ class SamplingParams:
         """Top-k, biases, seed, bad words, and how much of the prompt."""
         for name in _COUNTS_OR_ALL:
             if (value := getattr(self, name)) is not None:
-                setattr(proto, name, 0 if value == -1 else _integer(name, value, _MAX_UINT32))
+                setattr(proto, name, max(0, _integer(name, value, _MAX_UINT32, minimum=-1)))
         if self.seed is not None:
             proto.seed = _integer("seed", self.seed, _MAX_UINT64)
         for token_id, bias in (self.logit_bias or {}).items():
@@ -187,14 +187,15 @@ class SamplingParams:
             proto.choice.choices.extend(_texts("choice", self.choice))
 
 
-def _integer(name: str, value: object, maximum: int) -> int:
-    """`value` as an int the field can carry; accepts what can index a list, numpy's too."""
+def _integer(name: str, value: object, maximum: int, *, minimum: int = 0) -> int:
+    """`value` as an int that the field can carry; accepts whatever can index a list, such as
+    numpy's integers."""
     try:
         integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"{name} must be an integer, not {value!r}") from None
-    if not 0 <= integer <= maximum:
-        raise ValueError(f"{name} must be from 0 to {maximum}, not {integer}")
+    if not minimum <= integer <= maximum:
+        raise ValueError(f"{name} must be from {minimum} to {maximum}, not {integer}")
     return integer
 
 

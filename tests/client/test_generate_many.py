@@ -68,7 +68,7 @@ def test_a_full_server_gets_the_rest_later(
 
 
 def test_one_failed_request_raises(client: Any) -> None:
-    with pytest.raises(errors.InvalidArgument, match="expected a text") as caught:
+    with pytest.raises(errors.InvalidArgument, match=r"^prompts\[1\]: .*expected a text") as caught:
         client.generate_many(["good", "", "good too"], TEN)
     assert caught.value.field == "text"
 
@@ -76,6 +76,7 @@ def test_one_failed_request_raises(client: Any) -> None:
 def test_or_stands_in_its_place_if_the_caller_prefers(client: Any) -> None:
     outcomes = client.try_generate_many(["good", "", "good too"], TEN)
     assert [isinstance(outcome, PagewireError) for outcome in outcomes] == [False, True, False]
+    assert outcomes[1].message.startswith("prompts[1]: ")
     assert outcomes[2].finished
 
 

@@ -74,6 +74,8 @@ def test_minus_one_means_all_as_users_of_vllm_expect(field: Any) -> None:
     proto = SamplingParams(**{field: -1}).to_proto()
     assert proto.HasField(field)
     assert getattr(proto, field) == 0
+    with pytest.raises(ValueError, match=f"{field} must be from -1 to 4294967295, not -5"):
+        SamplingParams(**{field: -5})
 
 
 @pytest.mark.parametrize(

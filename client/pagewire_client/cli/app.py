@@ -17,7 +17,7 @@ from pagewire_client.cli.key import key
 from pagewire_client.cli.serve import serve
 from pagewire_client.cli.status import health, status
 from pagewire_client.cli.top import top
-from pagewire_client.errors import LocalServiceError, PagewireError, Unavailable
+from pagewire_client.errors import LocalServiceError, NotAuthorized, PagewireError, Unavailable
 
 EXIT_FAILURE = 1
 EXIT_WRONG_OPTION = 2
@@ -65,10 +65,10 @@ for role in (
 
 
 def _hint(error: Unavailable) -> str:
-    """What may help whoever has just begun."""
+    """How to start a server or name one, for users who have just installed Pagewire."""
     if not error.message.startswith("cannot connect to"):
         return ""
-    return "\n`pagewire serve` starts one on this machine; --help tells how to name another"
+    return "\n`pagewire serve` starts one on this machine; --help says how to name another"
 
 
 def run() -> None:
@@ -84,6 +84,9 @@ def run() -> None:
         terminal.error(error.message)
         if error.details.get("exit_code") == str(EXIT_WRONG_OPTION):
             sys.exit(EXIT_WRONG_OPTION)
+    except NotAuthorized as error:
+        hint = "\n--api-key or PAGEWIRE_API_KEY sends one" if error.reason == "NO_API_KEY" else ""
+        terminal.error(f"{error.message}{hint}")
     except (PagewireError, ValueError, OSError) as error:
         terminal.error(str(error))
     sys.exit(EXIT_FAILURE)

@@ -217,7 +217,7 @@ class Sampling:
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256
     truncate_prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Take the last so many tokens of a longer prompt; -1: as many as fit."),
+        typer.Option(help="Keep the last N tokens of a longer prompt; -1: as many as fit."),
     ] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None

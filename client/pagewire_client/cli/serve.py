@@ -1,4 +1,4 @@
-"""`pagewire serve`: a deployment on this machine, kept alive until it is told to end."""
+"""`pagewire serve`: a deployment on this machine, kept alive until it is asked to end."""
 
 import os
 import signal
@@ -23,6 +23,8 @@ _LOOK_S = 3600.0
 @with_options(engine=ENGINE)
 def serve(
     engine: dict[str, Any],
+    checkpoint: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    *,
     model: Annotated[
         str,
         typer.Option(
@@ -64,6 +66,8 @@ def serve(
     A service that dies is started again, and open streams go on. SIGTERM and ctrl-C let running
     requests finish within the grace period; a second one ends everything at once.
     """
+    if checkpoint is not None:
+        raise typer.BadParameter(f"--model names the model: pagewire serve --model {checkpoint}")
     services = LocalServices(
         model,
         engine_flags=engine,

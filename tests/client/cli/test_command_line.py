@@ -294,6 +294,32 @@ def test_status_shows_queues_and_workers(invoke: Any) -> None:
         assert words in result.stdout
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_status_shows_ids_whole_on_a_narrow_terminal(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, frontend: FakeFrontend, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(frontend, "group_id", "4072c8dda0" * 3)
+    assert "4072c8dda0" * 3 in invoke("status").stdout
+
+
+def test_a_missing_api_key_names_the_option_for_one(frontend: FakeFrontend) -> None:
+    missing = Failure(
+        code=grpc.StatusCode.UNAUTHENTICATED, reason="NO_API_KEY", message="expected an API key"
+    )
+    frontend.breaks.append(Break(after_tokens=0, failure=missing))
+    done = run("generate", "x", "--address", frontend.address)
+    assert done.returncode == 1
+    assert done.stderr == ("error: expected an API key\n--api-key or PAGEWIRE_API_KEY sends one\n")
+
+
+def test_serve_says_how_to_name_the_model() -> None:
+    result = CliRunner().invoke(app, ["serve", "models/good"])
+    assert result.exit_code == 2
+    assert "--model models/good" in result.stderr
+    assert "[CHECKPOINT]" not in CliRunner().invoke(app, ["serve", "--help"]).stdout
+
+
 def test_status_is_json_for_programs(invoke: Any) -> None:
     snapshot = json.loads(invoke("status", "--json").stdout)
     assert snapshot["version"] == "1.2.3"
