@@ -65,7 +65,7 @@ def blocks(plans: list[plan_pb2.StepPlan], results: list[plan_pb2.StepResult]) -
     return [annotated(message) for message in (*requests, *responses)]
 
 
-def test_the_page_shows_what_a_worker_is_told_and_answers(tmp_path: Path) -> None:
+def test_the_page_shows_the_messages_of_a_real_worker(tmp_path: Path) -> None:
     plans, results, text = worked_example(tmp_path)
     page = PAGE.read_text()
     shown = re.findall(r"```hex\n(.*?)\n```", page, re.DOTALL)
@@ -78,5 +78,5 @@ def test_the_page_shows_what_a_worker_is_told_and_answers(tmp_path: Path) -> Non
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        told = worked_example(Path(scratch))
-    print("\n\n".join(blocks(*told[:2])), told[2], sep="\n\n")
+        example = worked_example(Path(scratch))
+    print("\n\n".join(blocks(*example[:2])), example[2], sep="\n\n")

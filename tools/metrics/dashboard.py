@@ -18,7 +18,7 @@ PERCENTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One set of lines in a panel."""
+    """One query of a panel, with its legend."""
 
     expression: str
     legend: str
@@ -26,7 +26,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
+    """One graph."""
 
     title: str
     unit: str
@@ -36,12 +36,12 @@ class Panel:
 
 
 def rate(metric: str, by: str, matching: str = MODEL) -> str:
-    """What a counter gains each second."""
+    """The increase of a counter per second."""
     return f"sum by ({by}) (rate({metric}{{{matching}}}[$__rate_interval]))"
 
 
 def percentiles(metric: str) -> tuple[Query, ...]:
-    """Of a histogram's values."""
+    """The percentiles of a histogram."""
     return tuple(
         Query(
             f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le')})",
@@ -52,7 +52,7 @@ def percentiles(metric: str) -> tuple[Query, ...]:
 
 
 def mean(metric: str, by: str) -> str:
-    """Of a histogram's values."""
+    """The mean of a histogram."""
     return f"{rate(f'{metric}_sum', by)} / {rate(f'{metric}_count', by)}"
 
 
@@ -71,8 +71,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     "prefilled {{model_name}}",
                 ),
             ),
-            "Per second. Prefilled are the prompts' tokens without those found in the prefix "
-            "cache, and those that were computed again.",
+            "Per second. Prefilled tokens exclude those found in the prefix cache and include "
+            "recomputed ones.",
         ),
         Panel(
             "Requests ended",
@@ -147,8 +147,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Time of requests, by part",
             "s",
             (Query(rate("pagewire_request_part_seconds_sum", "part"), "{{part}}"),),
-            "Seconds of requests' time per second, by what it was spent on; parts add up to what "
-            "clients waited.",
+            "Seconds of requests' time per second, by part; the parts add up to the clients' "
+            "waiting time.",
             is_stacked=True,
         ),
         Panel(
@@ -167,7 +167,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     "{{part}}",
                 ),
             ),
-            "Wire is the rest: between processes, and nothing to do.",
+            "Wire is the rest: transfer between processes, and idle time.",
             is_stacked=True,
         ),
     ),
@@ -203,7 +203,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                     "{{instance}} {{reason}}",
                 ),
             ),
-            "Between steps: without a plan, or with one at hand.",
+            "Idle time between steps: without a plan, or with one queued.",
         ),
         Panel(
             "Workers' time, by part",
@@ -238,7 +238,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
-            "Requests that went on elsewhere",
+            "Requests continued on other workers",
             "short",
             (
                 Query(
@@ -280,7 +280,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """As Grafana reads it."""
+    """The dashboard in Grafana's format."""
     return {
         "uid": "pagewire",
         "title": "Pagewire",
@@ -297,7 +297,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> list[str]:
-    """Every query, as Prometheus would get it."""
+    """Every query, as Prometheus receives it."""
     return [query.expression for panels in ROWS.values() for p in panels for query in p.queries]
 
 
