@@ -143,7 +143,7 @@ class SchedulerCore:
         seq = self._registry.find_sequence(frontend_id, handle)
         if seq is None or seq.status.is_finished or seq.seq_group.is_lockstep:
             return
-        del seq.output_token_ids[num_tokens:]
+        seq.truncate(num_tokens)
         self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
 
     def remove_frontend(self, frontend_id: str, now: float) -> None:

@@ -11,7 +11,7 @@ forks, and sequences to forget. Nothing is reported to the frontend before the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -157,23 +157,124 @@ class Sequence:
         output = self.output_token_ids[: max(0, last)]
         return [*self.seq_group.request.prompt_token_ids[start:end], *output]
 
-    def follow(self, parent: Sequence, step_id: int) -> None:
-        """Enter the batch with the prompt that its parent computes."""
+    def live_forks(self) -> list[Sequence]:
+        """Choices that are still to start from this one."""
+        return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
+
+    # Transitions; nothing outside this module assigns a sequence's fields.
+
+    def register(self, seq_id: int) -> None:
+        """Take the number by which workers and logs know it: its request is accepted."""
+        self.seq_id = seq_id
+
+    def limit_output(self, max_tokens: int) -> None:
+        """Take the limit on output tokens in the worker group in which it is placed."""
+        self.max_output_tokens = max_tokens
+
+    def enter_batch(self) -> None:
+        """Take a place in the batch."""
+        self.status = SequenceStatus.RUNNING
+
+    def start_prefill(self, step_id: int, num_computed: int, num_cached_blocks: int) -> None:
+        """Begin to compute what the prefix cache did not provide."""
+        self.first_step_id = step_id
+        self.num_computed = num_computed
+        self.num_offered_blocks = num_cached_blocks
+
+    def advance_prefill(self, num_tokens: int) -> bool:
+        """Count tokens as computed; whether these were the last."""
+        self.num_computed += num_tokens
+        return self.num_computed == self.length
+
+    def confirm_prefill(self, *, is_complete: bool) -> None:
+        """Note the result of a prefill step; incomplete: decoded blocks must not be found."""
+        self.is_prefilled = is_complete
+
+    def offer_blocks(self, num_blocks: int) -> None:
+        """Note that its first blocks can be found in the prefix cache."""
+        self.num_offered_blocks = num_blocks
+
+    def start_decode(self, reserved_length: int) -> None:
+        """Sample the first token, and decode further ones up to `reserved_length`."""
+        self.reserve(reserved_length)
+        self.extend()
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allow decoding up to a length, or to its end, without asking the block manager."""
+        max_length = self.seq_group.num_prompt_tokens + self.max_output_tokens
+        self.reserved_length = min(num_tokens, max_length - 1)
+
+    def extend(self) -> None:
+        """Count a token that is being sampled."""
+        self.length += 1
+
+    def append_sampled(self, token: int) -> None:
+        """Add the value of a token that is counted in `length`."""
+        self.output_token_ids.append(token)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first output tokens only."""
+        del self.output_token_ids[num_tokens:]
+
+    def hold_forks(self, forks: list[Sequence]) -> None:
+        """Keep sequences that will fork from this one, or that hold no beam."""
+        self.forks = forks
+
+    def release_forks(self) -> list[Sequence]:
+        """Give up the forks; those that are still in the batch."""
+        forks, self.forks = self.live_forks(), []
+        return forks
+
+    def fork_from(self, parent: Sequence, step_id: int) -> None:
+        """Share the tokens that the parent has computed."""
         self.first_step_id = step_id
         self.num_computed = parent.num_computed
         self.num_offered_blocks = parent.num_offered_blocks
         self.block_keys = {size: list(keys) for size, keys in parent.block_keys.items()}
 
-    def live_forks(self) -> list[Sequence]:
-        """Choices that are still to start from this one."""
-        return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
+    def fork_beam(self, parent: Sequence, token: int, step_id: int) -> None:
+        """Continue the parent's beam with another token."""
+        self.fork_from(parent, step_id)
+        self.is_prefilled = parent.is_prefilled
+        self.output_token_ids = [*parent.output_token_ids, token]
+        self.length = self.num_known
+
+    def drop_beam(self) -> None:
+        """Hold no beam: only the prompt is left."""
+        self.output_token_ids = []
+        self.block_keys = {}
+        self.is_prefilled = False
+        self.length = self.num_known
+
+    def swap_in(self) -> None:
+        """Come back from the host with all but the last token computed."""
+        self.num_computed = self.length - 1
+        self.is_prefilled = True
+
+    def rejoin(self, step_id: int) -> None:
+        """Get rows from this step on, whose blocks were not ready when it entered the batch."""
+        self.first_step_id = step_id
+
+    def swap_out(self) -> None:
+        """Leave the batch for host memory."""
+        self._leave_batch(SequenceStatus.SWAPPED)
+
+    def preempt(self) -> None:
+        """Leave the batch, or host memory, to be computed again."""
+        self._leave_batch(SequenceStatus.WAITING)
 
     def restart(self) -> None:
-        """Back to waiting: nothing of it is computed any more."""
-        self.leave(SequenceStatus.WAITING)
+        """Wait to be computed again without the tokens in flight: their worker is lost."""
+        self.preempt()
+        self.length = self.num_known
 
-    def leave(self, status: SequenceStatus) -> None:
-        """Out of the batch, to wait or swapped out; its device blocks are others' now."""
+    def finish(self, status: SequenceStatus) -> None:
+        """End; it must not be in the batch."""
+        assert status.is_finished
+        assert self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+        self.status = status
+
+    def _leave_batch(self, status: SequenceStatus) -> None:
         self.status = status
         if self.seq_group.beams is not None:
             self.seq_group.beams.leave()
@@ -183,6 +284,26 @@ class Sequence:
         self.num_offered_blocks = 0
         self.reserved_length = 0
         self.forks = []
+
+
+def extend_all(
+    sequences: Iterable[Sequence],
+    reserve: Callable[[Sequence], bool],
+    seq_ids: list[int],
+    rows: list[Sequence],
+) -> None:
+    """Count a token that is being sampled for each decoding sequence, and add its row.
+
+    A sequence beyond its reserved length gets one only if `reserve` grants it. This is
+    `Sequence.extend` without a call for each row, which would cost a tenth of a step's time.
+    """
+    for seq in sequences:
+        length = seq.length
+        if length > seq.reserved_length and not reserve(seq):
+            continue
+        seq.length = length + 1
+        seq_ids.append(seq.seq_id)
+        rows.append(seq)
 
 
 @dataclass(slots=True, eq=False)
@@ -305,9 +426,7 @@ class SequenceGroup:
 
     def end(self, seq: Sequence, status: SequenceStatus) -> None:
         """Note that one of its sequences, which must not be running, has ended."""
-        assert status.is_finished
-        assert seq.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
-        seq.status = status
+        seq.finish(status)
         self.num_unfinished -= 1
         self.routing.refusals.clear()  # what is left of it may find room
 

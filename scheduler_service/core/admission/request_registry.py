@@ -96,7 +96,7 @@ class RequestRegistry:
         for seq in seq_group.choices():
             frontend.sequences[seq.handle] = seq
         for seq in seq_group.sequences:
-            seq.seq_id = self._next_seq_id()
+            seq.register(self._next_seq_id())
             self._live_seq_ids.add(seq.seq_id)
 
     def remove(self, seq_group: SequenceGroup, now_us: int) -> None:
@@ -127,7 +127,8 @@ class RequestRegistry:
         request = seq_group.request
         generated = request.generated.get(choice_index)
         output = list(generated.token_ids) if generated is not None else []
-        seq = Sequence(
+        is_finished = generated is not None and generated.finished
+        return Sequence(
             seq_group=seq_group,
             choice_index=choice_index,
             handle=request.handle + choice_index,
@@ -135,10 +136,8 @@ class RequestRegistry:
             order=(seq_group.rank, choice_index),
             length=len(request.prompt_token_ids) + len(output),
             output_token_ids=output,
+            status=SequenceStatus.FINISHED_STOPPED if is_finished else SequenceStatus.WAITING,
         )
-        if generated is not None and generated.finished:
-            seq.status = SequenceStatus.FINISHED_STOPPED
-        return seq
 
     def _next_seq_id(self) -> int:
         seq_id = self._last_seq_id % _MAX_SEQ_ID + 1

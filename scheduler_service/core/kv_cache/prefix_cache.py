@@ -96,7 +96,7 @@ class PrefixCache:
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
         """The result is in of a step that computed a running sequence's first tokens so far."""
-        seq.is_prefilled = is_last
+        seq.confirm_prefill(is_complete=is_last)
         self._offer(seq, num_tokens)
 
     def note_decodes(self, seq: Sequence) -> None:
@@ -106,7 +106,7 @@ class PrefixCache:
 
     def forget(self, seq: Sequence) -> None:
         """A sequence failed: nothing that it may have computed is to be found again."""
-        seq.is_prefilled = False
+        seq.confirm_prefill(is_complete=False)
         self._blocks.forget_keys(seq.block_keys.get(self._block_size, []))
 
     def _most_reusable_blocks(self, seq: Sequence) -> int:
@@ -117,7 +117,7 @@ class PrefixCache:
         if num_blocks > first:
             keys = self._keys(seq, num_blocks)[first:num_blocks]
             self._blocks.set_keys(seq.seq_id, first, keys)
-            seq.num_offered_blocks = num_blocks
+            seq.offer_blocks(num_blocks)
 
     def _keys(self, seq: Sequence, num_blocks: int) -> list[BlockKey]:
         """Keys of at least so many blocks, whose tokens are known; hashed once in its life."""

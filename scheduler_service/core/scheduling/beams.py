@@ -130,9 +130,8 @@ class BeamScheduler:
 
     def _enter(self, start: _Start, idle: list[Sequence], now_us: int) -> None:
         seq, seq_group = start.seq, start.seq.seq_group
-        seq.first_step_id = self._pipeline.next_step_id
-        seq.num_computed = start.num_given * self._blocks.block_size
-        seq.num_offered_blocks = start.num_given
+        num_computed = start.num_given * self._blocks.block_size
+        seq.start_prefill(self._pipeline.next_step_id, num_computed, start.num_given)
         if not seq_group.has_begun:
             seq_group.num_cached_tokens = min(seq.num_computed, seq_group.num_prompt_tokens)
         if start.source is not None:
@@ -145,7 +144,7 @@ class BeamScheduler:
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
         if self._running.is_unknown(seq):
-            seq.first_step_id = self._pipeline.next_step_id
+            seq.rejoin(self._pipeline.next_step_id)
         return True
 
     # One token for each beam.
@@ -181,12 +180,12 @@ class BeamScheduler:
             if seq in news:
                 batch.append_token(seq.seq_id, news[seq].token)
             batch.add_beam(seq)
-            seq.length += 1
+            seq.extend()
         for child in forks:
             batch.add_new(_fork(child, tables[child.seq]))
             self._running.introduce(child.seq)
             batch.add_beam(child.seq)
-            child.seq.length += 1
+            child.seq.extend()
         beams.continuations = []
 
     def _append(self, seq: Sequence, batch: Batch) -> None:
@@ -221,9 +220,8 @@ class BeamScheduler:
     def _go_on(self, beams: BeamGroup, chosen: list[tuple[Sequence, int]]) -> None:
         """Give each beam a sequence: its parent's, or one that is idle now."""
         going_on = {parent for parent, _ in chosen}
-        spare = [fork for seq in beams.held for fork in seq.live_forks()]
+        spare = [fork for seq in beams.held for fork in seq.release_forks()]
         for seq in beams.held:
-            seq.forks = []
             if seq not in going_on:
                 self._drop(seq)
                 spare.append(seq)
@@ -239,25 +237,19 @@ class BeamScheduler:
                 continuations.append(Continuation(child, token, parent))
         for continuation in continuations:
             if continuation.parent is None:
-                continuation.seq.output_token_ids.append(continuation.token)
+                continuation.seq.append_sampled(continuation.token)
         beams.hold(continuations)
-        beams.held[0].forks = spare
+        beams.held[0].hold_forks(spare)
 
     def _drop(self, seq: Sequence) -> None:
         """A beam does not go on: its blocks are free, its sequence is idle."""
         self._running.drop_beam(seq)
-        seq.output_token_ids = []
-        seq.block_keys = {}
-        seq.is_prefilled = False
-        seq.length = seq.num_known
+        seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
         """An idle sequence takes over a beam and goes on by another token."""
         self._blocks.fork(parent.seq_id, child.seq_id)
-        child.follow(parent, self._pipeline.next_step_id)
-        child.is_prefilled = parent.is_prefilled
-        child.output_token_ids = [*parent.output_token_ids, token]
-        child.length = child.num_known
+        child.fork_beam(parent, token, self._pipeline.next_step_id)
         self._running.add_beam(child)
 
 

@@ -1,13 +1,14 @@
 """One token more for everything that decodes, and the blocks for it."""
 
+from functools import partial
+
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.prefill import note_reserved
 from scheduler_service.core.scheduling.running_set import RunningSet
-from scheduler_service.core.sequence import Sequence, SequenceStatus
+from scheduler_service.core.sequence import Sequence, SequenceStatus, extend_all
 
 
 class DecodeScheduler:
@@ -33,14 +34,8 @@ class DecodeScheduler:
         Preemption takes sequences off the ends of the lists, that is, only those that the loop
         has not come to yet, or the one it is at.
         """
-        seq_ids, rows = batch.seq_ids, batch.rows
-        for seq in self._running.decoding:
-            length = seq.length
-            if length > seq.reserved_length and not self._reserve(seq, batch):
-                continue
-            seq.length = length + 1
-            seq_ids.append(seq.seq_id)
-            rows.append(seq)
+        reserve = partial(self._reserve, batch=batch)
+        extend_all(self._running.decoding, reserve, batch.seq_ids, batch.rows)
         batch.budget -= len(batch.rows)
 
     def _reserve(self, seq: Sequence, batch: Batch) -> bool:
@@ -62,7 +57,7 @@ class DecodeScheduler:
         if update is not None:
             batch.update_block(seq.seq_id, update)
         self._prefixes.note_decodes(seq)
-        note_reserved(seq, self._blocks.round_up(seq.length))
+        seq.reserve(self._blocks.round_up(seq.length))
         return True
 
     def _make_room(self, seq: Sequence, batch: Batch) -> bool:

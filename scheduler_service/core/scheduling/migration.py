@@ -72,5 +72,5 @@ class MigratingGroups:
                 self._running.vacate(seq, now_us)
         for seq in seq_group.swapped():
             self._swapping.end(seq)
-            seq.restart()
+            seq.preempt()
         self._running.drop_ended()  # before it runs again, elsewhere

@@ -90,8 +90,7 @@ class SwapManager:
             seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
             batch.swap_in += self._blocks.swap_in([seq.seq_id for seq in sequences])
             for seq in sequences:
-                seq.num_computed = seq.length - 1
-                seq.is_prefilled = True
+                seq.swap_in()
             self._running.come_back(sequences, batch.now_us)
 
     def _can_come_back(self, sequences: list[Sequence]) -> bool:
@@ -105,7 +104,7 @@ class SwapManager:
         """What the last plan swapped in, for a group that comes back or one that has found its
         prompt on the host, is on the device from now on."""
         for seq in self._running.land():
-            seq.first_step_id = self._pipeline.next_step_id
+            seq.rejoin(self._pipeline.next_step_id)
             self._prefixes.note_arrival(seq)
             if seq.is_prefilled:
                 table = self._blocks.table(seq.seq_id)  # before the step changes it

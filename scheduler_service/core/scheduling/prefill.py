@@ -20,12 +20,6 @@ from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import NewSequence
 
 
-def note_reserved(seq: Sequence, num_tokens: int) -> None:
-    """Let a sequence decode up to so many tokens, or its end, without a question for blocks."""
-    max_length = seq.seq_group.num_prompt_tokens + seq.max_output_tokens
-    seq.reserved_length = min(num_tokens, max_length - 1)
-
-
 class PrefillScheduler:
     """Gives sequences that have tokens to compute their rows, until they decode."""
 
@@ -63,8 +57,7 @@ class PrefillScheduler:
         if self._running.introduce(seq):
             batch.add_new(make_new_sequence(seq, self._blocks.table(seq.seq_id)))
         num_tokens = min(batch.budget, seq.length - seq.num_computed)
-        seq.num_computed += num_tokens
-        is_last = seq.num_computed == seq.length
+        is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
             self._running.prefilling.remove(seq)
@@ -73,21 +66,19 @@ class PrefillScheduler:
                 self._begin_decoding(seq, 0)
                 return
             self._begin_decoding(seq, self._blocks.round_up(seq.length))
-            for fork in seq.live_forks():
+            for fork in seq.release_forks():
                 self._fork(seq, fork, batch)
-            seq.forks = []
 
     def _begin_decoding(self, seq: Sequence, reserved_length: int) -> None:
-        note_reserved(seq, reserved_length)
-        seq.length += 1
+        seq.start_decode(reserved_length)
         self._running.begin_decoding(seq)
 
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
         """Let a choice sample from its parent's last logits, and share the blocks so far."""
         block_ids = self._blocks.fork(parent.seq_id, fork.seq_id)
-        fork.follow(parent, self._pipeline.next_step_id)
+        fork.fork_from(parent, self._pipeline.next_step_id)
         # Whoever writes to the shared last block first must ask.
-        note_reserved(parent, fork.length)
+        parent.reserve(fork.length)
         self._begin_decoding(fork, fork.length)
         batch.add_new(
             NewSequence(
@@ -187,9 +178,7 @@ class BatchAdmitter:
 
     def _start(self, seq: Sequence, num_found_blocks: int, num_found_tokens: int) -> None:
         """Count what was found as computed."""
-        seq.first_step_id = self._pipeline.next_step_id
-        seq.num_computed = num_found_tokens
-        seq.num_offered_blocks = num_found_blocks
+        seq.start_prefill(self._pipeline.next_step_id, num_found_tokens, num_found_blocks)
         seq_group = seq.seq_group
         if not seq_group.has_begun:
             seq_group.num_cached_tokens = min(num_found_tokens, seq_group.num_prompt_tokens)

@@ -45,7 +45,7 @@ class RunningSet:
 
         `arrives`: it begins in the next plan, since this one swaps in some of its blocks.
         """
-        seq.forks = forks
+        seq.hold_forks(forks)
         self._take_places([seq, *forks], now_us)
         seq.seq_group.has_begun = True
         self._unknown.add(seq)
@@ -130,7 +130,8 @@ class RunningSet:
             self._blocks.free(seq.seq_id)
             self._forget(seq)
         for other in (seq, *seq.live_forks()):
-            self._leave(other, SequenceStatus.WAITING, now_us)
+            other.preempt()
+            self._note_left(other, now_us)
 
     def swap_out(self, sequences: list[Sequence], now_us: int) -> list[int]:
         """Take the places of sequences of one group and move their blocks to the host; the pairs
@@ -138,7 +139,8 @@ class RunningSet:
         pairs = self._blocks.swap_out([seq.seq_id for seq in sequences])
         for seq in sequences:
             self._forget(seq)
-            self._leave(seq, SequenceStatus.SWAPPED, now_us)
+            seq.swap_out()
+            self._note_left(seq, now_us)
         return pairs
 
     def drop_ended(self) -> None:
@@ -176,13 +178,12 @@ class RunningSet:
             seq_group.clock.enter_batch(self._clock, now_us)
             seq_group.note(RequestEvent.STARTED, now_us)
         for seq in sequences:
-            seq.status = RUNNING
+            seq.enter_batch()
         seq_group.num_running += len(sequences)
         self.num_places += len(sequences)
         self.num_changes += 1
 
-    def _leave(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
-        seq.leave(status)
+    def _note_left(self, seq: Sequence, now_us: int) -> None:
         self.num_places -= 1
         self.num_changes += 1
         self._has_ended = True

@@ -167,7 +167,7 @@ class Scheduler:
         room = self.capacity.max_model_len - seq_group.num_prompt_tokens
         max_output_tokens = min(seq_group.request.max_tokens, room)
         for seq in seq_group.sequences:
-            seq.max_output_tokens = max_output_tokens
+            seq.limit_output(max_output_tokens)
         if seq_group.beams is not None:
             seq_group.beams.search.limit(max_output_tokens)
             if seq_group.beams.search.is_done:
@@ -228,7 +228,6 @@ class Scheduler:
             seq_group.num_running = 0
             for seq in seq_group.unfinished():
                 seq.restart()
-                seq.length = seq.num_known
         return list(self.seq_groups), computing
 
     def snapshot(self) -> WorkerGroupSnapshot:
