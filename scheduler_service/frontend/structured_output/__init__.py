@@ -4,6 +4,7 @@
 | --- | --- |
 | `constraint.py` | constraints as workers get them, and `ConstraintChecker`, which caches answers |
 | `sandbox.py` | a process that compiles constraints, each in a fork with little time and memory |
+| `sandbox_process.py` | that process as its frontend sees it |
 | `framing.py` | messages to and from that process |
 | `problems.py` | what is wrong with a constraint, and where; the JSON schema keywords supported |
 | `lark.py` | a constraint as one grammar, as workers compile it |

@@ -3,18 +3,15 @@
 import asyncio
 import json
 import os
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, Unavailable
-from scheduler_service.frontend.structured_output import framing
+from scheduler_service.frontend.structured_output.sandbox_process import SandboxProcess
 
 
 def texts_of(params: sampling_pb2.SamplingParams) -> list[str]:
@@ -47,94 +44,103 @@ def constraint_of(
 MAX_REMEMBERED = 4096
 """Constraints whose answers are kept; an application has a few, and uses them over and over."""
 
-PATIENCE_S = 30.0
-"""For an answer to something that takes a second of a processor at most: on a machine that is busy
-beyond measure the request fails, and may be tried again."""
+MAX_CHECKS = min(4, max(2, os.cpu_count() or 1))
+"""Constraints tried out at a time."""
 
-_ROOT = Path(__file__).parents[3]
+MAX_TENANT_CHECKS = MAX_CHECKS - 1
+"""Of one tenant, so that another's need not wait for them."""
+
+PATIENCE_S = 30.0
+"""For an answer that takes at most a second of processor time: on a machine that is too busy for
+that the request fails, and may be tried again."""
 
 
 class ConstraintChecker:
-    """What is wrong with constraints. One is tried out at a time, for tenants in turn: however many
-    slow ones a tenant brings, another's waits for one of them. The process is started when it is
-    first needed."""
+    """Finds what is wrong with constraints.
+
+    A few are tried out at a time, fewer of one tenant; those that wait get their turns in order. A
+    check whose request is cancelled keeps its place until it has been answered, so that no tenant
+    can start more checks by cancelling them. The process is started when it is first needed.
+    """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._process: Process | None = None
-        self._one_at_a_time = asyncio.Lock()
-        self._one_of_each = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """By tenant: held by the one of its constraints whose turn is next."""
+        self._sandbox: SandboxProcess | None = None
+        self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(MAX_CHECKS)
+        self._tenant_places = defaultdict[str, asyncio.Semaphore](
+            partial(asyncio.Semaphore, MAX_TENANT_CHECKS)
+        )
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
+        self._checks: set[asyncio.Task[str | None]] = set()
 
     async def check(self, params: sampling_pb2.SamplingParams, tenant: str) -> None:
-        """Raise InvalidArgument, naming the field, unless workers can keep to what `tenant` asks.
+        """Raise InvalidArgument, naming the field, unless workers can enforce what `tenant` asks.
 
         Raises Unavailable if that cannot be found out now.
         """
         kind = params.WhichOneof("structured_output")
         if kind is None:
             return
-        message = framing.encode({"kind": kind, "texts": texts_of(params)})
-        key = blake2b(message, digest_size=16).digest()
-        if key not in self._answers:
-            async with self._one_of_each[tenant], self._one_at_a_time:
-                if key not in self._answers:
-                    self._remember(key, await self._ask(message))
-        self._answers.move_to_end(key)
-        problem = self._answers[key]
+        texts = texts_of(params)
+        key = blake2b(json.dumps([kind, texts]).encode(), digest_size=16).digest()
+        if key in self._answers:
+            self._answers.move_to_end(key)
+            problem = self._answers[key]
+        else:
+            problem = await self._find_out(key, kind, texts, tenant)
         if problem is not None:
             raise InvalidArgument(f"sampling_params.{kind}", problem)
 
     async def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
 
-    def _remember(self, key: bytes, problem: str | None) -> None:
+    async def _find_out(self, key: bytes, kind: str, texts: list[str], tenant: str) -> str | None:
+        """Wait for a place, then have the sandbox answer, whether or not the caller still waits."""
+        tenant_places = self._tenant_places[tenant]
+        await tenant_places.acquire()
+        try:
+            await self._places.acquire()
+        except BaseException:
+            tenant_places.release()
+            raise
+        check = asyncio.create_task(self._ask(key, kind, texts))
+        self._checks.add(check)
+
+        def end(check: asyncio.Task[str | None]) -> None:
+            self._checks.discard(check)
+            self._places.release()
+            tenant_places.release()
+            if not check.cancelled():
+                check.exception()  # nobody may be waiting for it
+
+        check.add_done_callback(end)
+        return await asyncio.shield(check)
+
+    async def _ask(self, key: bytes, kind: str, texts: list[str]) -> str | None:
+        if key in self._answers:  # found out while this one waited for its place
+            return self._answers[key]
+        sandbox = await self._running_sandbox()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                problem = await sandbox.find_problem(kind, texts)
+        except (TimeoutError, OSError, EOFError) as error:
+            if sandbox is self._sandbox:
+                await self.close()
+            raise Unavailable(
+                "the constraint could not be checked now", reason="CONSTRAINT_NOT_CHECKED"
+            ) from error
         self._answers[key] = problem
         if len(self._answers) > MAX_REMEMBERED:
             self._answers.popitem(last=False)
-
-    async def _ask(self, message: bytes) -> str | None:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                return await self._exchange(message)
-        except BaseException as error:
-            # An answer may still come: it would be taken for that to the next question.
-            await asyncio.shield(self.close())
-            if isinstance(error, TimeoutError | OSError | EOFError):
-                raise Unavailable(
-                    "the constraint could not be checked now", reason="CONSTRAINT_NOT_CHECKED"
-                ) from error
-            raise
-
-    async def _exchange(self, message: bytes) -> str | None:
-        process = self._process
-        if process is None or process.returncode is not None:
-            process = self._process = await _start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(message)
-        await process.stdin.drain()
-        header = await process.stdout.readexactly(framing.LENGTH_BYTES)
-        answer = await process.stdout.readexactly(framing.length(header))
-        problem: str | None = json.loads(answer)["problem"]
         return problem
 
-
-async def _start() -> Process:
-    """The sandbox, with the sources that this process has; a terminal's signals are not for it."""
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "scheduler_service.frontend.structured_output.sandbox",
-        stdin=PIPE,
-        stdout=PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,
-    )
+    async def _running_sandbox(self) -> SandboxProcess:
+        async with self._starting:
+            if self._sandbox is None or self._sandbox.has_ended:
+                await self.close()
+                self._sandbox = await SandboxProcess.start(MAX_CHECKS)
+            return self._sandbox

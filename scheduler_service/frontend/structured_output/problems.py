@@ -102,6 +102,13 @@ LIMITS = LLParserLimits(
 MAX_CHARS = 500
 """Of a problem; compilers quote what they were given."""
 
+MAX_OPTIONAL_PROPERTIES = 400
+"""Of one object: each adds four items to a row of the parser, which has at most
+`LIMITS.max_items_in_row`."""
+
+TRIED_BYTES = 16
+"""Of a text that matches: its first rows show whether the parser's limits hold."""
+
 MAX_TRIED_PLACES = 200
 """Schemas within a schema that are tried by themselves, to tell where its problem is."""
 
@@ -110,6 +117,11 @@ _NO_BYTE = "NoExtension"
 
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/', re.DOTALL)
 """Of a grammar: strings, comments, regular expressions."""
+
+
+_PREFERRED = (ord('"'), *range(0x21, 0x100), *range(0x21))
+"""Bytes in the order in which they are tried: what opens and closes strings, then what is visible.
+"""
 
 
 class _Bytes:
@@ -150,6 +162,13 @@ def _find_in_schema(text: str) -> str | None:
     if found := unsupported_keyword(schema):
         keyword, pointer = found
         return f'keyword "{keyword}" at "{pointer}" is not supported'
+    for pointer, inner in places(schema):
+        number = _num_optional_properties(inner)
+        if number > MAX_OPTIONAL_PROPERTIES:
+            return (
+                f"too complex: expected at most {MAX_OPTIONAL_PROPERTIES} properties that are not "
+                f'required, got {number} at "{pointer}"'
+            )
     complaint = _compile(lark.schema_to_lark(schema))
     if complaint is None:
         return None
@@ -158,6 +177,18 @@ def _find_in_schema(text: str) -> str | None:
     reason = _schema_reason(complaint)
     where = _innermost_with(reason, schema)
     return reason if where is None else f'{reason} at "{where}"'
+
+
+def _num_optional_properties(schema: Any) -> int:
+    """Properties that an object may leave out: the parser has to consider all of them at once."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return 0
+    required = schema.get("required")
+    names = (
+        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    )
+    return len(properties.keys() - set(names))
 
 
 def _schema_reason(message: str) -> str:
@@ -228,13 +259,25 @@ def _find_in_choice(choices: Sequence[str]) -> str | None:
 
 
 def _compile(grammar: str) -> str | None:
-    """The compiler's complaint, or that of whoever looks for a first byte; None if all is well."""
+    """The complaint of the compiler, or of the parser about a text's first bytes, or None."""
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error():
-        return None
+        return _parse_some(matcher)
     message = str(matcher.get_error())
     return "nothing matches" if not message or message.startswith(_NO_BYTE) else message
+
+
+def _parse_some(matcher: LLMatcher) -> str | None:
+    """The parser's complaint about the first bytes of a text that matches."""
+    for _ in range(TRIED_BYTES):
+        mask = matcher.compute_bitmask()
+        byte = next((b for b in _PREFERRED if mask[b >> 3] >> (b & 7) & 1), None)
+        if byte is None:
+            break
+        if not matcher.consume_token(byte):
+            break
+    return f"too complex: {matcher.get_error()}" if matcher.is_error() else None
 
 
 def _parse_regex_error(message: str) -> tuple[int | None, str | None]:

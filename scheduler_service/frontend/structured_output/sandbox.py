@@ -1,18 +1,21 @@
-"""A process that compiles constraints, as a trial.
+"""A process that compiles constraints on trial.
 
-    python -m scheduler_service.frontend.structured_output.sandbox
+    python -m scheduler_service.frontend.structured_output.sandbox NUM_CHILDREN
 
-
-It reads a constraint from its standard input, forks, and lets the child find what is wrong. What a
-child takes too long or too much memory for, or dies of, is wrong too, and nobody else notices. Ends
-with its standard input.
+It reads questions from its standard input and forks for each; the child answers what is wrong with
+the constraint. A child that takes too much time or memory, or dies, shows that the constraint is
+wrong, too, and affects nothing else. At most NUM_CHILDREN run at a time. Answers carry the
+questions' ids and come in any order. The process ends with its standard input.
 """
 
 import json
 import os
 import resource
+import selectors
 import signal
 import sys
+from dataclasses import dataclass, field
+from typing import Any
 
 from scheduler_service.frontend.structured_output import framing
 from scheduler_service.frontend.structured_output.problems import find_problem
@@ -28,22 +31,76 @@ TOO_SLOW = f"too complex: compiling it takes more than {MAX_CPU_S:g} s"
 TOO_LARGE = f"too complex: compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB"
 
 
-def try_out(kind: str, texts: list[str]) -> str | None:
-    """What is wrong with a constraint, found by a child."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _be_the_child(writer, kind, texts)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if answer and os.waitstatus_to_exitcode(status) == 0:
-        return json.loads(answer)["problem"]
-    return TOO_SLOW if os.waitstatus_to_exitcode(status) == -signal.SIGPROF else TOO_LARGE
+@dataclass(slots=True)
+class _Child:
+    """One trial under way."""
+
+    question_id: int
+    pid: int
+    answer: bytearray = field(default_factory=bytearray)
 
 
-def _be_the_child(writer: int, kind: str, texts: list[str]) -> None:
+class Sandbox:
+    """The loop around the children."""
+
+    def __init__(self, num_children: int) -> None:
+        self._num_children = num_children
+        self._num_running = 0
+        self._selector = selectors.DefaultSelector()
+        self._stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - for life
+        self._stdin_is_watched = False
+
+    def run(self) -> None:
+        """Answer questions until the standard input ends."""
+        while True:
+            self._watch_stdin(self._num_running < self._num_children)
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    question = framing.read(self._stdin)
+                    if question is None:
+                        return
+                    self._start(**question)
+                else:
+                    self._read(key.fd, key.data)
+
+    def _watch_stdin(self, wanted: bool) -> None:
+        if wanted and not self._stdin_is_watched:
+            self._selector.register(self._stdin, selectors.EVENT_READ)
+        elif not wanted and self._stdin_is_watched:
+            self._selector.unregister(self._stdin)
+        self._stdin_is_watched = wanted
+
+    def _start(self, id: int, kind: str, texts: list[str]) -> None:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _run_child(writer, kind, texts)
+        os.close(writer)
+        self._num_running += 1
+        self._selector.register(reader, selectors.EVENT_READ, _Child(id, pid))
+
+    def _read(self, reader: int, child: _Child) -> None:
+        """Read some of a child's answer; at its end, pass it on."""
+        if data := os.read(reader, 1 << 16):
+            child.answer += data
+            return
+        self._selector.unregister(reader)
+        os.close(reader)
+        self._num_running -= 1
+        _, status = os.waitpid(child.pid, 0)
+        _send({"id": child.question_id, "problem": _outcome(bytes(child.answer), status)})
+
+
+def _outcome(answer: bytes, status: int) -> str | None:
+    """What is wrong with the constraint that a child has tried out."""
+    exit_code = os.waitstatus_to_exitcode(status)
+    if answer and exit_code == 0:
+        problem: str | None = json.loads(answer)["problem"]
+        return problem
+    return TOO_SLOW if exit_code == -signal.SIGPROF else TOO_LARGE
+
+
+def _run_child(writer: int, kind: str, texts: list[str]) -> None:
     """Answer into the pipe, within limits; does not return."""
     try:
         _limit_memory()
@@ -68,12 +125,10 @@ def _limit_memory() -> None:
         resource.setrlimit(what, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def main() -> None:
-    """Answer until the standard input ends."""
-    while (question := framing.read(sys.stdin.buffer)) is not None:
-        sys.stdout.buffer.write(framing.encode({"problem": try_out(**question)}))
-        sys.stdout.buffer.flush()
+def _send(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(framing.encode(answer))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    main()
+    Sandbox(int(sys.argv[1])).run()

@@ -5,13 +5,18 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, Unavailable
-from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
+from scheduler_service.frontend.structured_output.constraint import (
+    MAX_CHECKS,
+    MAX_TENANT_CHECKS,
+    ConstraintChecker,
+)
 
 HOSTILE = {
     "slow": {"regex": "a?" * 20_000},
@@ -35,6 +40,11 @@ async def checker() -> AsyncIterator[ConstraintChecker]:
     await checker.close()
 
 
+def pid_of(checker: ConstraintChecker) -> int:
+    assert checker._sandbox is not None
+    return checker._sandbox.pid
+
+
 async def problem_of(checker: ConstraintChecker, **fields: Any) -> str | None:
     try:
         await checker.check(sampling_pb2.SamplingParams(**fields), "anybody")
@@ -56,21 +66,19 @@ async def test_what_takes_too_much_is_refused_and_others_are_served(
 
 async def test_requests_without_structured_output_start_nothing(checker: ConstraintChecker) -> None:
     await checker.check(sampling_pb2.SamplingParams(n=2), "anybody")
-    assert checker._process is None
+    assert checker._sandbox is None
 
 
 async def test_an_answer_is_remembered(checker: ConstraintChecker) -> None:
     assert await problem_of(checker, regex="a(") is not None
-    assert checker._process is not None
-    checker._process.kill()
-    await checker._process.wait()
+    assert checker._sandbox is not None
+    await checker._sandbox.close()
     assert await problem_of(checker, regex="a(") == "unclosed group at offset 1"
 
 
 async def test_a_lost_process_is_replaced(checker: ConstraintChecker) -> None:
     assert await problem_of(checker, regex="a") is None
-    assert checker._process is not None
-    first = checker._process.pid
+    first = pid_of(checker)
     os.kill(first, signal.SIGSTOP)
     asking = asyncio.create_task(problem_of(checker, regex="b"))
     await asyncio.sleep(0)
@@ -78,18 +86,36 @@ async def test_a_lost_process_is_replaced(checker: ConstraintChecker) -> None:
     with pytest.raises(Unavailable, match="could not be checked"):
         await asking
     assert await problem_of(checker, regex="b") is None
-    assert checker._process.pid != first
+    assert pid_of(checker) != first
 
 
 async def test_a_client_that_goes_away_spoils_nobodys_answer(checker: ConstraintChecker) -> None:
     await problem_of(checker, regex="a")
-    asking = asyncio.create_task(problem_of(checker, regex="c("))
-    while not checker._one_at_a_time.locked():  # noqa: ASYNC110 - nobody announces it
+    first = pid_of(checker)
+    for count in range(1, 20):
+        asking = asyncio.create_task(problem_of(checker, regex="c(" * count))
+        while not checker._checks:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        problem = await problem_of(checker, regex="d" * count + "[")
+        assert problem == f"unclosed character class at offset {count}"
+    assert pid_of(checker) == first
+
+
+async def test_cancelled_checks_leave_the_places_of_others_free(checker: ConstraintChecker) -> None:
+    """They keep their own until they are answered; those that wait for one leave at once."""
+    slow = [HOSTILE["slow"]["regex"] + "x" * count for count in range(4)]
+    asking = [asyncio.create_task(problem_of(checker, regex=pattern)) for pattern in slow]
+    while len(checker._checks) < MAX_TENANT_CHECKS:  # noqa: ASYNC110 - nobody announces it
         await asyncio.sleep(0)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    assert await problem_of(checker, regex="d[") == "unclosed character class at offset 1"
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert len(checker._checks) == MAX_TENANT_CHECKS
+    await checker.check(sampling_pb2.SamplingParams(regex="b"), "another")
+    assert len(checker._checks) == MAX_TENANT_CHECKS
 
 
 async def test_questions_at_once_get_each_their_own_answer(checker: ConstraintChecker) -> None:
@@ -101,14 +127,15 @@ async def test_questions_at_once_get_each_their_own_answer(checker: ConstraintCh
     assert problems == expected
 
 
-async def test_one_tenants_constraints_hold_up_anothers_by_one(checker: ConstraintChecker) -> None:
+async def test_one_tenants_constraints_do_not_hold_up_anothers(checker: ConstraintChecker) -> None:
     done: list[str] = []
 
     async def ask(tenant: str, pattern: str) -> None:
-        await checker.check(sampling_pb2.SamplingParams(regex=pattern), tenant)
+        with suppress(InvalidArgument):
+            await checker.check(sampling_pb2.SamplingParams(regex=pattern), tenant)
         done.append(tenant)
 
-    flood = [ask("flood", "a" * count) for count in range(1, 9)]
-    await asyncio.gather(*flood, ask("calm", "b"))
-    assert len(done) == 9
-    assert done.index("calm") == 1
+    slow = [HOSTILE["slow"]["regex"] + "x" * count for count in range(4)]
+    await asyncio.gather(*(ask("flood", pattern) for pattern in slow), ask("calm", "b"))
+    assert len(done) == 5
+    assert done.index("calm") < MAX_CHECKS

@@ -93,3 +93,33 @@ def test_a_problem_is_told_with_its_place(kind: str, text: str, problem: str) ->
 )
 def test_what_is_right_has_no_problem(kind: str, texts: list[str]) -> None:
     assert find_problem(kind, texts) is None
+
+
+def _object_of(num_properties: int, num_required: int = 0) -> dict[str, object]:
+    names = [f"p{index}" for index in range(num_properties)]
+    properties = {name: {"type": "string"} for name in names}
+    return {"type": "object", "properties": properties, "required": names[:num_required]}
+
+
+@pytest.mark.parametrize(("num_properties", "num_required"), [(400, 0), (500, 100)])
+def test_objects_may_have_many_properties(num_properties: int, num_required: int) -> None:
+    schema = _object_of(num_properties, num_required)
+    assert find_problem("json_schema", [json.dumps(schema)]) is None
+
+
+@pytest.mark.parametrize("num_properties", [401, 500, 2000])
+def test_an_object_with_too_many_optional_properties_is_refused(num_properties: int) -> None:
+    """A worker's parser would fail at its first byte."""
+    problem = find_problem("json_schema", [_with(_object_of(num_properties))])
+    assert problem == (
+        "too complex: expected at most 400 properties that are not required, "
+        f'got {num_properties} at "{PLACE}"'
+    )
+
+
+def test_what_only_parsing_shows_to_be_too_complex_is_refused() -> None:
+    rules = [f"r{index}" for index in range(3000)]
+    grammar = f'start: "a" ({" | ".join(rules)})\n' + "\n".join(f'{r}: "{r}" {r}?' for r in rules)
+    problem = find_problem("grammar", [grammar])
+    assert problem is not None
+    assert problem.startswith("too complex")
