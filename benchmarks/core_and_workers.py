@@ -1,6 +1,7 @@
 """A scheduler core and a growing number of simulated workers, as processes on unix sockets."""
 
 import asyncio
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -22,12 +23,20 @@ _END_TIMEOUT_S = 30.0
 class CoreAndWorkers:
     """An asynchronous context manager; there are no workers before `grow`."""
 
-    def __init__(self, *, step_us: int, max_num_seqs: int, checks_plans: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        step_us: int,
+        max_num_seqs: int,
+        checks_plans: bool = True,
+        num_gpu_blocks: int = 16384,
+    ) -> None:
         """`step_us`: what each worker's steps take, whatever is in them. `checks_plans`: workers
         are simulated, a process each; else they are `answering_workers`, several to a process."""
         self._folder = RuntimeDirectory()
         self._step_us = step_us
         self._checks_plans = checks_plans
+        self._num_gpu_blocks = num_gpu_blocks
         self._num_workers = 0
         self._workers: list[ServiceProcess] = []
         self.core_address = f"unix:{self._folder.path}/core.sock"
@@ -70,6 +79,11 @@ class CoreAndWorkers:
         async with asyncio.timeout(START_TIMEOUT_S):
             await self._wait_ready(num_workers)
 
+    def core_loop_seconds(self) -> float:
+        """Processor time of the core's event loop so far, without the threads of gRPC."""
+        pid = self._core.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
     def core_seconds(self) -> float:
         """Processor time of the core so far."""
         assert self._core.pid is not None, "the core has ended"
@@ -87,6 +101,7 @@ class CoreAndWorkers:
             *("--first", str(first)),
             *("--groups", str(number)),
             *("--step-us", str(self._step_us)),
+            *("--gpu-blocks", str(self._num_gpu_blocks)),
         ]
         return ServiceProcess(f"workers-{first}", command, lambda name, line: None, lambda: None)
 
@@ -98,7 +113,7 @@ class CoreAndWorkers:
             "worker",
             "--simulate",
             *("--simulate-step-us", str(self._step_us)),
-            *("--simulate-gpu-blocks", "16384"),
+            *("--simulate-gpu-blocks", str(self._num_gpu_blocks)),
             *("--core", self.core_address),
             *("--listen", address),
             *("--advertise", address),

@@ -32,10 +32,13 @@ _TOKENS = (7).to_bytes(_INT32_BYTES, "little") * 8192
 class AnsweringWorker(WorkerServiceServicer):
     """One group."""
 
-    def __init__(self, name: str, address: str, step_us: int) -> None:
+    def __init__(
+        self, name: str, address: str, step_us: int, num_gpu_blocks: int = NUM_GPU_BLOCKS
+    ) -> None:
         self.address = address
         self._name = name
         self._step_us = step_us
+        self._num_gpu_blocks = num_gpu_blocks
         self._last_epoch = 0
         self._model = model_pb2.ModelInfo(
             name=MODEL,
@@ -82,8 +85,8 @@ class AnsweringWorker(WorkerServiceServicer):
         yield pb.WorkerServiceGetModelAssetsResponse(chunk=chunk)
 
     async def ProfileBlocks(self, request: object, context: object) -> pb.ProfileBlocksResponse:
-        """More than the load needs."""
-        return pb.ProfileBlocksResponse(num_gpu_blocks=NUM_GPU_BLOCKS)
+        """By default more than the load needs."""
+        return pb.ProfileBlocksResponse(num_gpu_blocks=self._num_gpu_blocks)
 
     async def InitializeCache(
         self, request: pb.InitializeCacheRequest, context: object
@@ -141,10 +144,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--step-us", type=int, required=True)
+    parser.add_argument("--gpu-blocks", type=int, default=NUM_GPU_BLOCKS)
     args = parser.parse_args()
     names = [f"worker-{index:03}" for index in range(args.first, args.first + args.groups)]
     workers = [
-        AnsweringWorker(name, f"unix:{args.folder}/{name}.sock", args.step_us) for name in names
+        AnsweringWorker(name, f"unix:{args.folder}/{name}.sock", args.step_us, args.gpu_blocks)
+        for name in names
     ]
     asyncio.run(serve(args.core, workers))
 

@@ -19,6 +19,7 @@ core needs no lock; after each call the driver hands out outputs and wakes whoev
 `errors.py`           why a session ends
 `model_assets.py`     the models' files, fetched from a worker once
 `status.py`           the deployment's state as GetStatus returns it
+`status_watchers.py`  WatchStatus: snapshots shared by all watchers, at a bounded cost
 `metrics.py`          metrics for Prometheus; `counters.py` has what is counted as it happens
 `tracing.py`          spans of requests
 `config.py`, `cli.py` configuration, the tenants file, and the command line

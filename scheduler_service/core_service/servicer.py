@@ -1,6 +1,5 @@
 """`SchedulerService` on the wire: awaits and translates, no more."""
 
-import asyncio
 from typing import Any, TypeAlias
 
 import grpc
@@ -11,6 +10,7 @@ from scheduler_service.core_service import frontend_streams, worker_registry
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard, to_detail
+from scheduler_service.core_service.status_watchers import StatusWatchers
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.status_codes import errors_as_statuses
 
@@ -37,6 +37,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._workers = workers
         self._assets = assets
         self._status = status
+        self._watchers = StatusWatchers(status)
 
     # The stubs know generators only; a coroutine reads and writes through its context instead.
 
@@ -78,11 +79,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         async with errors_as_statuses(context):
             interval_s = _interval_ms(request) / 1000
-            detail = to_detail(request.detail)
-            while True:
-                status = self._status.snapshot(detail)
-                await context.write(pb.SchedulerServiceWatchStatusResponse(status=status))
-                await asyncio.sleep(interval_s)
+            await self._watchers.serve(context, to_detail(request.detail), interval_s)
 
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: Context

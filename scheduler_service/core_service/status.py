@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 
 MAX_REQUESTS = 4096
-_MAX_BYTE = 255
 
 
 def to_detail(message: pb.StatusDetail) -> InspectionDetail:
@@ -72,9 +71,7 @@ def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
 
 def block_map(blocks: BlockMap) -> pb.BlockMap:
     """A memory's columns."""
-    return pb.BlockMap(
-        owners=to_column(blocks.owners), num_references=_to_bytes(blocks.num_references)
-    )
+    return pb.BlockMap(owners=blocks.owners.tobytes(), num_references=blocks.num_references)
 
 
 def histogram(counts: Iterable[int]) -> pb.LatencyHistogram:
@@ -83,12 +80,6 @@ def histogram(counts: Iterable[int]) -> pb.LatencyHistogram:
     while counts and not counts[-1]:
         counts.pop()
     return pb.LatencyHistogram(first_bound_s=FIRST_BOUND_US / 1e6, growth=GROWTH, counts=counts)
-
-
-def _to_bytes(counts: list[int]) -> bytes:
-    if max(counts, default=0) <= _MAX_BYTE:
-        return bytes(counts)
-    return bytes([min(count, _MAX_BYTE) for count in counts])
 
 
 SUMMARY_INTERVAL_S = 10.0

@@ -33,7 +33,7 @@ def check_inspection(core: SchedulerCore | RecordingCore) -> Inspection:
 
 def _check_map(blocks: BlockMap, num_free: int, tables: dict[int, list[list[int]]]) -> None:
     counts = Counter(b for own in tables.values() for table in own for b in table)
-    assert blocks.num_references == [counts[block] for block in range(len(blocks.owners))]
+    assert list(blocks.num_references) == [counts[block] for block in range(len(blocks.owners))]
     assert sum(owner <= 0 for owner in blocks.owners) == num_free
     for block, owner in enumerate(blocks.owners):
         owners = {number for number, own in tables.items() if any(block in t for t in own)}

@@ -1105,7 +1105,9 @@ class WatchStatusRequest(_message.Message):
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
-    """Milliseconds between snapshots, 100 to 60000. Default 1000."""
+    """Least milliseconds between snapshots, 100 to 60000. Default 1000. Snapshots come less
+    often while all watchers together would take more than 1 % of the core's time.
+    """
     @_builtins.property
     def detail(self) -> _status_pb2.StatusDetail:
         """What the snapshots include in addition to counts."""

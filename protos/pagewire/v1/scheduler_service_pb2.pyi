@@ -72,7 +72,9 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class FrontendMessage(_message.Message):
-    """Updates from a frontend to the core."""
+    """Updates from a frontend to the core. Cancels and stops are applied before submits, so
+    that a submit may reuse the `request_id` of a request that its own message cancels.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1010,7 +1012,9 @@ class SchedulerServiceWatchStatusRequest(_message.Message):
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
-    """Milliseconds between snapshots, 100 to 60000. Default 1000."""
+    """Least milliseconds between snapshots, 100 to 60000. Default 1000. Snapshots come less
+    often while all watchers together would take more than 1 % of the core's time.
+    """
     @_builtins.property
     def detail(self) -> _status_pb2.StatusDetail:
         """What the snapshots include in addition to counts."""

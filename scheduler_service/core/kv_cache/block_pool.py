@@ -4,6 +4,7 @@ The pool hands out block ids; the memory behind them is the worker's. `CachedBlo
 of full blocks to block ids; `map_blocks` lists the owners of all blocks for status pages.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,9 +119,12 @@ class BlockPool:
         """How many have the block."""
         return self._ref_counts[block]
 
-    def reference_counts(self) -> list[int]:
-        """How many have each block."""
-        return list(self._ref_counts)
+    def reference_counts(self) -> bytes:
+        """The number of references to each block, 255 standing for more, too."""
+        try:
+            return bytes(self._ref_counts)
+        except ValueError:
+            return bytes([min(count, 255) for count in self._ref_counts])
 
     def is_shared(self, block: int) -> bool:
         """Whether a write to `block` must copy it first (copy-on-write)."""
@@ -188,10 +192,10 @@ CACHED = -1
 class BlockMap:
     """Columns by block."""
 
-    owners: list[int]
-    """The number of a request that has it, EMPTY or CACHED."""
-    num_references: list[int]
-    """Block tables that it is in."""
+    owners: "array[int]"
+    """The number of a request that has it, EMPTY or CACHED; int32."""
+    num_references: bytes
+    """Block tables that it is in, at most 255."""
 
 
 def map_blocks(
@@ -201,7 +205,7 @@ def map_blocks(
 
     `owners`: (sequence id, number of its request); of those that share a block the last one has it.
     """
-    column = [EMPTY] * pool.num_blocks
+    column = array("i", [EMPTY]) * pool.num_blocks
     for block in pool.cached.free_blocks():
         column[block] = CACHED
     for seq_id, number in owners:
