@@ -12,7 +12,7 @@ NATIVE = Path(__file__).parent / "kernels/pagewire_kernels/cpu/native"
 
 
 class NativeKernelsHook(BuildHookInterface):
-    """Without a compiler the package is still whole: other kernels do the work, more slowly."""
+    """Without a compiler the package is complete, too: slower kernels do the work."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and make the wheel one for this platform."""
@@ -21,13 +21,15 @@ class NativeKernelsHook(BuildHookInterface):
         build = _load_build()
         cxx = build.compiler()
         if cxx is None:
-            self.app.display_warning("no C++ compiler found: CPU kernels are left to numba")
+            self.app.display_warning("no C++ compiler found: numba replaces the CPU kernels")
             return
         try:
-            libraries = build.build(cxx)
+            libraries, failed = build.build(cxx)
         except CalledProcessError as error:
-            self.app.display_warning(f"CPU kernels are left to numba: {error}")
+            self.app.display_warning(f"no CPU kernels were built, numba replaces them: {error}")
             return
+        if failed:
+            self.app.display_warning(f"{cxx} cannot build CPU kernels for {', '.join(failed)}")
         build_data["artifacts"] += [str(path.relative_to(self.root)) for path in libraries]
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform()}"

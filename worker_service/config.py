@@ -120,7 +120,7 @@ class ModelConfig:
     """Most tokens of prompt and output together; None takes the model's own limit."""
 
     attention_backend: str | None = None
-    """Name of a backend in `pagewire_kernels.backends`; None chooses by device and model."""
+    """Name of a backend in `pagewire_kernels.select`; None chooses by device and model."""
 
     batch_invariant: bool = False
     """Whether a row's logits must not depend on its batch, bitwise. On a CPU they never do; on a

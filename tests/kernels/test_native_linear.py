@@ -14,16 +14,8 @@ from pagewire_kernels.cpu.native import (
     NativeWeight,
     library,
 )
-from pagewire_kernels.cpu.native.build import LIBRARIES, compiler
-from pagewire_kernels.cpu.native.compiled import instruction_set
-
-SUPPORTED = {
-    None: [],
-    "avx2": ["avx2"],
-    "avx512": ["avx2", "avx512"],
-    "avx512_bf16": ["avx2", "avx512", "avx512_bf16"],
-}[instruction_set()]
-"""The libraries that this processor can run."""
+from pagewire_kernels.cpu.native.build import compiler, library_path
+from pagewire_kernels.cpu.native.compiled import instruction_sets
 
 SHAPES = [(1, 1), (1, 64), (31, 3), (33, 37), (64, 192), (257, 1030), (100, 2049)]
 """(out_features, in_features): whole panels and parts of one, odd numbers of inputs, several
@@ -36,9 +28,9 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="nothing to build the
 
 @pytest.fixture(scope="module", params=["avx2", "avx512", "avx512_bf16"])
 def kernels(request: pytest.FixtureRequest) -> Library:
-    if request.param not in SUPPORTED:
+    if request.param not in instruction_sets():
         pytest.skip(f"this processor lacks {request.param}")
-    return Library(LIBRARIES / f"libpagewire_{request.param}.so", request.param)
+    return Library(library_path(request.param), request.param)
 
 
 @pytest.fixture
@@ -59,7 +51,7 @@ def _weight(kernels: Library, weight: Tensor) -> NativeWeight:
 
 def test_the_libraries_were_built_from_these_sources() -> None:
     found = library()
-    assert SUPPORTED == [] or found is not None
+    assert instruction_sets() == [] or found is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,13 +1,10 @@
 """The compiled kernels of every instruction set that this processor has."""
 
-from pagewire_kernels.cpu.native.build import INSTRUCTION_SETS, LIBRARIES
-from pagewire_kernels.cpu.native.compiled import Library, instruction_set
+from pagewire_kernels.cpu.native.build import library_path
+from pagewire_kernels.cpu.native.compiled import Library, instruction_sets
 
 
 def native_libraries() -> list[Library]:
-    """The poorest instruction set first; none where nothing was compiled for this processor."""
-    names = list(INSTRUCTION_SETS)
-    best = instruction_set()
-    runnable = [] if best is None else names[: names.index(best) + 1]
-    paths = {name: LIBRARIES / f"libpagewire_{name}.so" for name in runnable}
+    """The narrowest instruction set first; none if nothing was compiled for this processor."""
+    paths = {name: library_path(name) for name in instruction_sets()[::-1]}
     return [Library(path, name) for name, path in paths.items() if path.exists()]

@@ -11,6 +11,15 @@ ABILITIES = Abilities(devices=("cpu",), dtypes=DTYPES, batch_invariant=True, def
 and there; larger blocks gain nothing more."""
 
 
+def require(condition: bool, expected: str) -> None:
+    """Raise ValueError unless the condition holds: kernels read raw pointers, and check nothing.
+
+    An `assert` would not do, since `python -O` removes it.
+    """
+    if not condition:
+        raise ValueError(f"a CPU kernel requires {expected}")
+
+
 def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
     """Refuse what the kernels would misread."""
     if rows.dtype not in DTYPES or rows.dtype != key_cache.dtype:

@@ -2,8 +2,8 @@
 
     python kernels/pagewire_kernels/cpu/native/build.py
 
-The package's build does it where it finds a compiler; who changes a source calls it again. This
-file imports nothing of ours, since it runs before anything is installed.
+The package's build runs it where it finds a compiler; after a change to a source, run it again.
+This file imports nothing of the package, since it runs before anything is installed.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ INSTRUCTION_SETS = {
     "avx512": ["-march=x86-64-v4"],
     "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
 }
-"""Compiler options by name; which one a processor has is found out when the library is loaded."""
+"""Compiler options by name, the widest last. Which a processor has is known when it is loaded."""
 
 # Sums keep the order they are written in, and nothing of C++ is needed when running. GCC 12 finds
 # its own vector intrinsics to use what is not initialized.
@@ -41,34 +41,55 @@ def compiler() -> str | None:
 
 
 def digest() -> str:
-    """A digest of all that the libraries are compiled from."""
+    """A digest of the sources and options that the libraries are compiled from."""
     sha = hashlib.sha256(repr((INSTRUCTION_SETS, _OPTIONS)).encode())
     for source in sorted(SOURCES.iterdir()):
         sha.update(source.name.encode() + source.read_bytes())
     return sha.hexdigest()[:16]
 
 
-def build(cxx: str) -> list[Path]:
-    """Compile all libraries; returns their paths. Raises CalledProcessError."""
+def build(cxx: str) -> tuple[list[Path], list[str]]:
+    """Compile one library per instruction set.
+
+    Returns the libraries' paths, and the instruction sets that this compiler cannot build for: GCC
+    before 11 does not know x86-64-v4, for instance. What an earlier call built for one of these is
+    removed, since its sources may be older. Raises CalledProcessError if nothing could be built.
+    """
     LIBRARIES.mkdir(exist_ok=True)
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     version = f'-DPAGEWIRE_SOURCES="{digest()}"'
     compilations = []
     for name, options in INSTRUCTION_SETS.items():
-        target = LIBRARIES / f"libpagewire_{name}.so"
+        target = library_path(name)
         unfinished = target.with_suffix(f".{os.getpid()}")
         command = [cxx, *_OPTIONS, *options, version, *sources, "-o", str(unfinished), "-lc"]
-        compilations.append((subprocess.Popen(command), command, unfinished, target))
-    for process, command, unfinished, target in compilations:
-        if process.wait() != 0:
-            raise subprocess.CalledProcessError(process.returncode, command)
-        unfinished.replace(target)
-    return [target for _, _, _, target in compilations]
+        compilations.append((name, subprocess.Popen(command), unfinished, target))
+    built, failed = [], []
+    for name, process, unfinished, target in compilations:
+        if process.wait() == 0:
+            unfinished.replace(target)
+            built.append(target)
+        else:
+            unfinished.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+            failed.append(name)
+    if not built:
+        _, process, _, _ = compilations[-1]
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return built, failed
+
+
+def library_path(instruction_set: str) -> Path:
+    """Where the library of an instruction set is built."""
+    return LIBRARIES / f"libpagewire_{instruction_set}.so"
 
 
 if __name__ == "__main__":
     found = compiler()
     if found is None:
         raise SystemExit("no C++ compiler found, or no kernels for this processor")
-    for library in build(found):
+    built, failed = build(found)
+    for library in built:
         print(library)
+    if failed:
+        raise SystemExit(f"{found} cannot build for {', '.join(failed)}")

@@ -8,9 +8,17 @@ from typing import Any
 
 import torch
 
-from pagewire_kernels.cpu.native.build import LIBRARIES, SOURCES, digest
+from pagewire_kernels.cpu.native.build import INSTRUCTION_SETS, SOURCES, digest, library_path
 
 logger = logging.getLogger(__name__)
+
+
+class NativeStruct(ctypes.Structure):
+    """A C structure that kernels read, under its name in the C++ sources.
+
+    Its size is compared with the compiled one when a library is loaded: a field that only one side
+    has would be silent memory corruption.
+    """
 
 
 class Kernel:
@@ -42,28 +50,53 @@ class Library:
         """The kernel `pw_<name>`."""
         return Kernel(getattr(self._library, f"pw_{name}"))
 
+    def check_structs(self) -> None:
+        """Raise RuntimeError if a structure has another size here than in the library."""
+        for struct in NativeStruct.__subclasses__():
+            size_of = getattr(self._library, f"pw_size_of_{struct.__name__}")
+            size_of.restype = ctypes.c_int64
+            if size_of() != ctypes.sizeof(struct):
+                raise RuntimeError(
+                    f"struct {struct.__name__} takes {ctypes.sizeof(struct)} bytes in Python, but "
+                    f"{size_of()} in the compiled {self.instruction_set} kernels: build them again"
+                )
+
 
 @cache
 def library() -> Library | None:
-    """The library for this processor, or None, with a log line saying why."""
-    name = instruction_set()
-    path = LIBRARIES / f"libpagewire_{name}.so"
-    if name is None or not path.exists():
-        logger.info("native kernels are not used: none built for this processor")
+    """The best library for this processor; None, with a warning, if there is none.
+
+    Raises RuntimeError if it does not fit this version of the package.
+    """
+    sets = instruction_sets()
+    name = next((each for each in sets if library_path(each).exists()), None)
+    if name is None:
+        logger.warning(
+            "compiled CPU kernels not found, numba and oneDNN are several times slower "
+            "instruction_sets=%s directory=%s",
+            ",".join(sets) or "none",
+            library_path("").parent,
+        )
         return None
-    loaded = Library(path, name)
+    loaded = Library(library_path(name), name)
     if SOURCES.exists() and loaded.sources != digest():
         script = SOURCES.with_name("build.py")
-        logger.warning("native kernels are not used: older than their sources, run %s", script)
+        logger.warning(
+            "compiled CPU kernels are older than their sources, not used: run %s", script
+        )
         return None
+    loaded.check_structs()
+    if name != sets[0]:
+        logger.warning("CPU kernels were not built for %s, using those for %s", sets[0], name)
     logger.info("native kernels loaded instruction_set=%s", name)
     return loaded
 
 
-def instruction_set() -> str | None:
-    """The best of those compiled for that this processor has."""
+def instruction_sets() -> list[str]:
+    """Those that kernels are compiled for and that this processor has, the best first."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512":
-        has_bf16 = torch.cpu._is_avx512_bf16_supported()
-        return "avx512_bf16" if has_bf16 else "avx512"
-    return "avx2" if capability == "AVX2" else None
+    widest = {"AVX2": "avx2", "AVX512": "avx512"}.get(capability)
+    if widest == "avx512" and torch.cpu._is_avx512_bf16_supported():
+        widest = "avx512_bf16"
+    names = list(INSTRUCTION_SETS)
+    return names[: names.index(widest) + 1][::-1] if widest is not None else []

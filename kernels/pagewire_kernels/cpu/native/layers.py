@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
+from pagewire_kernels.cpu.checks import require
 from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.program import (
     batch_of,
@@ -42,7 +43,7 @@ def take(
 
     Indices that the table does not have give zeros.
     """
-    assert table.stride(1) == 1
+    require(table.stride(1) == 1, "a table with a dense last axis")
     size, item = table.shape[1], table.element_size()
     y = new_rows(num_rows, size, table.dtype)
     task = TakeTask(
@@ -61,8 +62,8 @@ def take(
 
 def find_largest(library: Library, x: Tensor) -> Largest:
     """Of each row of x, float32 [num_rows, size], with a dense last axis."""
-    assert x.dtype == torch.float32
-    assert x.stride(1) == 1
+    require(x.dtype == torch.float32, "float32 rows")
+    require(x.stride(1) == 1, "rows with a dense last axis")
     num_rows, size = x.shape
     places = new_tensor((num_rows,), torch.int64)
     values = new_tensor((num_rows,), torch.float32)
@@ -97,7 +98,7 @@ class NativeLayerKernels:
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """Rows of a table by token; those that it does not have are zeros."""
-        assert token_ids.dtype == torch.int64
+        require(token_ids.dtype == torch.int64, "int64 token ids")
         token_ids = token_ids.contiguous()
         num_rows = token_ids.shape[0]
         batch = batch_of(num_rows, token_ids=token_ids)
@@ -130,10 +131,13 @@ class NativeLayerKernels:
         residual: Tensor | None,
     ) -> Tensor:
         num_rows, size = x.shape
-        assert _is_rows(x, num_rows, x.dtype)
-        assert _is_vector(weight, size, x.dtype)
-        assert _is_vector(bias, size, x.dtype)
-        assert residual is None or _is_rows(residual, num_rows, x.dtype)
+        require(_is_rows(x, num_rows, x.dtype), "rows with a dense last axis")
+        require(_is_vector(weight, size, x.dtype), "a dense weight of the rows' size and dtype")
+        require(_is_vector(bias, size, x.dtype), "a dense bias of the rows' size and dtype")
+        require(
+            residual is None or _is_rows(residual, num_rows, x.dtype),
+            "a residual of as many rows, of the same dtype, with a dense last axis",
+        )
         y = new_rows(num_rows, size, x.dtype)
         task = NormTask(
             num_rows=count_address(num_rows),
@@ -159,14 +163,14 @@ class NativeLayerKernels:
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up, where `gate_up` holds gate, then up."""
         num_rows, width = gate_up.shape
-        assert width % 2 == 0, f"gate and up are not of one size: {width} columns"
+        require(width % 2 == 0, "an even number of columns: gate and up are of one size")
         y = new_rows(num_rows, width // 2, gate_up.dtype)
         self._activate("act_and_mul", gate_up, y, activation)
         return y
 
     def _activate(self, name: str, x: Tensor, y: Tensor, activation: str) -> None:
         num_rows, size = y.shape
-        assert _is_rows(x, num_rows, y.dtype)
+        require(_is_rows(x, num_rows, y.dtype), "rows of the output's dtype with a dense last axis")
         task = ActivationTask(
             num_rows=count_address(num_rows),
             x=x.data_ptr(),
@@ -196,19 +200,34 @@ class NativeLayerKernels:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """Norm and turn queries in place, and keys into the cache, with the values.
+        """Apply norms and RoPE to `query` in place; write such keys, and raw values, to the cache.
 
         The cache is of the rows' type, so that scales have no meaning.
         """
         num_rows, num_heads, head_dim = query.shape
         dtype, num_kv_heads = query.dtype, key.shape[1]
-        assert head_dim <= MAX_HEAD_DIM, f"a head of {head_dim} elements"
-        assert all(_is_rows(rows, num_rows, dtype) for rows in (query, key, value))
-        assert key_cache.stride() == value_cache.stride()
-        assert all(_is_cache(cache, key) for cache in (key_cache, value_cache))
-        assert all(_is_table(table, cos.shape, dtype) for table in (cos, sin))
-        assert all(_is_vector(norm, head_dim, dtype) for norm in (query_norm, key_norm))
-        assert all(_is_vector(each, num_rows, torch.int64) for each in (slot_mapping, positions))
+        require(head_dim <= MAX_HEAD_DIM, "at most 1,024 elements a head")
+        require(
+            all(_is_rows(rows, num_rows, dtype) for rows in (query, key, value)),
+            "query, key and value of as many rows, of one dtype, with a dense last axis",
+        )
+        require(
+            key_cache.stride() == value_cache.stride()
+            and all(_is_cache(cache, key) for cache in (key_cache, value_cache)),
+            "key and value caches of one layout that fits the keys",
+        )
+        require(
+            all(_is_table(table, cos.shape, dtype) for table in (cos, sin)),
+            "dense cos and sin tables of one shape and the rows' dtype",
+        )
+        require(
+            all(_is_vector(norm, head_dim, dtype) for norm in (query_norm, key_norm)),
+            "dense norm weights of a head's size and dtype",
+        )
+        require(
+            all(_is_vector(each, num_rows, torch.int64) for each in (slot_mapping, positions)),
+            "a dense int64 slot and position for each row",
+        )
         batch = batch_of(num_rows, positions=positions, slot_mapping=slot_mapping)
         task = RotateTask(
             batch=ctypes.addressof(batch),

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native.compiled import Kernel, Library
+from pagewire_kernels.cpu.checks import require
+from pagewire_kernels.cpu.native.compiled import Kernel, Library, NativeStruct
 from pagewire_kernels.cpu.native.program import batch_of, count_address, launch, new_rows
 
 PAGE_BYTES = 2 << 20
@@ -60,7 +61,7 @@ _SERIAL_PRODUCTS = 1 << 17
 """So many are computed before other threads have woken up."""
 
 
-class PackTask(ctypes.Structure):
+class PackTask(NativeStruct):
     """`PackTask` of src/linear.h."""
 
     _fields_ = (
@@ -74,7 +75,7 @@ class PackTask(ctypes.Structure):
     )
 
 
-class LinearTask(ctypes.Structure):
+class LinearTask(NativeStruct):
     """`LinearTask` of src/linear.h."""
 
     _fields_ = (
@@ -93,7 +94,7 @@ class LinearTask(ctypes.Structure):
     )
 
 
-class GatherTask(ctypes.Structure):
+class GatherTask(NativeStruct):
     """`GatherTask` of src/linear.h."""
 
     _fields_ = (
@@ -114,8 +115,8 @@ class _Packed:
         self, weight: Tensor, library: Library, memory: HugeMemory, num_parts: int
     ) -> None:
         """weight: copied into `memory`; num_parts: 2 if it is a gate's, then what it gates."""
-        assert weight.dtype in DTYPES
-        assert weight.device.type == "cpu"
+        require(weight.dtype in DTYPES, "a float32 or bfloat16 weight")
+        require(weight.device.type == "cpu", "a weight in the host's memory")
         self.dtype = weight.dtype
         self.out_features, self.in_features = weight.shape
         self._name = DTYPES[weight.dtype]
@@ -198,7 +199,7 @@ class NativeWeight(_Packed):
 
         A token that the weight does not have gives zeros.
         """
-        assert token_ids.dtype == torch.int64
+        require(token_ids.dtype == torch.int64, "int64 token ids")
         num_rows = token_ids.shape[0]
         token_ids = token_ids.contiguous()
         y = new_rows(num_rows, self.in_features, self.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native.compiled import Kernel, Library
+from pagewire_kernels.cpu.native.compiled import Kernel, Library, NativeStruct
 from pagewire_kernels.cpu.native.structs import Batch
 from pagewire_kernels.cpu.threads import NotRecordable
 
@@ -54,8 +54,8 @@ class Buffers:
         return memory[start : start + num_bytes]
 
 
-class _Step(ctypes.Structure):
-    """`Step` of src/program.cpp."""
+class ProgramStep(NativeStruct):
+    """`ProgramStep` of src/program.cpp."""
 
     _fields_ = (
         ("kernel", ctypes.c_int64),
@@ -64,8 +64,8 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Program(ctypes.Structure):
-    """`Program` of src/program.cpp."""
+class ProgramTask(NativeStruct):
+    """`ProgramTask` of src/program.cpp."""
 
     _fields_ = (
         ("steps", ctypes.c_int64),
@@ -93,9 +93,9 @@ class Program:
         """How many rows there are of what is recorded from `begin_sampled` on."""
         self._kernel = library.kernel("run_program")
         self._steps: list[tuple[Kernel, ctypes.Structure]] = []
-        self._list = (_Step * 0)()
+        self._list = (ProgramStep * 0)()
         self._shares = torch.empty(0)
-        self._program = _Program()
+        self._program = ProgramTask()
 
     def begin_sampled(self, num_sampled: int) -> None:
         """What is recorded from now on is for the rows that are sampled from, up to so many."""
@@ -109,8 +109,10 @@ class Program:
         """No step will be appended any more."""
         if len(self._steps) > _MAX_STEPS:
             raise NotRecordable(f"{len(self._steps)} operations")
-        steps = [_Step(kernel.address, ctypes.addressof(task)) for kernel, task in self._steps]
-        self._list = (_Step * len(steps))(*steps)
+        steps = [
+            ProgramStep(kernel.address, ctypes.addressof(task)) for kernel, task in self._steps
+        ]
+        self._list = (ProgramStep * len(steps))(*steps)
         self._program.steps = ctypes.addressof(self._list)
         self._program.num_steps = len(steps)
 

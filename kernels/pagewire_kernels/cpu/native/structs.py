@@ -1,15 +1,16 @@
 """The C structures that kernels read, for ctypes. Addresses are int64; 0 is none."""
 
-import ctypes
 from ctypes import c_float, c_int64
 
 import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.cpu.checks import require
+from pagewire_kernels.cpu.native.compiled import NativeStruct
 
 
-class Batch(ctypes.Structure):
+class Batch(NativeStruct):
     """`pagewire::Batch` in src/batch.h."""
 
     _fields_ = (
@@ -34,13 +35,12 @@ def describe_batch(
     token_ids: Tensor | None = None,
     sampled: Tensor | None = None,
 ) -> None:
-    """Have `batch` tell a step's, whose tensors must live as long as it is used."""
+    """Point `batch` to a step's tensors, which must live as long as it is used."""
     for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
-        assert tensor.dtype == torch.int32, "metadata is int32"
-        assert tensor.is_contiguous(), "metadata is contiguous"
+        require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "dense int32 metadata")
     for column in (metadata.slot_mapping, positions, token_ids, sampled):
-        assert column is None or column.dtype == torch.int64, "columns are int64"
-        assert column is None or column.is_contiguous(), "columns are contiguous"
+        if column is not None:
+            require(column.dtype == torch.int64 and column.is_contiguous(), "dense int64 columns")
     batch.num_rows = metadata.slot_mapping.shape[0]
     batch.num_seqs = metadata.context_lens.shape[0]
     batch.token_ids = 0 if token_ids is None else token_ids.data_ptr()
@@ -54,7 +54,7 @@ def describe_batch(
     batch.sampled = 0 if sampled is None else sampled.data_ptr()
 
 
-class AttentionTask(ctypes.Structure):
+class AttentionTask(NativeStruct):
     """`pagewire::AttentionTask` in src/attention.h."""
 
     _fields_ = (
@@ -87,7 +87,7 @@ class AttentionTask(ctypes.Structure):
     )
 
 
-class CacheWriteTask(ctypes.Structure):
+class CacheWriteTask(NativeStruct):
     """`CacheWriteTask` in src/cache_write.cpp."""
 
     _fields_ = (
@@ -106,7 +106,7 @@ class CacheWriteTask(ctypes.Structure):
     )
 
 
-class BlockCopyTask(ctypes.Structure):
+class BlockCopyTask(NativeStruct):
     """`BlockCopyTask` in src/block_copy.cpp."""
 
     _fields_ = (
@@ -120,7 +120,7 @@ class BlockCopyTask(ctypes.Structure):
     )
 
 
-class NormTask(ctypes.Structure):
+class NormTask(NativeStruct):
     """`NormTask` of src/layers.h."""
 
     _fields_ = (
@@ -139,7 +139,7 @@ class NormTask(ctypes.Structure):
     )
 
 
-class ActivationTask(ctypes.Structure):
+class ActivationTask(NativeStruct):
     """`ActivationTask` of src/layers.h."""
 
     _fields_ = (
@@ -154,7 +154,7 @@ class ActivationTask(ctypes.Structure):
     )
 
 
-class TakeTask(ctypes.Structure):
+class TakeTask(NativeStruct):
     """`TakeTask` of src/layers.h."""
 
     _fields_ = (
@@ -170,7 +170,7 @@ class TakeTask(ctypes.Structure):
     )
 
 
-class LargestTask(ctypes.Structure):
+class LargestTask(NativeStruct):
     """`LargestTask` of src/layers.h."""
 
     _fields_ = (
@@ -184,7 +184,7 @@ class LargestTask(ctypes.Structure):
     )
 
 
-class RotateTask(ctypes.Structure):
+class RotateTask(NativeStruct):
     """`RotateTask` of src/layers.h."""
 
     _fields_ = (

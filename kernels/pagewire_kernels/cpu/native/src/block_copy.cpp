@@ -53,3 +53,5 @@ PAGEWIRE_KERNEL pw_copy_blocks(BlockCopyTask* task) {
   }
   finish_stores_past_caches();
 }
+
+PAGEWIRE_STRUCT_SIZE(BlockCopyTask)

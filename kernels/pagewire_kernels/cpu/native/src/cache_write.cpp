@@ -44,3 +44,5 @@ PAGEWIRE_KERNEL pw_cache_write(CacheWriteTask* task) {
     for (int64_t row = first; row < end; ++row) write_row(*task, row);
   }
 }
+
+PAGEWIRE_STRUCT_SIZE(CacheWriteTask)

@@ -6,6 +6,7 @@
 // on it, but not for a thread that never came, nor for long for one that another process keeps from
 // its core, where a kernel lets its work be taken over (share.h).
 #include "share.h"
+#include "team.h"
 
 extern "C" int sched_yield(void);
 
@@ -17,14 +18,14 @@ using pagewire::Place;
 using pagewire::Share;
 using pagewire::Task;
 
-struct Step {
+struct ProgramStep {
   void (*kernel)(Task*);
   Task* task;
   uint64_t item_cycles;  // that the item took which was finished last; 0 before there is one
 };
 
-struct Program {
-  Step* steps;
+struct ProgramTask {
+  ProgramStep* steps;
   int64_t num_steps;
   int64_t state;  // step * kMaxThreads + threads on it; 0 before the program runs
   Share* shares;  // of threads as they come; those beyond have none
@@ -45,7 +46,7 @@ constexpr uint64_t kCyclesBeforeTakingOver = 1 << 14;
 
 // More than the step's items take, however long that is: what is begun again too soon is not done
 // sooner, and of two threads that do so in turns neither would ever be done.
-inline uint64_t patience(const Step& step) {
+inline uint64_t patience(const ProgramStep& step) {
   return kCyclesBeforeTakingOver + 2 * __atomic_load_n(&step.item_cycles, __ATOMIC_RELAXED);
 }
 
@@ -54,7 +55,7 @@ inline void relax() { __builtin_ia32_pause(); }
 inline int64_t load(const int64_t& state) { return __atomic_load_n(&state, __ATOMIC_ACQUIRE); }
 
 // Joins the step the program is at; returns which, or the number of steps when all are done.
-int64_t join(Program& program) {
+int64_t join(ProgramTask& program) {
   int64_t state = load(program.state);
   while (state / kMaxThreads < program.num_steps) {
     if (__atomic_compare_exchange_n(&program.state, &state, state + 1, true, __ATOMIC_ACQ_REL,
@@ -66,7 +67,7 @@ int64_t join(Program& program) {
 }
 
 // Leaves step `i`, and takes the program on if nobody else is on it.
-void leave(Program& program, int64_t i) {
+void leave(ProgramTask& program, int64_t i) {
   int64_t state = load(program.state), after;
   do {
     const bool is_last = state == i * kMaxThreads + 1;
@@ -78,7 +79,7 @@ void leave(Program& program, int64_t i) {
 }
 
 // Works on a step that this thread has joined, until nothing is left to take.
-void work(Program& program, int64_t i, const Place& here) {
+void work(ProgramTask& program, int64_t i, const Place& here) {
   program.steps[i].kernel(program.steps[i].task);
   if (here.own->get().at == At::kGone) {
     here.own->set({});  // another thread has joined in this one's stead
@@ -88,7 +89,7 @@ void work(Program& program, int64_t i, const Place& here) {
 }
 
 // Waits until step `i` is done.
-void wait(Program& program, int64_t i, const Place& here) {
+void wait(ProgramTask& program, int64_t i, const Place& here) {
   uint64_t since = now();
   while (load(program.state) < (i + 1) * kMaxThreads) {
     const uint64_t waited = now() - since;
@@ -106,7 +107,7 @@ void wait(Program& program, int64_t i, const Place& here) {
 
 }  // namespace
 
-PAGEWIRE_KERNEL pw_run_program(Program* program) {
+PAGEWIRE_KERNEL pw_run_program(ProgramTask* program) {
   const int64_t number = __atomic_fetch_add(&program->num_threads, 1, __ATOMIC_RELAXED);
   if (number >= program->num_shares) return;
   Place& here = pagewire::place();
@@ -119,3 +120,6 @@ PAGEWIRE_KERNEL pw_run_program(Program* program) {
   }
   here = {};
 }
+
+PAGEWIRE_STRUCT_SIZE(ProgramStep)
+PAGEWIRE_STRUCT_SIZE(ProgramTask)

@@ -7,6 +7,12 @@
 
 #define PAGEWIRE_KERNEL extern "C" __attribute__((visibility("default"))) void
 
+// Exports the size of a structure that Python mirrors: loading fails where the two differ.
+#define PAGEWIRE_STRUCT_SIZE(name) \
+  extern "C" __attribute__((visibility("default"))) int64_t pw_size_of_##name() { \
+    return sizeof(name); \
+  }
+
 namespace pagewire {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

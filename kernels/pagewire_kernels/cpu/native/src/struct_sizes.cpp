@@ -1,0 +1,19 @@
+// The sizes of the structures that several kernels share.
+#include "attention.h"
+#include "batch.h"
+#include "layers.h"
+#include "linear.h"
+#include "team.h"
+
+using namespace pagewire;
+
+PAGEWIRE_STRUCT_SIZE(Batch)
+PAGEWIRE_STRUCT_SIZE(AttentionTask)
+PAGEWIRE_STRUCT_SIZE(NormTask)
+PAGEWIRE_STRUCT_SIZE(ActivationTask)
+PAGEWIRE_STRUCT_SIZE(RotateTask)
+PAGEWIRE_STRUCT_SIZE(TakeTask)
+PAGEWIRE_STRUCT_SIZE(LargestTask)
+PAGEWIRE_STRUCT_SIZE(LinearTask)
+PAGEWIRE_STRUCT_SIZE(PackTask)
+PAGEWIRE_STRUCT_SIZE(GatherTask)
