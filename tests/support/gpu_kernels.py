@@ -7,12 +7,43 @@ its own for which it is.
 
 import os
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def row_wise_product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """a @ b for a of [..., rows, inner], with every row's product computed by itself."""
+    return np.matmul(a[..., :, None, :], b[..., None, :, :], dtype=dtype)[..., 0, :]
+
+
+def _make_dots_row_wise() -> None:
+    """Compute each row of the interpreter's `tl.dot` by itself, as the tile of a GPU does.
+
+    The interpreter multiplies by numpy, whose BLAS chooses a kernel by the number of rows on some
+    processors (Zen, Haswell): the same row then has other bits in another batch, which would say
+    nothing about the kernels under test.
+    """
+    from triton.runtime import interpreter
+
+    class RowWise:
+        """numpy, except for its product of matrices."""
+
+        matmul = staticmethod(row_wise_product)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+    interpreter.np = RowWise()
+
+
+if INTERPRETED:
+    _make_dots_row_wise()
+
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"
 MARKS = [pytest.mark.filterwarnings(OVERFLOW) if INTERPRETED else pytest.mark.gpu]
