@@ -108,6 +108,14 @@ def frontend(
             help="Most open requests; more are refused.",
         ),
     ] = DEFAULTS.max_concurrent_requests,
+    max_tenant_requests: Annotated[
+        int | None,
+        typer.Option(
+            envvar="PAGEWIRE_MAX_TENANT_REQUESTS",
+            help="Most open requests of one tenant, and of one call; by default half of "
+            "--max-concurrent-requests.",
+        ),
+    ] = DEFAULTS.max_tenant_requests,
     default_timeout: Annotated[
         float | None,
         typer.Option(
@@ -165,6 +173,7 @@ def frontend(
             tls=tls_files(tls_cert, tls_key, tls_client_ca),
             max_connections=max_connections,
             max_concurrent_requests=max_concurrent_requests,
+            max_tenant_requests=max_tenant_requests,
             default_timeout_s=default_timeout,
             grace_period_s=grace_period,
         )

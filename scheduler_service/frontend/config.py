@@ -56,6 +56,11 @@ class FrontendConfig:
     """Open requests after which new ones are refused; bounds memory, while the core's own queue
     bounds waiting."""
 
+    max_tenant_requests: int | None = None
+    """Open requests of one tenant, and of one call, after which its new ones are refused, so that
+    nobody fills the frontend alone; None: half of `max_concurrent_requests`. Where keys name no
+    tenants, only calls have a share."""
+
     default_timeout_s: float | None = None
     """Deadline of requests that bring none, in seconds; None leaves them without."""
 
@@ -71,10 +76,21 @@ class FrontendConfig:
             raise ValueError("max_connections: expected at least 1")
         if self.max_concurrent_requests < 1:
             raise ValueError("max_concurrent_requests: expected at least 1")
+        if self.max_tenant_requests is not None and self.max_tenant_requests < 1:
+            raise ValueError(
+                f"max_tenant_requests: expected at least 1, got {self.max_tenant_requests}"
+            )
         if self.default_timeout_s is not None and not 0 < self.default_timeout_s < float("inf"):
             raise ValueError("default_timeout: expected a positive number of seconds")
         if not 0 <= self.grace_period_s < float("inf"):
             raise ValueError("grace_period: expected a number of seconds, at least 0")
+
+    @property
+    def tenant_share(self) -> int:
+        """Most open requests of one tenant or one call."""
+        if self.max_tenant_requests is not None:
+            return min(self.max_tenant_requests, self.max_concurrent_requests)
+        return (self.max_concurrent_requests + 1) // 2
 
     @property
     def knows_callers(self) -> bool:

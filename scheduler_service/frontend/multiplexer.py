@@ -82,6 +82,7 @@ class RequestMultiplexer:
             if not request.HasField("request_id"):
                 raise InvalidArgument("request_id", "required on a GenerateMany stream")
             tenant = self._tenant_now()
+            self._requests.check_call_share(len(self._streams))
             self._streams.add(self._requests.open(request, self._deadline, self._on_news, tenant))
         except PagewireError as error:
             self._errors.append(_request_error(request.request_id, error))
@@ -176,7 +177,12 @@ class RequestBatch:
     async def open(
         self, requests: Sequence[inference_pb.GenerateRequest], request_id: str, tenant: Principal
     ) -> None:
-        """Take all in; raises what makes one unacceptable."""
+        """Open all of them; raises the error of the first that is refused."""
+        share = self._manager.tenant_share
+        if len(requests) > share:
+            raise InvalidArgument(
+                "prompt", f"expected at most {share} prompts in one call, got {len(requests)}"
+            )
         for index, request in enumerate(requests):
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
             stream = await self._manager.open_soon(request, None, self._on_news, tenant)

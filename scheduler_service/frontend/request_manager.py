@@ -7,6 +7,7 @@ service's end. Each frees its place and tells the core at once, whether or not i
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class RequestManager:
         checker: ConstraintChecker,
         *,
         max_concurrent_requests: int,
+        tenant_share: int,
         default_timeout_s: float | None,
         metrics: FrontendMetrics,
         tracing: Tracing | None = None,
@@ -81,6 +83,9 @@ class RequestManager:
         self._models = models
         self._checker = checker
         self._max_concurrent_requests = max_concurrent_requests
+        self.tenant_share = tenant_share
+        """Most open requests of one tenant or one call."""
+        self._num_by_tenant: Counter[str] = Counter()
         self._default_timeout_s = default_timeout_s
         self._metrics = metrics
         self._tracing = tracing
@@ -146,7 +151,7 @@ class RequestManager:
         request_id = request.request_id or draw_request_id()
         former = self._open.get((tenant.name, request_id))
         if former is None:
-            self._check_room()
+            self._check_room(tenant)
         else:
             _check_takes_over(request, former.request)
         if deadline is None and self._default_timeout_s is not None:
@@ -158,6 +163,8 @@ class RequestManager:
         if former is not None:
             stream.take_over(former.stream)
             self._fail(former, attempts.taken_over(request_id, request.attempt))
+        else:
+            self._num_by_tenant[tenant.name] += 1
         self._open[_key(stream)] = _Open(
             stream,
             request,
@@ -179,6 +186,9 @@ class RequestManager:
         if opened is None or opened.stream is not stream:
             return
         del self._open[_key(stream)]
+        self._num_by_tenant[stream.tenant] -= 1
+        if not self._num_by_tenant[stream.tenant]:
+            del self._num_by_tenant[stream.tenant]
         opened.closed.set()
         self._stop(opened)
         if not self._open:
@@ -201,11 +211,31 @@ class RequestManager:
         for opened in list(self._open.values()):
             self._fail(opened, _shutting_down())
 
-    def _check_room(self) -> None:
+    def check_call_share(self, num_open: int) -> None:
+        """Raise QueueFull unless a call that has `num_open` requests open may open another."""
+        if num_open >= self.tenant_share:
+            raise QueueFull(
+                f"this call has {num_open} open requests, and may have max_tenant_requests="
+                f"{self.tenant_share}: wait until some of them have ended",
+                details={"max_tenant_requests": self.tenant_share},
+                retry_delay_s=RETRY_DELAY_S,
+            )
+
+    def _check_room(self, tenant: Principal) -> None:
+        """Raise QueueFull if the frontend is full, or one tenant has its share of it."""
         if len(self._open) >= self._max_concurrent_requests:
             raise QueueFull(
-                "the frontend has as many open requests as it may",
+                f"the frontend is full: it has {len(self._open)} open requests, and may have "
+                f"max_concurrent_requests={self._max_concurrent_requests}; try again later",
                 details={"max_concurrent_requests": self._max_concurrent_requests},
+                retry_delay_s=RETRY_DELAY_S,
+            )
+        if tenant.name and self._num_by_tenant[tenant.name] >= self.tenant_share:
+            raise QueueFull(
+                f"the tenant {tenant.name!r} has {self._num_by_tenant[tenant.name]} open requests, "
+                f"and may have max_tenant_requests={self.tenant_share}: wait until some of them "
+                "have ended",
+                details={"max_tenant_requests": self.tenant_share},
                 retry_delay_s=RETRY_DELAY_S,
             )
 

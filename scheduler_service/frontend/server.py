@@ -76,6 +76,7 @@ class Frontend:
             self.models,
             self._checker,
             max_concurrent_requests=config.max_concurrent_requests,
+            tenant_share=config.tenant_share,
             default_timeout_s=config.default_timeout_s,
             metrics=self.metrics,
             tracing=self._tracing,

@@ -291,6 +291,7 @@ async def test_a_signal_ends_the_service_in_order() -> None:
         {"core": "nowhere"},
         {"listen": "127.0.0.1"},
         {"max_concurrent_requests": 0},
+        {"max_tenant_requests": 0},
         {"default_timeout_s": 0.0},
         {"default_timeout_s": float("nan")},
         {"grace_period_s": -1.0},
