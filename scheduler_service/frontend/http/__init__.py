@@ -7,6 +7,7 @@
 | `server` | sockets, TLS and timeouts around uvicorn |
 | `app`, `services` | the application and its OpenAPI document; what routers work on |
 | `middleware` | authentication, limits of bodies, trace context |
+| `request_body` | JSON bodies: bounded, parsed and validated, off the loop if they are large |
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
 | `tool_parsers/` | tool calls in a model's output |

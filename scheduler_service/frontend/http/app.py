@@ -1,9 +1,10 @@
 """The application: its routers, middleware, the shape of errors, and its OpenAPI document."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
@@ -17,13 +18,23 @@ from scheduler_service.frontend.http.middleware import (
     TraceContext,
 )
 from scheduler_service.frontend.http.openai import models, serving_chat, serving_completion
-from scheduler_service.frontend.http.openai.protocol import ChatCompletionChunk
+from scheduler_service.frontend.http.openai.protocol import (
+    ChatCompletionChunk,
+    ChatRequest,
+    CompletionRequest,
+)
 from scheduler_service.frontend.http.services import HttpServices
 from service_common.version import VERSION
 
-CHUNKS = (ChatCompletionChunk,)
-"""What streams consist of besides what whole answers do: named in descriptions, but no endpoint's
-answer, so that nobody else puts them into the document."""
+SCHEMAS: Sequence[tuple[type[BaseModel], Literal["validation", "serialization"]]] = (
+    (ChatRequest, "validation"),
+    (CompletionRequest, "validation"),
+    (tokenize.TokenizeText, "validation"),
+    (tokenize.TokenizeChat, "validation"),
+    (tokenize.DetokenizeBody, "validation"),
+    (ChatCompletionChunk, "serialization"),
+)
+"""Bodies that FastAPI does not know: it neither parses requests nor writes streams."""
 
 _NEVER_USED = ("HTTPValidationError", "ValidationError")
 """FastAPI's answer 422 to what is malformed; ours is 400, in OpenAI's shape."""
@@ -57,11 +68,8 @@ def _corrected(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in _NEVER_USED:
         schemas.pop(name, None)
-    _, told = models_json_schema(
-        [(model, "serialization") for model in CHUNKS],
-        ref_template="#/components/schemas/{model}",
-    )
-    for name, schema in told["$defs"].items():
+    _, added = models_json_schema(SCHEMAS, ref_template="#/components/schemas/{model}")
+    for name, schema in added["$defs"].items():
         schemas.setdefault(name, schema)
     return document
 

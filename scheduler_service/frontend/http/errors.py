@@ -122,6 +122,10 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 """What every endpoint that does some work may answer."""
 
 
+class InvalidBody(Exception):
+    """A request's body is not JSON, or holds too many values."""
+
+
 def http_code(error: Exception) -> int:
     """The HTTP status code of `error`; whatever is not ours is 500."""
     return HTTP_CODES[status_code(error)]
@@ -188,11 +192,10 @@ def handle_errors(app: FastAPI) -> None:
         body = _body(error.status_code, message, None, None)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
-    async def on_no_text(_: Request, error: Exception) -> JSONResponse:
-        message = "the body has half of a surrogate pair, which is no character"
-        return JSONResponse(_body(400, message, None, "invalid_field"), 400)
+    async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
+        return _invalid_body(str(error))
 
-    app.add_exception_handler(UnicodeEncodeError, on_no_text)
+    app.add_exception_handler(InvalidBody, on_invalid_body)
     app.add_exception_handler(PagewireError, on_pagewire_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
@@ -203,14 +206,11 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     """The first of what pydantic complains about, by its path in the body."""
     first = _most_telling(_of_meant_form(error.errors()))
     loc = first["loc"]
-    if loc[1:2] == ("response_format",):
-        loc = loc[:2] + loc[3:]  # what comes next is no field, but the kind of format
+    if loc[:1] == ("response_format",):
+        loc = loc[:1] + loc[2:]  # what comes next is no field, but the kind of format
     path = [part for part in loc if part not in _NO_FIELDS]
-    if not path and first["type"] in ("model_attributes_type", "dict_type"):
-        message = "expected a JSON object as body, with the header content-type: application/json"
-        return JSONResponse(_body(400, message, None, "invalid_body"), 400)
-    if first["type"] == "json_invalid":
-        return JSONResponse(_body(400, f"the body is no JSON: {first['msg']}", None, None), 400)
+    if not path and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        return _invalid_body("expected a JSON object as body")
     names = [part for part in path if isinstance(part, int) or part.isidentifier()]
     dotted = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = dotted.removeprefix(".") or None
@@ -218,23 +218,27 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     return JSONResponse(_body(400, message, param, "invalid_field"), 400)
 
 
+def _invalid_body(message: str) -> JSONResponse:
+    return JSONResponse(_body(400, message, None, "invalid_body"), 400)
+
+
 def _of_meant_form(errors: Sequence[Any]) -> Sequence[Any]:
     """Of a body that may have several forms, the complaints of the one that it is closest to,
     without the form's name."""
     by_form: dict[str, list[Any]] = {}
     for each in errors:
-        head, *rest = each["loc"]
-        if not rest or rest[0] not in BODY_FORMS:
+        form, *path = each["loc"] or ("",)
+        if form not in BODY_FORMS:
             return errors
-        by_form.setdefault(rest[0], []).append(each | {"loc": (head, *rest[1:])})
+        by_form.setdefault(form, []).append(each | {"loc": tuple(path)})
     return min(by_form.values(), key=len)
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
     """Of the first field's complaints the one that looked deepest: where several types may stand,
     the others say no more than that it is none of them."""
-    field = errors[0]["loc"][:2]
-    return max((each for each in errors if each["loc"][:2] == field), key=lambda e: len(e["loc"]))
+    field = errors[0]["loc"][:1]
+    return max((each for each in errors if each["loc"][:1] == field), key=lambda e: len(e["loc"]))
 
 
 def _body(code: int, message: str, param: str | None, reason: str | None) -> dict[str, Any]:

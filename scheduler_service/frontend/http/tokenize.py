@@ -1,8 +1,8 @@
 """`/tokenize`, `/detokenize` and `/version`, as vLLM words them."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -12,6 +12,7 @@ from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.openai.protocol import ChatPrompt
 from scheduler_service.frontend.http.openai.sampling import ListOf, Strict, TokenId
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
+from scheduler_service.frontend.http.request_body import describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input import processor
 from service_common.version import VERSION
@@ -62,6 +63,12 @@ class Version(BaseModel):
     version: str
 
 
+TokenizeAny = Annotated[
+    TokenizeText | TokenizeChat, Depends(json_body(TokenizeText | TokenizeChat))
+]
+DetokenizeIds = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
+
+
 def make_router(services: HttpServices) -> APIRouter:
     """The three endpoints."""
     router = APIRouter(tags=["Tokens"])
@@ -71,8 +78,9 @@ def make_router(services: HttpServices) -> APIRouter:
         summary="Text to token ids",
         responses=ERROR_RESPONSES,
         response_model=Tokens,
+        openapi_extra=describe_body(TokenizeText, TokenizeChat),
     )
-    async def tokenize(body: TokenizeText | TokenizeChat, caller: Caller) -> dict[str, Any]:
+    async def tokenize(body: TokenizeAny, caller: Caller) -> dict[str, Any]:
         """Of a text, or of a conversation by the model's chat template."""
         request = inference_pb.TokenizeRequest()
         if isinstance(body, TokenizeText):
@@ -94,8 +102,9 @@ def make_router(services: HttpServices) -> APIRouter:
         summary="Token ids to text",
         responses=ERROR_RESPONSES,
         response_model=Detokenized,
+        openapi_extra=describe_body(DetokenizeBody),
     )
-    async def detokenize(body: DetokenizeBody, caller: Caller) -> dict[str, str]:
+    async def detokenize(body: DetokenizeIds, caller: Caller) -> dict[str, str]:
         """Bytes that are no whole character show as U+FFFD."""
         request = inference_pb.DetokenizeRequest(
             token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens

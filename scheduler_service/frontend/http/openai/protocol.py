@@ -15,12 +15,16 @@ from scheduler_service.frontend.http.openai.sampling import (
     TokenId,
 )
 
+MAX_PROMPTS = 4096
+"""In one call."""
+MAX_MESSAGES = 8192
+
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 Prompt = (
     Text
     | TokenIds
-    | Annotated[ListOf[Text], Field(min_length=1)]
-    | Annotated[ListOf[TokenIds], Field(min_length=1)]
+    | Annotated[ListOf[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[ListOf[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 
 
@@ -172,7 +176,7 @@ class NamedToolChoice(Strict):
 class ChatPrompt(Strict):
     """A conversation, and how the model's chat template renders it."""
 
-    messages: Annotated[ListOf[ChatMessageBody], Field(min_length=1)]
+    messages: Annotated[ListOf[ChatMessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: ListOf[ToolBody] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -1,6 +1,7 @@
 """Sampling parameters over HTTP: their fields in a body, and as the protobuf message."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,17 +32,29 @@ ListOf = Annotated[list[T], Field(fail_fast=True)]
 DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
 
 
-def _told_by_json(value: Any) -> Any:
-    """The value as it is, unless JSON cannot tell it: Python reads NaN and infinities, too."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        raise PydanticCustomError("no_json", "expected JSON, which has no NaN") from None
+MAX_JSON_VALUES = 1 << 16
+"""In one JSON object that the template or the tools take as it is."""
+
+
+def _check_json(value: Any) -> Any:
+    """The value as it is, unless it has too many parts or numbers that JSON does not have."""
+    num_left, pending = MAX_JSON_VALUES, [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict | list):
+            num_left -= len(part)
+            if num_left < 0:
+                raise PydanticCustomError(
+                    "too_many_values", "expected at most {most} values", {"most": MAX_JSON_VALUES}
+                )
+            pending += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, float) and not math.isfinite(part):
+            raise PydanticCustomError("no_json", "expected numbers that are finite")
     return value
 
 
-JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_told_by_json)]
-JsonList = Annotated[list[JsonValue], BeforeValidator(_told_by_json)]
+JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_check_json)]
+JsonList = Annotated[list[JsonValue], BeforeValidator(_check_json)]
 
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -80,9 +93,7 @@ class StreamOptions(Strict):
 class StructuredOutputs(Strict):
     """A constraint on the output, as vLLM names it; exactly one."""
 
-    json_: dict[str, Any] | bool | str | None = Field(
-        None, alias="json", description="A JSON schema."
-    )
+    json_: JsonObject | bool | str | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = Field(None, description="A regular expression for the whole output.")
     choice: ListOf[str] | None = Field(None, description="The texts allowed.")
     grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
@@ -94,7 +105,7 @@ class JsonSchema(Strict):
 
     name: str | None = Field(None, description="Of no effect.")
     description: str | None = Field(None, description="Of no effect.")
-    schema_: dict[str, Any] = Field(alias="schema", description="The schema.")
+    schema_: JsonObject = Field(alias="schema", description="The schema.")
     strict: bool | None = Field(None, description="Of no effect: schemas are always enforced.")
 
 
@@ -169,7 +180,7 @@ class SamplingFields(Strict):
     priority: int | None = Field(
         None, ge=-(2**31), le=2**31 - 1, description="Lower is served earlier, by that policy."
     )
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None

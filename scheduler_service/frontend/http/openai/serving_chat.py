@@ -4,9 +4,9 @@ import json
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -36,6 +36,7 @@ from scheduler_service.frontend.http.openai.serving import (
     stop_reason,
     streamed_or_whole,
 )
+from scheduler_service.frontend.http.request_body import describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.tool_parsers.base import (
     CallArguments,
@@ -378,6 +379,9 @@ def _tool(body: ToolBody) -> inference_pb.Tool:
     return tool
 
 
+ChatBody = Annotated[ChatRequest, Depends(json_body(ChatRequest))]
+
+
 def make_router(services: HttpServices) -> APIRouter:
     """The endpoint."""
     router = APIRouter(tags=["OpenAI"])
@@ -391,8 +395,9 @@ def make_router(services: HttpServices) -> APIRouter:
         summary="Answer a conversation",
         responses=ERROR_RESPONSES | streamed_or_whole(ChatCompletion, ChatCompletionChunk),
         response_model=None,
+        openapi_extra=describe_body(ChatRequest),
     )
-    async def create(body: ChatRequest, http_request: Request, caller: Caller) -> Response:
+    async def create(body: ChatBody, http_request: Request, caller: Caller) -> Response:
         """A conversation, by the model's chat template."""
         request_id = request_id_of(http_request, body)
         plan = plan_tools(body, lambda: format_of(body.model, caller))

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -15,7 +15,11 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller
-from scheduler_service.frontend.http.openai.protocol import Completion, CompletionRequest
+from scheduler_service.frontend.http.openai.protocol import (
+    MAX_PROMPTS,
+    Completion,
+    CompletionRequest,
+)
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
     FINISH_REASONS,
@@ -28,6 +32,7 @@ from scheduler_service.frontend.http.openai.serving import (
     stop_reason,
     streamed_or_whole,
 )
+from scheduler_service.frontend.http.request_body import describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 
 Piece = dict[str, Any]
@@ -162,10 +167,11 @@ def _joined(former: Any, new: Any) -> Any:
 
 PromptValue = str | Sequence[int]
 
-MAX_PROMPTS = 4096
-"""Of one call: as many requests as a frontend may have open, unless it is told otherwise."""
 MAX_CHOICES = 16_384
-"""Of all of them together."""
+"""Of all prompts of one call together."""
+
+
+CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
 
 
 def make_router(services: HttpServices) -> APIRouter:
@@ -177,8 +183,9 @@ def make_router(services: HttpServices) -> APIRouter:
         summary="Continue prompts",
         responses=ERROR_RESPONSES | streamed_or_whole(Completion),
         response_model=None,
+        openapi_extra=describe_body(CompletionRequest),
     )
-    async def create(body: CompletionRequest, http_request: Request, caller: Caller) -> Response:
+    async def create(body: CompletionBody, http_request: Request, caller: Caller) -> Response:
         """Texts or token ids as they are, one or several. With `echo` and `logprobs` it tells how
         likely the prompts are, as evaluation harnesses ask."""
         request_id = request_id_of(http_request, body)
