@@ -1,9 +1,12 @@
 """Running several coroutines that stand and fall together."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -24,6 +27,16 @@ async def run_until_first(*coroutines: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_failure(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait until one of the tasks ends that should run as long as their service; log and raise its
+    error."""
+    ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in ended:
+        if (error := task.exception()) is not None:
+            logger.error("background task failed task=%s", task.get_coro(), exc_info=error)
+        task.result()
 
 
 async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:

@@ -1,11 +1,15 @@
-"""Logging: lines as text or JSON, and a throttle for failures that repeat."""
+"""Logging: lines as text or JSON, written by a thread, and a throttle for failures that repeat."""
 
 import json
 import logging
+import os
+import queue
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -31,11 +35,83 @@ class LogFormat(StrEnum):
 
 
 def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
-    """Write this process's log to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Write this process's log to stderr, without ever waiting for whoever reads it."""
+    handler = StreamThreadHandler(sys.stderr.fileno())
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+MAX_LINES = 10_000
+"""Lines that may wait to be written: what a busy service writes in a minute."""
+
+FLUSH_S = 1.0
+"""How long the end of a process waits for a reader that is slow."""
+
+
+class StreamThreadHandler(logging.Handler):
+    """Writes lines to a file descriptor on a thread.
+
+    While the reader of a pipe is slow, lines wait; beyond `max_lines` they are dropped, and their
+    number is logged once there is room again. The descriptor is written to directly: a thread that
+    is blocked in `sys.stderr` would hold its lock at the interpreter's end.
+    """
+
+    def __init__(self, descriptor: int, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: queue.Queue[str | None] = queue.Queue(max_lines)
+        self._num_dropped = 0
+        self._counting = threading.Lock()
+        """The handler's own lock does not serve: it is held while `flush` waits for the thread."""
+        self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the record's line, or drop it."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            with self._counting:
+                self._num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all lines have been written, but not longer than `FLUSH_S`."""
+        give_up_at = time.monotonic() + FLUSH_S
+        while self._lines.unfinished_tasks and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Write what is left, within `FLUSH_S`, and end the thread."""
+        self.flush()
+        with suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(FLUSH_S)
+        super().close()
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with suppress(OSError):  # nobody will ever read it
+                self._write(line)
+                self._write_dropped()
+            self._lines.task_done()
+        self._lines.task_done()
+
+    def _write_dropped(self) -> None:
+        with self._counting:
+            num_dropped, self._num_dropped = self._num_dropped, 0
+        if num_dropped:
+            text = "log lines dropped, as stderr was not read num_lines=%d"
+            level, name = logging.WARNING, __name__
+            record = logging.LogRecord(name, level, __file__, 0, text, (num_dropped,), None)
+            self._write(self.format(record))
+
+    def _write(self, line: str) -> None:
+        data = f"{line}\n".encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
 
 class JsonFormatter(logging.Formatter):

@@ -126,7 +126,7 @@ class FrontendStream:
             self._driver.submit(request)
             self._hold_times.begin(submit.handle, submit.max_hold_ms / 1000)
         except PagewireError as error:
-            logger.info("request refused request_id=%s reason=%s", submit.request_id, error.reason)
+            logger.debug("request refused request_id=%s reason=%s", submit.request_id, error.reason)
             self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
         except Exception as error:  # a bug; it must not end the stream of all other requests
             logger.exception("request failed request_id=%s", submit.request_id)

@@ -24,6 +24,7 @@ from scheduler_service.prometheus import make_registry, published
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording_file import RecordingWriter
 from scheduler_service.service_runner import ServiceRunner
+from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
 from service_common.interceptors import RequestTimeoutInterceptor
 from service_common.tracing import make_tracing
@@ -43,7 +44,9 @@ async def serve(config: CoreServiceConfig) -> None:
         CoreService(config) as service,
         published(make_registry(service.metrics.collect), config.metrics),
     ):
-        await service.runner.wait_for_signal(service.frontends.refuse_requests)
+        await run_until_first(
+            service.runner.wait_for_signal(service.frontends.refuse_requests), service.failed()
+        )
         await service.finish_requests(config.grace_period_s)
 
 
@@ -131,6 +134,11 @@ class CoreService:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         self._close_core()
+
+    async def failed(self) -> None:
+        """Wait until a background task fails, and raise its error: without it frontends would not
+        learn of models."""
+        await until_failure(self._background)
 
     async def finish_requests(self, grace_period_s: float) -> None:
         """Wait until the accepted requests have ended or time is up."""

@@ -33,7 +33,7 @@ from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
 from scheduler_service.prometheus import make_registry, published
 from scheduler_service.service_runner import ServiceRunner
-from scheduler_service.tasks import run_until_first
+from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
 from service_common.grpc_server import warn_if_exposed
 from service_common.interceptors import (
@@ -145,11 +145,9 @@ class Frontend:
             await asyncio.to_thread(self._tracing.close)
 
     async def failed(self) -> None:
-        """Wait for one of the tasks that are to run as long as the frontend, and raise what ended
-        it: without it the frontend would stay there and be of no use."""
-        ended, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
+        """Wait until a background task fails, and raise its error: without it the frontend would
+        be useless."""
+        await until_failure(self._tasks)
 
     def _check(self, metadata: Metadata) -> None:
         """Strangers' messages are not even read."""

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from scheduler_service.tasks import run_until_first, to_its_end
+from scheduler_service.tasks import run_until_first, to_its_end, until_failure
 
 
 async def test_a_write_that_is_under_way_ends_before_what_cancels_it_goes_on() -> None:
@@ -65,3 +65,18 @@ async def test_what_a_write_raises_is_raised() -> None:
 
     with pytest.raises(ConnectionError, match="gone"):
         await to_its_end(write(), patience_s=1)
+
+
+async def test_the_failure_of_a_background_task_is_logged_and_raised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    tasks = [asyncio.create_task(asyncio.Event().wait()), asyncio.create_task(fail())]
+    with pytest.raises(RuntimeError, match="a bug"):
+        await until_failure(tasks)
+    tasks[0].cancel()
+    [record] = caplog.records
+    assert "background task failed" in record.message
+    assert record.exc_info

@@ -1,11 +1,15 @@
 import json
 import logging
+import os
+import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 
-from service_common.logging_config import JsonFormatter
+from service_common.logging_config import JsonFormatter, StreamThreadHandler
 
 
 @pytest.fixture
@@ -76,3 +80,72 @@ def test_an_exception_is_one_field(formatter: logging.Formatter) -> None:
         told = line(formatter, "request failed request_id=%s", "r", exc_info=sys.exc_info())
     assert told["request_id"] == "r"
     assert told["exception"].endswith("ValueError: on\ntwo lines")
+
+
+def say(handler: logging.Handler, text: str, *values: object) -> None:
+    """Log a line."""
+    handler.handle(logging.LogRecord("a.b", logging.INFO, "f.py", 1, text, values, None))
+
+
+def read_all(pipe: int) -> str:
+    """What is in a pipe until its writers have closed it."""
+    with os.fdopen(pipe, "rb") as file:
+        return file.read().decode()
+
+
+def test_an_unread_pipe_blocks_nobody_and_what_is_dropped_is_counted() -> None:
+    reader, writer = os.pipe()
+    handler = StreamThreadHandler(writer, max_lines=100)
+    num_lines = 5_000
+    began = time.monotonic()
+    for number in range(num_lines):
+        say(handler, "line number=%d text=%s", number, 100 * "x")
+    handler.flush()
+    assert time.monotonic() - began < 10, "nobody reads, and nothing waited"
+    reading = threading.Thread(target=lambda: lines.extend(read_all(reader).splitlines()))
+    lines: list[str] = []
+    reading.start()
+    handler.flush()
+    say(handler, "the last")
+    handler.close()
+    os.close(writer)
+    reading.join(10)
+    told = [line for line in lines if "dropped" in line]
+    num_dropped = sum(int(line.rpartition("=")[2]) for line in told)
+    assert num_dropped > 0
+    assert lines[0].startswith("line number=0 ")
+    assert lines[-1] == "the last"
+    assert len(lines) - len(told) + num_dropped == num_lines + 1
+
+
+def test_lines_are_written_in_order_before_the_handler_is_closed() -> None:
+    reader, writer = os.pipe()
+    handler = StreamThreadHandler(writer)
+    for number in range(200):
+        say(handler, "%d", number)
+    handler.close()
+    os.close(writer)
+    assert read_all(reader).split() == [str(number) for number in range(200)]
+
+
+SERVICE = """
+import logging, sys, time
+from service_common.logging_config import LogFormat, LogLevel, configure_logging
+configure_logging(LogLevel.INFO, LogFormat.TEXT)
+for number in range(100_000):
+    logging.getLogger("a").info("line number=%d", number)
+print("served", flush=True)
+"""
+
+
+def test_a_process_serves_and_ends_while_nobody_reads_its_stderr() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"served\n"
+    assert process.wait(30) == 0
+    process.communicate()
