@@ -29,9 +29,9 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 The promise of a stream: if a connection or a frontend dies, the stream continues where it broke.
 The client submits the request again with all that it has received (`resume` in the protos) and the
 seed that the server reported at the start, so that the tokens are those of the undisturbed answer.
-What cannot be continued raises one of `errors`; a cut stream never looks complete.
+If it cannot be continued, it raises one of `errors`; a stream that was cut never looks complete.
 
-Needs neither torch nor numpy nor a model: tokenizing is the server's work.
+Needs neither torch nor numpy nor a model: the server tokenizes.
 """
 
 from importlib import import_module
@@ -73,8 +73,8 @@ __all__ = [
     "Usage",
 ]
 
-# Imported when first asked for: a name may take grpc with it, which the command line's first
-# moments, and whoever wants another name, need not wait for.
+# Imported on first use: most of these modules import grpc, which would delay the command line's
+# start and programs that need other names.
 _MODULES = {
     "AsyncClient": "async_client",
     "BatchProgress": "batch",

@@ -40,10 +40,10 @@ class AsyncClient:
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        """Nothing is dialled before the first call.
+        """Connects at the first call.
 
         `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
-        with commas between them.
+        separated by commas.
         `api_key`: sent as `authorization: Bearer KEY`.
         """
         connections = Connections(connection_options(address, tls, api_key), async_channel)
@@ -56,7 +56,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; open streams are cancelled."""
+        """Close the connections and cancel open streams."""
         for channel in self._caller.connections.close():
             await channel.close()
 
@@ -94,7 +94,7 @@ class AsyncClient:
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncOutputStream:
-        """The answer to one prompt, piece by piece as it is generated."""
+        """Stream the answer to one prompt as it is generated."""
         request = requests.generate_request(
             prompt, sampling_params, model=model, request_id=request_id, priority=priority
         )
@@ -110,7 +110,7 @@ class AsyncClient:
     ) -> RequestOutput:
         """The model's turn in a conversation; `options` as for `generate`.
 
-        `stream(messages)` gives it piece by piece.
+        `stream(messages)` streams it.
         """
         prompt = chat_proto(messages, add_generation_prompt=add_generation_prompt)
         return await self.generate(prompt, sampling_params, **options)
@@ -144,7 +144,7 @@ class AsyncClient:
         return batch.outcomes()
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
-        """End a running request. Raises NotFound if there is none of this id."""
+        """End a running request. Raises NotFound if no request has this id."""
         await self._caller.unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
 
     async def tokenize(

@@ -1,4 +1,4 @@
-"""Many requests on one stream: which to send when, and what came of each.
+"""Many requests on one stream: when to send each, and the result of each.
 
 Pure bookkeeping, like `StreamState`; the clients move the messages.
 """
@@ -15,19 +15,19 @@ from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
 
 DEFAULT_MAX_IN_FLIGHT = 512
-"""Requests sent and not finished. More than a worker's usual batch, so that the scheduler always
-has a next one to admit; few enough to leave its queue to others."""
+"""Most requests sent and unfinished. More than a worker's usual batch, so that the scheduler always
+has another one to admit; few enough to leave room in its queue for other clients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchProgress:
-    """How far a batch has come."""
+    """Progress of a batch."""
 
     num_requests: int
     num_finished: int
-    """Failed ones included."""
+    """Including failed ones."""
     num_prompt_tokens: int
-    """Of the requests that the server has accepted."""
+    """Prompt tokens of the requests that the server has accepted."""
     num_generated_tokens: int
 
 
@@ -99,7 +99,7 @@ class Batch:
 
     @property
     def progress(self) -> BatchProgress:
-        """How far it has come."""
+        """Progress so far."""
         return BatchProgress(
             num_requests=len(self.requests),
             num_finished=self._counts.finished,
@@ -108,19 +108,19 @@ class Batch:
         )
 
     def opened(self) -> list[Send]:
-        """A stream was opened: what to send on it first."""
+        """Note that a stream was opened; returns what to send on it first."""
         self._waiting.extendleft(reversed(self._in_flight.values()))
         self._in_flight.clear()
         return self._fill_window()
 
     def receive(self, message: pb.GenerateManyResponse) -> list[Send]:
-        """Takes in what the server says; returns what to send now."""
+        """Process a message of the server; returns what to send now."""
         self._stream_attempts.progressed()
         if message.WhichOneof("event") == "error":
             return self._receive_error(message.error)
         member = self._in_flight.get(message.response.request_id)
         if member is None:
-            return []  # Of a request that was given up in the meantime.
+            return []  # The request was abandoned in the meantime.
         member.attempts.progressed()
         output = member.state.output
         if message.response.HasField("started") and not output.prompt_token_ids:
@@ -133,9 +133,9 @@ class Batch:
         return self._settle(member, output)
 
     def broken(self, error: errors.PagewireError) -> float:
-        """The stream ended early: seconds to wait before opening another.
+        """Note that the stream ended early; returns the seconds to wait before opening another.
 
-        Raises where another is no use; every unfinished request has failed then.
+        Raises if another stream would not help; every unfinished request has failed then.
         """
         try:
             return self._stream_attempts.delay_after(error)
@@ -144,7 +144,7 @@ class Batch:
             raise
 
     def require_done(self) -> None:
-        """Raises Unavailable if requests are left when the server has ended the stream."""
+        """Raise Unavailable if requests are unfinished although the server has ended the stream."""
         if not self.is_done:
             raise errors.Unavailable("the server ended the stream before all answers")
 
@@ -159,7 +159,7 @@ class Batch:
         return outputs
 
     def outcomes(self) -> list[RequestOutput | errors.PagewireError]:
-        """The results, errors among them."""
+        """The results, including errors."""
         return [result for result in self.results if result is not None]
 
     def _new_attempts(self) -> Attempts:
@@ -172,7 +172,7 @@ class Batch:
         message = f"prompts[{member.position}]: {error.message}"
         failure = errors.from_status(error.code, message, error.status)
         if isinstance(failure, errors.Overloaded) and len(self._in_flight) > 1:
-            # The server holds as many of ours as it will: this one follows when another ends.
+            # The server accepts no more of this client's requests: send this one when another ends.
             del self._in_flight[error.request_id]
             self._waiting.appendleft(member)
             self._window = len(self._in_flight)

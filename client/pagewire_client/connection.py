@@ -26,32 +26,32 @@ _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A peer that vanished without a word is noticed, but only while calls are open. A ping has a
-    # timeout of its own, and the longer of the two counts.
+    # A peer that disappeared silently is detected, but only while calls are open. A ping has a
+    # timeout of its own, and the longer of the two applies.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # A server that restarts is found again within the first retries.
+    # The first retries reach a server that restarts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Channels of one process to one address must not share a connection's backoff.
+    # Channels of one process to one address do not share a connection's backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """Speak TLS. With no field set, the system's root certificates verify the server."""
+    """How to use TLS. By default, the system's root certificates verify the server."""
 
     root_certificates: Path | str | None = None
     """PEM file with the certificates that may sign the server's."""
     certificate_chain: Path | str | None = None
-    """PEM file with this client's certificate, where the server wants one."""
+    """PEM file with this client's certificate, if the server requires one."""
     private_key: Path | str | None = None
     """PEM file with that certificate's key."""
     server_name: str | None = None
-    """The name in the server's certificate, where it is not the address's host."""
+    """The name in the server's certificate, if it is not the address's host."""
 
     def __post_init__(self) -> None:
         if (self.certificate_chain is None) != (self.private_key is None):
@@ -68,10 +68,10 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionOptions:
-    """All that tells how to reach the servers."""
+    """How to reach the servers."""
 
     addresses: tuple[Address, ...]
-    """Frontends of one deployment, any of which will do."""
+    """Frontends of one deployment, any of which may be used."""
     tls: TlsOptions | None = None
     """None: no encryption."""
     api_key: str | None = field(default=None, repr=False)
@@ -87,12 +87,12 @@ class ConnectionOptions:
 
     @property
     def metadata(self) -> Metadata:
-        """What each call carries besides its message."""
+        """The metadata of each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     @property
     def channel_options(self) -> list[tuple[str, str | int]]:
-        """gRPC's settings for each channel."""
+        """gRPC's options for each channel."""
         options: list[tuple[str, str | int]] = list(_CHANNEL_OPTIONS)
         if self.tls and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
@@ -102,8 +102,8 @@ class ConnectionOptions:
 def connection_options(
     address: Address | Sequence[Address], tls: TlsOptions | None, api_key: str | None
 ) -> ConnectionOptions:
-    """Options from what a client's constructor takes; several addresses may also stand in one
-    text, with commas between them."""
+    """The options for the arguments of a client's constructor; one text may hold several addresses,
+    separated by commas."""
     texts = (address,) if isinstance(address, str) else address
     addresses = tuple(each for text in texts for each in text.split(","))
     return ConnectionOptions(addresses=addresses, tls=tls, api_key=api_key)
@@ -113,7 +113,7 @@ ChannelT = TypeVar("ChannelT")
 
 
 class Connections(Generic[ChannelT]):
-    """One channel per address, opened when first used, and which address is in use.
+    """One channel per address, opened on first use, and the address in use.
 
     `ChannelT` is `grpc.Channel` or `grpc.aio.Channel`, as `make_channel` makes them.
     """
@@ -143,13 +143,13 @@ class Connections(Generic[ChannelT]):
             return address, self._channels[address][1]
 
     def leave(self, address: Address) -> None:
-        """`address` failed: use the next one, unless another call has already moved on."""
+        """Use the next address after `address` failed, unless another call already did."""
         with self._lock:
             if self.options.addresses[self._current] == address:
                 self._current = (self._current + 1) % len(self.options.addresses)
 
     def close(self) -> list[ChannelT]:
-        """The channels, for their owner to close; no further ones are opened."""
+        """Open no further channels; returns the channels, for the caller to close."""
         with self._lock:
             self._closed = True
             channels = [channel for channel, _ in self._channels.values()]
@@ -191,8 +191,8 @@ def _read(path: Path | str | None) -> bytes | None:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """What tells a frontend of the span that is current now; nothing without OpenTelemetry, which
-    is never imported for it."""
+    """The current span's `traceparent`; nothing if OpenTelemetry is not imported, which this does
+    not import."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,16 +1,16 @@
-"""What can go wrong, as typed exceptions.
+"""Typed exceptions.
 
     PagewireError
-    ├── InvalidArgument      (ValueError)       the request is wrong; `field` names where
-    ├── FailedPrecondition                      this deployment cannot do it, such as a long prompt
-    ├── NotAuthorized        (PermissionError)  the token is missing, wrong, or not enough
+    ├── InvalidArgument      (ValueError)       the request is invalid; `field` names the field
+    ├── FailedPrecondition                      this deployment cannot serve it (prompt too long)
+    ├── NotAuthorized        (PermissionError)  the API key is missing, wrong or not allowed
     ├── NotFound             (LookupError)      no such model or request
     ├── AlreadyExists                           a live request has this id
-    ├── Overloaded                              queues are full; `retry_delay_s` says when again
-    ├── RequestAborted                          somebody ended the request
+    ├── Overloaded                              queues are full; retry after `retry_delay_s`
+    ├── RequestAborted                          the request was aborted
     ├── DeadlineExceeded     (TimeoutError)     the timeout passed
     ├── Unavailable          (ConnectionError)  no server, or the connection broke
-    ├── ServerError                             a fault of the server
+    ├── ServerError                             an error in the server
     └── LocalServiceError    (RuntimeError)     a service started by this process failed
 
 Each carries the server's constant `reason`, such as PROMPT_TOO_LONG, and its `details`.
@@ -28,7 +28,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 
 class PagewireError(Exception):
-    """The root: a message for people, and what the server said for programs."""
+    """The root: a human-readable message, and the server's details for programs."""
 
     def __init__(
         self,
@@ -42,24 +42,24 @@ class PagewireError(Exception):
         super().__init__(message)
         self.message = message
         self.reason = reason
-        """The server's constant reason; empty where the error is not the server's own."""
+        """The server's constant reason; empty if the error does not come from the server."""
         self.field = field
-        """The request's field at fault, as the protos name it; empty where there is none."""
+        """The invalid field of the request, as named in the protos; empty if there is none."""
         self.details = dict(details or {})
         self.retry_delay_s = retry_delay_s
-        """Seconds after which the server asks to be tried again."""
+        """Seconds after which the server asks for a retry."""
 
 
 class InvalidArgument(PagewireError, ValueError):
-    """The request is wrong, whatever the server's state."""
+    """The request is invalid, regardless of the server's state."""
 
 
 class FailedPrecondition(PagewireError):
-    """This deployment cannot do it: a prompt longer than its memory, no chat template."""
+    """This deployment cannot serve it: the prompt exceeds its memory, it has no chat template."""
 
 
 class NotAuthorized(PagewireError, PermissionError):
-    """The token is missing, wrong, or not enough for this."""
+    """The API key is missing, wrong, or does not allow this."""
 
 
 class NotFound(PagewireError, LookupError):
@@ -75,8 +75,7 @@ class Overloaded(PagewireError):
 
 
 class RequestAborted(PagewireError):
-    """The request was ended by its client, or by somebody for it; `reason` is TAKEN_OVER where a
-    later try at it goes on elsewhere."""
+    """The request was aborted; `reason` is TAKEN_OVER if a later attempt continues it elsewhere."""
 
 
 class DeadlineExceeded(PagewireError, TimeoutError):
@@ -88,7 +87,7 @@ class Unavailable(PagewireError, ConnectionError):
 
 
 class ServerError(PagewireError):
-    """A fault of the server, or an answer that makes no sense."""
+    """An error in the server, or an invalid answer."""
 
 
 class LocalServiceError(PagewireError, RuntimeError):
@@ -115,24 +114,24 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
 }
 _BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
 
-# The service gives every error a reason. One without, and with these codes and words, comes from
-# the transport: the server was killed, or cancelled its calls at the end of its grace period.
+# The service gives every error a reason. An error without one, and with these codes and words,
+# comes from the transport: the server was killed, or cancelled its calls after its grace period.
 _TRANSPORT_BREAKS = {
     grpc.StatusCode.CANCELLED.value[0]: ("",),
     grpc.StatusCode.UNKNOWN.value[0]: ("Stream removed",),
-    # The second is what grpc.aio says if it was writing when the call ended.
+    # grpc.aio reports the second one if it was writing when the call ended.
     grpc.StatusCode.INTERNAL.value[0]: ("RST_STREAM", "Internal error from Core"),
 }
 
 
-# What gRPC says of a connection that could not be made, and what of it concerns people.
+# gRPC's messages for a failed connection, and the parts that matter to users.
 _NO_CONNECTION = (
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
 )
 _IN_WORDS = {"Deadline Exceeded": "the timeout passed before the answer was complete"}
-"""By what gRPC says itself, where the server has not spoken."""
+"""By gRPC's own message, for errors that do not come from the server."""
 
 
 def from_call(error: grpc.RpcError) -> PagewireError:
@@ -150,7 +149,7 @@ def from_status(code: int, message: str, status: bytes) -> PagewireError:
 
 
 def in_words(details: str) -> str:
-    """gRPC's own message for people; a service's as it is."""
+    """Rephrase a message of gRPC itself; a service's message is returned unchanged."""
     for pattern in _NO_CONNECTION:
         if found := pattern.search(details):
             why = found["why"]
@@ -162,7 +161,7 @@ def _parse(data: str | bytes, status: status_pb2.Status) -> status_pb2.Status:
     try:
         status.ParseFromString(data if isinstance(data, bytes) else data.encode())
     except DecodeError:
-        status.Clear()  # A proxy's, perhaps; code and message still tell the essence.
+        status.Clear()  # Perhaps from a proxy; code and message suffice.
     return status
 
 

@@ -1,4 +1,4 @@
-"""Offline use: a model in a few lines, without a server to start first."""
+"""Offline inference: a model without a server to start first."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from pagewire_client.sampling_params import SamplingParams
 
 @contextmanager
 def progress_bar(*, shown: bool) -> Iterator[OnProgress | None]:
-    """A bar on standard error, to be told of progress; None if it is not to be shown."""
+    """A progress bar on standard error, as a callback; None if it is not to be shown."""
     if not shown:
         yield None
         return
@@ -56,20 +56,20 @@ def _rates(batch: BatchProgress, elapsed_s: float) -> str:
 
 
 _GRACE_PERIOD_S = 5.0
-"""Nobody but us uses these services, and we close them when nothing is running."""
+"""Short, because only this object uses the services, and closes them when nothing is running."""
 
 _RETRY = RetryPolicy(recovery_timeout_s=30.0)
 
 
 class LLM:
-    """A model with private services of its own, which end with it.
+    """A model with private services, which stop with it.
 
         with LLM(model="embedded", dtype="float32") as llm:
             for output in llm.generate(["One day,", "Two plus two"], SamplingParams(n=2)):
                 print(output.outputs[0].text)
 
-    The services are the real ones, three processes on this machine. They end on `close`, at the
-    end of a `with` block, when the object is dropped, and when this process ends, however it ends.
+    The services are three processes on this machine. They stop on `close`, at the end of a `with`
+    block, when the object is deleted, and when this process ends, even if it is killed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the services."""
+        """Stop the services."""
         self._client.close()
         self._close()
 
@@ -114,8 +114,8 @@ class LLM:
         """The answers to all prompts, in their order.
 
         A prompt is a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list
-        of chat messages; one alone may be given without a list around it. `sampling_params` holds
-        for all, or is a list with one for each. `use_tqdm` shows a progress bar with tokens per
+        of chat messages; a single prompt need not be in a list. `sampling_params` applies to
+        all, or is a list with one for each. `use_tqdm` shows a progress bar with tokens per
         second. The first prompt that fails raises, and ends the others.
         """
         with progress_bar(shown=use_tqdm) as on_progress:

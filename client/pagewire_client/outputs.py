@@ -1,4 +1,4 @@
-"""What comes back: whole answers and their pieces, under the names vLLM's users know."""
+"""Answers and their deltas, under vLLM's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class Logprob:
     rank: int
     """1 for the most probable token."""
     decoded_token: str
-    """The token's text; bytes that are no whole character show as U+FFFD."""
+    """The token's text; incomplete characters appear as U+FFFD."""
 
 
 PositionLogprobs = Mapping[int, Logprob]
-"""Log probabilities at one position by token id: the token that stands there first, then the most
+"""Log probabilities at one position by token id: the token at this position first, then the most
 probable ones."""
 
 
@@ -34,14 +34,14 @@ class Usage:
     cached_tokens: int
     """Of the prompt's tokens, those found in the prefix cache."""
     completion_tokens: int
-    """In all choices together."""
+    """Over all choices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
     """Where a request's wall time went, in microseconds; the parts add up to the total.
 
-    After a reconnect they tell of the last connection only.
+    After a reconnect they cover the last connection only.
     """
 
     total_us: int
@@ -58,45 +58,45 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputDelta:
-    """What is new of one choice; appending all of them gives its `CompletionOutput`."""
+    """An increment of one choice; all of them together give its `CompletionOutput`."""
 
     index: int
-    """Which choice."""
+    """Index of the choice."""
     text: str
     """Text to append: whole characters, possibly empty."""
     token_ids: list[int]
-    """Tokens to append. Their text may come later than they do."""
+    """Tokens to append. Their text may arrive later."""
     logprobs: list[PositionLogprobs] | None = None
-    """One entry per token, where they were asked for."""
+    """One entry per token, if requested."""
     finish_reason: FinishReason | None = None
-    """Why the choice ended; None while it goes on."""
+    """Why the choice ended; None while it continues."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it; None for end-of-sequence tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CompletionOutput:
-    """One choice of an answer, as far as it has come."""
+    """One choice of an answer, as received so far."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum over the output tokens, where log probabilities were asked for."""
+    """Sum over the output tokens, if log probabilities were requested."""
     logprobs: list[PositionLogprobs] | None = None
-    """One entry per token, where they were asked for."""
+    """One entry per token, if requested."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the choice is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """A request and its answer, as far as it has come."""
+    """A request and its answer, as received so far."""
 
     request_id: str
     model: str = ""
@@ -104,19 +104,19 @@ class RequestOutput:
     seed: int | None = None
     """The seed in effect; None until the server has accepted the request."""
     prompt: str | None = None
-    """The prompt, where it was given as text."""
+    """The prompt, if it was given as text."""
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    """One entry per prompt token, where they were asked for; None for the first token."""
+    """One entry per prompt token, if requested; None for the first token."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     """The choices, by index."""
     finished: bool = False
     usage: Usage | None = None
-    """Known at the end."""
+    """None until the answer is complete."""
     timings: Timings | None = None
-    """Known at the end."""
+    """None until the answer is complete."""
 
     @property
     def text(self) -> str:
-        """The first choice's text: all there is when `n` is 1."""
+        """The first choice's text."""
         return self.outputs[0].text if self.outputs else ""

@@ -184,7 +184,7 @@ def generate_requests(
 def tokenize_request(
     text: str | Messages, *, model: str | None, add_special_tokens: bool
 ) -> pb.TokenizeRequest:
-    """Asks for the token ids of a text or a conversation."""
+    """The request for the token ids of a text or a conversation."""
     request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
         request.text = text
@@ -196,12 +196,12 @@ def tokenize_request(
 def detokenize_request(
     token_ids: Sequence[int], *, model: str | None, skip_special_tokens: bool
 ) -> pb.DetokenizeRequest:
-    """Asks for the text of token ids."""
+    """The request for the text of token ids."""
     return pb.DetokenizeRequest(
         model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
     )
 
 
 def watch_request(interval_s: float, detail: StatusDetail | None) -> pb.WatchStatusRequest:
-    """Asks for a snapshot every `interval_s` seconds."""
+    """The request for a snapshot every `interval_s` seconds."""
     return pb.WatchStatusRequest(interval_ms=round(interval_s * 1000), detail=detail)

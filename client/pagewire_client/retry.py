@@ -1,6 +1,6 @@
-"""When a failed attempt is worth another, and how long to wait before it.
+"""Whether to retry after a failure, and how long to wait.
 
-Nothing here sleeps or speaks gRPC: the clients ask, and do the waiting their own way.
+Nothing here sleeps or uses gRPC: the clients do the waiting.
 """
 
 import math
@@ -14,27 +14,27 @@ from pagewire_client import errors
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How hard to try when a server is unreachable or full."""
+    """Limits of retries while a server is unreachable or full."""
 
     max_retries: int = 5
-    """Attempts after the first one, for a request of which nothing was received yet."""
+    """Retries of a request for which nothing was received yet."""
     recovery_timeout_s: float = 60.0
-    """How long a stream that broke is tried again, counted from the break. Long enough for a
-    server to be restarted and to load its model."""
+    """How long to retry a stream that broke, from the break. Long enough for a server to restart
+    and to load its model."""
     initial_backoff_s: float = 0.1
-    """First wait; each further one is twice as long."""
+    """First delay; each further one is twice as long."""
     max_backoff_s: float = 2.0
-    """Longest wait."""
+    """Longest delay."""
 
     def backoff_s(self, retries: int, draw: float) -> float:
-        """The wait before retry number `retries` (from 0); `draw` in [0, 1) spreads clients."""
+        """The delay before retry number `retries` (from 0); `draw` in [0, 1) is the jitter."""
         # The exponent is bounded because a long recovery would overflow a float.
         longest = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(retries, 32))
         return longest * (0.5 + draw / 2)
 
 
 NO_RETRIES = RetryPolicy(max_retries=0, recovery_timeout_s=0.0)
-"""Every failure is final."""
+"""No retries."""
 
 
 class Deadline:
@@ -56,7 +56,7 @@ class Deadline:
 
 
 class Attempts:
-    """The history of one request's attempts, and the verdict on each failure."""
+    """The history of one request's attempts, which decides whether to retry."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class Attempts:
         self._failing_since: float | None = None
 
     def progressed(self) -> None:
-        """Something was received: later failures are counted anew."""
+        """Note that something was received: the count of failures restarts."""
         self._begun = True
         self._retries = 0
         self._failing_since = None
 
     def delay_after(self, error: errors.PagewireError) -> float:
-        """Seconds to wait before the next attempt; raises where another is no use.
+        """Seconds to wait before the next attempt; raises if there is to be none.
 
         Raises `error` itself, or DeadlineExceeded if the deadline comes before the next attempt.
         """

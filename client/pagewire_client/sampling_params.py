@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, under the names vLLM's users know."""
+"""Sampling parameters, under vLLM's names."""
 
 import json
 import operator
@@ -20,7 +20,7 @@ _COUNTS = (
     "prompt_logprobs",
 )
 _COUNTS_OR_ALL = ("top_k", "truncate_prompt_tokens")
-"""-1 and 0 set no limit, or none of their own."""
+"""-1 and 0 mean no limit of their own."""
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -43,13 +43,13 @@ class SamplingParams:
 
     None takes the model's own generation default where it has one, else the default that
     `protos/pagewire/v1/sampling.proto` gives. Ranges are checked by the server, whose
-    `InvalidArgument` names the field; only what its fields cannot carry is refused here.
+    `InvalidArgument` names the field; only values that a field cannot hold are refused here.
     """
 
     n: int | None = None
     """Number of answers."""
     best_of: int | None = None
-    """Number of candidates, of which the `n` most probable are returned."""
+    """Number of candidates; the `n` most probable are returned."""
     temperature: float | None = None
     """Divides the logits; 0 is greedy."""
     top_p: float | None = None
@@ -63,7 +63,7 @@ class SamplingParams:
     presence_penalty: float | None = None
     """Above 0 makes tokens of the output less probable."""
     frequency_penalty: float | None = None
-    """Above 0 makes tokens of the output less probable, the more so the more there are."""
+    """Above 0 makes tokens of the output less probable, in proportion to their count."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
     seed: int | None = None
@@ -75,11 +75,11 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     """Texts that never appear."""
     min_tokens: int | None = None
-    """No end before this many tokens."""
+    """Fewest tokens per answer."""
     max_tokens: int | None = 16
     """Most tokens per answer. None: as many as the model's length allows."""
     ignore_eos: bool | None = None
-    """Go on past end-of-sequence tokens."""
+    """Continue after end-of-sequence tokens."""
     logprobs: int | None = None
     """Report log probabilities of each output token and of this many alternatives."""
     prompt_logprobs: int | None = None
@@ -111,7 +111,7 @@ class SamplingParams:
         self.to_proto()
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
-        """The message a request carries. Raises ValueError naming a field it cannot hold."""
+        """The message of a request. Raises ValueError naming a field with an invalid value."""
         proto = sampling_pb2.SamplingParams()
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None:
@@ -126,7 +126,7 @@ class SamplingParams:
         return proto
 
     def _fill_choice(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Top-k, biases, seed, bad words, and how much of the prompt."""
+        """Set top_k, truncation of the prompt, seed, biases and bad words."""
         for name in _COUNTS_OR_ALL:
             if (value := getattr(self, name)) is not None:
                 setattr(proto, name, max(0, _integer(name, value, _MAX_UINT32, minimum=-1)))
@@ -140,7 +140,7 @@ class SamplingParams:
         proto.bad_words.extend(_texts("bad_words", self.bad_words))
 
     def _fill_ending(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Stop conditions, and what of them is shown."""
+        """Set stop conditions, and what of them the text contains."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         proto.stop.extend(_texts("stop", stop))
         proto.stop_token_ids.extend(
@@ -155,11 +155,11 @@ class SamplingParams:
             proto.include_stop_in_output = self.include_stop_str_in_output
 
     def _fill_beam_search(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Beam search, where a width asks for it."""
+        """Set the parameters of beam search, if there is a width."""
         if self.beam_width is None:
             for name in ("length_penalty", "early_stopping"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is for beam search: set beam_width too")
+                    raise ValueError(f"{name} requires beam_width")
             return
         proto.beam_search.width = _integer("beam_width", self.beam_width, _MAX_UINT32)
         if self.length_penalty is not None:
@@ -172,10 +172,10 @@ class SamplingParams:
             proto.beam_search.early_stopping = _EARLY_STOPPING[self.early_stopping]
 
     def _fill_structured_output(self, proto: sampling_pb2.SamplingParams) -> None:
-        """What the answer must match: at most one kind."""
+        """Set the constraint on the answer: at most one kind."""
         given = [name for name in _STRUCTURED_OUTPUT if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other")
+            raise ValueError(f"{' and '.join(given)} are mutually exclusive")
         if self.json_schema is not None:
             proto.json_schema = _json("json_schema", self.json_schema)
         if self.regex is not None:

@@ -1,7 +1,7 @@
-"""One request's answer as it grows, and what to say to continue it elsewhere.
+"""One request's answer as it grows, and the request that continues it.
 
-Responses go in, deltas come out, and at any point `next_request()` is the request
-that continues from here. Clients of either kind, and streams of many requests, share it.
+Responses go in, deltas come out, and at any point `next_request()` is the request that continues
+from there. Both clients, and batches of requests, use it.
 """
 
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ _TIMINGS = tuple(field.name for field in pb.Timings.DESCRIPTOR.fields)
 class StreamState:
     """Folds the responses to one request into a `RequestOutput`.
 
-    Invariant: a choice's `token_ids`, `text` and `logprobs` hold exactly what was received of it,
-    over all connections, each piece once.
+    Invariant: a choice's `token_ids`, `text` and `logprobs` contain everything that was received,
+    over all connections, exactly once.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -43,8 +43,8 @@ class StreamState:
         self.output = RequestOutput(request_id=request.request_id, prompt=prompt)
 
     def next_request(self) -> pb.GenerateRequest:
-        """What to send to get the rest; each time it is a later attempt, which takes the request
-        over from the one before, should that still be live."""
+        """The request for the rest of the answer. Each call makes a later attempt, which takes over
+        from the one before if that is still live."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         request.attempt = self._num_attempts
@@ -61,7 +61,7 @@ class StreamState:
         return request
 
     def receive(self, response: pb.GenerateResponse) -> list[OutputDelta]:
-        """What `response` adds, after adding it to `output`."""
+        """Add `response` to `output`; returns the deltas."""
         if response.HasField("started"):
             self._start(response.started)
         if response.prompt_logprobs and self.output.prompt_logprobs is None:
@@ -69,7 +69,7 @@ class StreamState:
         deltas = []
         for choice_delta in response.choices:
             choice = self._choice(choice_delta.index)
-            # After a reconnect the server tells again why a choice ended that had ended before.
+            # After a reconnect the server reports again why a finished choice ended.
             if not choice.finished:
                 deltas.append(_append(choice, choice_delta))
         if response.HasField("usage"):
@@ -77,7 +77,7 @@ class StreamState:
         return deltas
 
     def require_finished(self) -> None:
-        """Raises Unavailable if the stream ended without its end: it must not look complete."""
+        """Raise Unavailable if the stream ended before the answer was complete."""
         if not self.output.finished:
             raise errors.Unavailable("the server ended the stream before the answer was complete")
 
@@ -89,7 +89,7 @@ class StreamState:
 
     def _choice(self, index: int) -> CompletionOutput:
         outputs = self.output.outputs
-        # Indexes are dense, but a later choice's first token may come first.
+        # Indexes are dense, but choices may begin in any order.
         while len(outputs) <= index:
             outputs.append(CompletionOutput(index=len(outputs)))
         return outputs[index]
@@ -109,7 +109,7 @@ class StreamState:
 
 
 def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
-    """Adds `delta` to `choice` and returns it in our own words."""
+    """Add `delta` to `choice`; returns it as an `OutputDelta`."""
     choice.text += delta.text
     choice.token_ids.extend(delta.token_ids)
     logprobs = None
@@ -117,7 +117,7 @@ def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
         logprobs = [_position_logprobs(position) for position in delta.logprobs]
         choice.logprobs = choice.logprobs or []
         choice.logprobs.extend(logprobs)
-        # One by one, as the server does: the last bits must not depend on how deltas were cut.
+        # One by one, as the server adds them: the sum must not depend on how deltas were split.
         for position in delta.logprobs:
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + position.token.logprob
     if delta.HasField("cumulative_logprob"):

@@ -96,7 +96,7 @@ def test_what_the_answer_must_match_arrives(field: str, value: Any, carried: Any
 
 
 def test_an_answer_matches_one_thing_only() -> None:
-    with pytest.raises(ValueError, match="json_schema and regex exclude each other"):
+    with pytest.raises(ValueError, match="json_schema and regex are mutually exclusive"):
         SamplingParams(json_schema="{}", regex="a")
 
 

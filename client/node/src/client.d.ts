@@ -1,5 +1,5 @@
 // Types of client.js. What each field means is in protos/pagewire/v1, under the same name in
-// snake_case; a test holds the names to those.
+// snake_case; a test compares the names.
 
 import type { ChannelCredentials } from "@grpc/grpc-js";
 
@@ -45,7 +45,7 @@ export interface ChatMessage {
 export type Prompt = string | number[] | ChatMessage[];
 
 export interface RequestOptions {
-  /** Needed only where several models are served. */
+  /** Required only if several models are served. */
   model?: string;
   /** Drawn at random unless given. */
   requestId?: string;
@@ -58,20 +58,20 @@ export interface ClientOptions {
   apiKey?: string;
   /** Default: no encryption. */
   credentials?: ChannelCredentials;
-  /** How long a stream that broke is tried again; default 60,000, 0 not at all. */
+  /** How long to retry a stream that broke; default 60,000, 0 disables retries. */
   recoveryTimeoutMs?: number;
 }
 
 export type FinishReason = "stop" | "length";
 
-/** What is new of one choice. */
+/** An increment of one choice. */
 export interface OutputDelta {
   /** Which choice, from 0. */
   index: number;
   /** To be appended. */
   text: string;
   tokenIds: number[];
-  /** null while the choice goes on. */
+  /** null while the choice continues. */
   finishReason: FinishReason | null;
 }
 
@@ -108,8 +108,8 @@ export interface Answer {
 }
 
 /**
- * Talks to one deployment through any of its frontends. A stream whose connection breaks goes on
- * where it was. Errors are those of @grpc/grpc-js, with `code` and `details`.
+ * Talks to one deployment through any of its frontends. A stream whose connection breaks
+ * continues where it was. Errors are those of @grpc/grpc-js, with `code` and `details`.
  */
 export class Client {
   /** @param address `HOST:PORT` or `unix:PATH`, or several, also with commas between them */

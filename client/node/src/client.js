@@ -24,15 +24,15 @@ const { InferenceService } = grpc.loadPackageDefinition(definition).pagewire.v1;
 
 const CHANNEL_OPTIONS = {
   "grpc.max_receive_message_length": 256 * 1024 * 1024, // long prompts have long log probabilities
-  // A server that vanished without a word is noticed while calls are open.
+  // A server that disappeared silently is detected while calls are open.
   "grpc.keepalive_time_ms": 15_000,
   "grpc.keepalive_timeout_ms": 10_000,
-  // A frontend that restarts is found again within the first retries.
+  // The first retries reach a frontend that restarts.
   "grpc.initial_reconnect_backoff_ms": 100,
   "grpc.max_reconnect_backoff_ms": 2000,
 };
 
-const MAX_HOLD_MS = 1000; // tokens of an answer that is wanted whole may wait for others so long
+const MAX_HOLD_MS = 1000; // how long the server may hold back tokens of a whole answer
 
 const FINISH_REASONS = {
   FINISH_REASON_STOP: "stop",
@@ -40,9 +40,9 @@ const FINISH_REASONS = {
 };
 
 /**
- * Talks to one deployment through any of its frontends. A stream whose connection breaks goes on
- * where it was, through the next frontend or the same one when it is back. Errors are those of
- * @grpc/grpc-js: `code` and `details` say what.
+ * Talks to one deployment through any of its frontends. A stream whose connection breaks
+ * continues where it was, through the next frontend or the same one when it is back. Errors are
+ * those of @grpc/grpc-js, with `code` and `details`.
  */
 export class Client {
   #services;
@@ -102,11 +102,11 @@ export class Client {
     for (const service of this.#services) service.close();
   }
 
-  /** What comes of a request, over as many attempts as it takes. */
+  /** The responses to a request, over all its attempts. */
   async *#responses(prompt, samplingParams, { model, requestId, timeoutMs, maxHoldMs }) {
     const deadline = timeoutMs === undefined ? Infinity : Date.now() + timeoutMs;
     const retries = new Retries(this.#recoveryTimeoutMs, deadline);
-    requestId ??= randomUUID(); // whoever draws it can ask for the request again
+    requestId ??= randomUUID(); // the client must know it to continue the request
     const request = { ...asPrompt(prompt), samplingParams, model, requestId, maxHoldMs };
     const received = new Received(request);
     while (!received.isComplete) {
@@ -127,7 +127,7 @@ export class Client {
   async *#attempt(request, deadline) {
     const service = this.#services[this.#current];
     const call = service.generate(request, this.#metadata, { deadline });
-    call.on("error", () => {}); // the loop throws it; a call cancelled after the loop has no reader
+    call.on("error", () => {}); // the loop throws errors; after the loop there is no reader
     try {
       yield* call;
     } finally {

@@ -1,11 +1,11 @@
-/** What has come of one request over all its attempts, and what to say to get the rest. */
+/** What was received for one request over all its attempts, and the request for the rest. */
 export class Received {
   #request;
   #numAttempts = 0;
   #started = null;
   #choices = [];
 
-  /** Whether the answer is whole. */
+  /** Whether the answer is complete. */
   isComplete = false;
 
   /** @param {object} request a GenerateRequest with a requestId, or it could not be continued */
@@ -13,7 +13,7 @@ export class Received {
     this.#request = request;
   }
 
-  /** What to send: each attempt has a greater number, and takes over what the one before left. */
+  /** The next request: each attempt has a greater number, and takes over from the one before. */
   nextRequest() {
     const request = { ...this.#request, attempt: this.#numAttempts++ };
     if (this.#started === null) return request;
@@ -23,10 +23,10 @@ export class Received {
     return { ...request, model, samplingParams, resume };
   }
 
-  /** Take in a response; gives it back without what an earlier attempt has told. */
+  /** Process a response; returns it without what an earlier attempt has already reported. */
   add(response) {
     this.#started ??= response.started;
-    // A choice's end is told again after a reconnect.
+    // After a reconnect a choice's end is reported again.
     const choices = response.choices.filter(({ index }) => !this.#choices[index]?.isFinished);
     for (const delta of choices) this.#append(delta);
     if (response.usage) this.isComplete = true;

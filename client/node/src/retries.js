@@ -4,15 +4,15 @@ const MAX_RETRIES = 5; // of a request of which nothing was received
 const FIRST_BACKOFF_MS = 100;
 const MAX_BACKOFF_MS = 2000;
 
-// The service gives every error details. One without comes from the transport: the server was
-// killed, or cancelled its calls at the end of its grace period.
+// The service gives every error details. An error without them comes from the transport: the server
+// was killed, or cancelled its calls after its grace period.
 const TRANSPORT_BREAKS = new Map([
   [grpc.status.CANCELLED, ""],
   [grpc.status.UNKNOWN, "Stream removed"],
   [grpc.status.INTERNAL, "RST_STREAM"],
 ]);
 
-/** Which failures of one request are worth another attempt, and how long to wait before it. */
+/** Whether to retry after a failure of one request, and how long to wait. */
 export class Retries {
   #recoveryTimeoutMs;
   #deadline;
@@ -29,14 +29,14 @@ export class Retries {
     this.#deadline = deadline;
   }
 
-  /** Something was received: later failures are counted anew. */
+  /** Note that something was received: the count of failures restarts. */
   progressed() {
     this.#hasBegun = true;
     this.#numRetries = 0;
     this.#failingSince = null;
   }
 
-  /** Milliseconds to wait before the next attempt; throws `error` where another is no use. */
+  /** Milliseconds to wait before the next attempt; throws `error` if there is to be none. */
   delayAfter(error) {
     const now = Date.now();
     this.#failingSince ??= now;

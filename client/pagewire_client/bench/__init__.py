@@ -6,7 +6,7 @@
 | `load_generator` | sends each request to a `Target` when it is due, and records token times |
 | `summary` | percentiles, rates and goodput of many `Record`s |
 
-Neither servers nor printing are here: one generator loads whatever a `Target` is written for.
+Contains neither servers nor printing: the generator loads any server that has a `Target`.
 """
 
 from pagewire_client.bench.load_generator import LoadRun, PagewireTarget, RequestRecord, Target

@@ -20,19 +20,19 @@ class RequestRecord:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """As many as were asked for."""
+    """Number of output tokens requested."""
     started_s: float
-    """When it was due, or, if a limit on concurrency held it back, when that let it go."""
+    """When it was due, or when it was sent if a limit on concurrency delayed it."""
     token_times_s: list[float] = field(default_factory=list)
-    """When each output token came. Tokens of one message have the same time."""
+    """Arrival time of each output token. Tokens of one message have the same time."""
     ended_s: float | None = None
-    """None: it had not ended when the run was broken off."""
+    """None: unfinished when the run was interrupted."""
     error: str | None = None
     """Why it failed."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its tokens came."""
+        """Whether all its tokens arrived."""
         return self.ended_s is not None and self.error is None
 
     @property
@@ -47,7 +47,7 @@ class RequestRecord:
 
     @property
     def mean_inter_token_s(self) -> float:
-        """Its mean; 0 for a single token."""
+        """Mean inter-token latency; 0 for a single token."""
         gaps = len(self.token_times_s) - 1
         return (self.token_times_s[-1] - self.token_times_s[0]) / gaps if gaps else 0.0
 
@@ -58,10 +58,10 @@ class RequestRecord:
 
 
 class Target(Protocol):
-    """A server that continues prompts of token ids."""
+    """A server that generates from prompts of token ids."""
 
     def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
-        """How many tokens came with each message, until the answer has all that were asked for.
+        """Yield the number of tokens of each message until the answer is complete.
 
         Greedy, past end-of-sequence tokens. Raises when the request fails.
         """
@@ -89,7 +89,7 @@ OnEnd = Callable[[RequestRecord], None]
 
 
 class LoadRun:
-    """One run of arrivals against a target; its records are good at any time, even after `run` was
+    """One run of arrivals against a target; its records are valid at any time, even after `run` was
     cancelled."""
 
     def __init__(
@@ -101,14 +101,14 @@ class LoadRun:
         on_end: OnEnd = lambda record: None,
     ) -> None:
         """`concurrency`: the most requests sent and unfinished; None for any number. `on_end` is
-        told of every request that has ended."""
+        called with every request that has ended."""
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, not {concurrency}")
         self.records: list[RequestRecord] = []
-        """Of all requests that were started, in that order."""
+        """Records of all requests started, in that order."""
         self.max_in_flight = 0
         self.client_cpu_s = 0.0
-        """Processor time of this process meanwhile, which a server beside it did not get."""
+        """CPU time of this process during the run, which a local server did not get."""
         self._target = target
         self._arrivals = arrivals
         self._slots = None if concurrency is None else asyncio.Semaphore(concurrency)
@@ -123,7 +123,7 @@ class LoadRun:
         return self._now() if self._ended_s is None else self._ended_s
 
     async def run(self) -> None:
-        """Until every request has ended. A request that fails is recorded and harms no other."""
+        """Run until every request has ended. Failed requests are recorded."""
         cpu = time.process_time()
         self._began = time.perf_counter()
         try:
@@ -166,10 +166,10 @@ class LoadRun:
 
     @asynccontextmanager
     async def _slot(self, arrival: Arrival) -> AsyncIterator[float]:
-        """Room for one more request; since when it was there.
+        """Wait until one more request may be sent; returns the time from which it counts.
 
-        One that need not wait counts from when it was due, so that a generator which is late
-        itself does not make the target look fast.
+        A request that need not wait counts from when it was due, so that a generator that is
+        itself late does not make the target look fast.
         """
         started_s = arrival.due_s
         if self._slots is not None:

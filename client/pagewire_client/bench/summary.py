@@ -10,7 +10,7 @@ from pagewire_client.bench.load_generator import LoadRun, RequestRecord
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value at `percent` of the sorted values, between two of them by linear interpolation.
+    """The percentile of sorted values, with linear interpolation.
 
     Raises ValueError when there are none.
     """
@@ -25,7 +25,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of many times, in milliseconds."""
+    """Percentiles of many times, in milliseconds."""
 
     mean: float
     p50: float
@@ -34,7 +34,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Self | None:
-        """None where there are no times."""
+        """None if there are no times."""
         times = sorted(1000 * value for value in seconds)
         if not times:
             return None
@@ -44,7 +44,7 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a request must keep to count as good."""
+    """Latency limits for a request to count towards goodput."""
 
     first_token_s: float = math.inf
     inter_token_s: float = math.inf
@@ -56,7 +56,7 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 
     def are_kept(self, record: RequestRecord) -> bool:
-        """Whether a request is complete and within both."""
+        """Whether a request is complete and within both limits."""
         return (
             record.is_complete
             and record.first_token_s <= self.first_token_s
@@ -66,34 +66,34 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What came of a run. Percentiles are over complete requests."""
+    """Results of a run. Percentiles are over complete requests."""
 
     duration_s: float
     num_complete: int
     num_failed: int
     num_unfinished: int
-    """Started, but neither complete nor failed when the run was broken off."""
+    """Started, but neither complete nor failed when the run was interrupted."""
     errors: dict[str, int]
     """How often each failure occurred."""
     max_in_flight: int
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    """With prompts."""
+    """Prompt and output tokens per second."""
     first_token_ms: Percentiles | None
     inter_token_ms: Percentiles | None
-    """Over all tokens but each request's first."""
+    """Inter-token latency, over all tokens except each request's first."""
     total_ms: Percentiles | None
     num_good: int
     """Complete requests within the limits."""
     good_requests_per_s: float
-    """Goodput: those, per second."""
+    """Goodput: requests within the limits per second."""
     client_cores: float
     """Cores that the load generator itself kept busy, on average."""
 
     @classmethod
     def of(cls, run: LoadRun, limits: Limits) -> Self:
-        """Of a run that has ended, or as far as it came."""
+        """Summarize a run that has ended or was interrupted."""
         complete = [record for record in run.records if record.is_complete]
         failed = [record for record in run.records if record.error is not None]
         duration = max(run.duration_s, 1e-9)

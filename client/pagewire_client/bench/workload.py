@@ -1,4 +1,4 @@
-"""What is asked, and when: drawn from a seed, so that every target gets the same."""
+"""Prompts, lengths and arrival times: drawn from a seed, so that every target gets the same."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from random import Random
 from typing import Self
 
 FIRST_TOKEN_ID = 10
-"""Below it there may be special tokens."""
+"""Lower ids may be special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`256`, or `32-512` for any number from 32 to 512. Raises ValueError."""
+        """Parse `256`, or `32-512` for any number from 32 to 512. Raises ValueError."""
         low, dash, high = text.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
             raise ValueError(f"expected a number of tokens, or LOW-HIGH, not {text!r}")
         return cls(int(low), int(high or low))
 
     def draw(self, random: Random) -> int:
-        """One of them."""
+        """Draw one number."""
         return random.randint(self.low, self.high)
 
 
@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Requests that arrive as a Poisson process, whose prompts begin alike but share no more."""
+    """Requests that arrive as a Poisson process, whose prompts share a prefix and nothing else."""
 
     num_requests: int
     rate: float
@@ -57,9 +57,9 @@ class Workload:
     input_tokens: Lengths
     output_tokens: Lengths
     vocab_size: int
-    """Prompts are of random tokens below it."""
+    """Prompts consist of random token ids below this."""
     prefix_tokens: int = 0
-    """Tokens at the beginning of each prompt, beyond `input_tokens`, that all of them share."""
+    """Length of the prefix that all prompts share, in addition to `input_tokens`."""
 
     def __post_init__(self) -> None:
         if self.num_requests < 1:
@@ -73,13 +73,13 @@ class Workload:
 
     @property
     def max_total_tokens(self) -> int:
-        """The longest prompt and answer there may be, together."""
+        """Most tokens of a prompt and its answer together."""
         return self.prefix_tokens + self.input_tokens.high + self.output_tokens.high
 
     def arrivals(self, seed: int) -> list[Arrival]:
-        """All requests in their order.
+        """All requests in order of arrival.
 
-        Of one seed, prompts and lengths are the same at every rate, and gaps differ by a factor.
+        For one seed, prompts and lengths are the same at every rate, and gaps are scaled.
         """
         random = Random(seed)
         prefix = self._tokens(random, self.prefix_tokens)

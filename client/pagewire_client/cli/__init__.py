@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command that the arguments name."""
-    # Ctrl-C may come while the commands are still being imported.
+    # Ctrl-C may be pressed while the commands are still being imported.
     try:
         from pagewire_client.cli.app import run
 

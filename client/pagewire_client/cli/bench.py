@@ -32,11 +32,11 @@ from pagewire_client.cli.options import CONNECTION, Connection, with_options
 from pagewire_client.retry import NO_RETRIES
 
 Lines = Sequence[tuple[float, Summary]]
-"""What came of each rate."""
+"""Results by rate."""
 
 
 def render_table(model: str, limits: Limits, lines: Lines) -> Table:
-    """A line for each figure, a column for each rate."""
+    """One row per figure, one column per rate."""
     table = Table(
         "",
         *(_rate(rate) for rate, _ in lines),
@@ -137,7 +137,7 @@ def bench(
         Any, typer.Option(parser=_lengths, metavar="N|LOW-HIGH", help="Tokens of an answer.")
     ] = "128",
     prefix_tokens: Annotated[
-        int, typer.Option(min=0, help="Further tokens with which every prompt begins.")
+        int, typer.Option(min=0, help="Length of a prefix that all prompts share, in tokens.")
     ] = 0,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Most requests sent and unfinished.")
@@ -145,7 +145,7 @@ def bench(
     ttft_limit_ms: Annotated[
         Any,
         typer.Option(
-            parser=_positive, metavar="MS", help="A good request's first token comes within this."
+            parser=_positive, metavar="MS", help="Goodput: latest arrival of the first token."
         ),
     ] = "1000",
     itl_limit_ms: Annotated[
@@ -153,20 +153,22 @@ def bench(
         typer.Option(
             parser=_positive,
             metavar="MS",
-            help="Its further tokens come this far apart at most, on average.",
+            help="Goodput: longest mean time between tokens.",
         ),
     ] = "100",
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 2,
-    seed: Annotated[int, typer.Option(help="Draws prompts and arrivals; the same, the same.")] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Warm-up requests, which are not counted.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     model: Annotated[str | None, typer.Option(help="Which of the served models.")] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file, too.")
+        Path | None, typer.Option("--json", help="Also write the figures to this file, as JSON.")
     ] = None,
 ) -> None:
-    """Load a deployment with random prompts, and show how fast it answers.
+    """Load a deployment with random prompts and measure its latencies and throughput.
 
-    Requests arrive as a Poisson process, whatever has become of those before. Ctrl-C ends it and
-    shows what was measured so far.
+    Requests arrive as a Poisson process, whether or not earlier ones have finished. Ctrl-C ends the
+    run and shows what was measured so far.
     """
     limits = Limits(first_token_s=ttft_limit_ms / 1000, inter_token_s=itl_limit_ms / 1000)
     load = _Load(
@@ -194,10 +196,10 @@ def bench(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Load:
-    """What is asked of the deployment."""
+    """What to measure."""
 
     workload: Workload
-    """At an infinite rate, and with whatever vocabulary."""
+    """The workload at an infinite rate, for any vocabulary."""
     rates: Sequence[float]
     concurrency: int | None
     num_warmup: int
@@ -205,7 +207,7 @@ class _Load:
 
 
 class _Bench:
-    """One run for each rate, as far as it has come."""
+    """One run for each rate, finished or not."""
 
     def __init__(self, load: _Load, connection: Connection, model: str | None) -> None:
         self.load = load
@@ -216,7 +218,7 @@ class _Bench:
 
     async def run(self) -> None:
         """All rates, one after the other."""
-        # A refused request is a figure here, not something to try again.
+        # A refused request is counted, not retried.
         async with self._connection.async_client(NO_RETRIES) as client:
             self.model = await client.get_model(self._name)
             workload = self._fitting()
@@ -240,7 +242,7 @@ class _Bench:
             return
         few = dataclasses.replace(workload, num_requests=self.load.num_warmup)
         target = PagewireTarget(client, self._name)
-        # No run has this seed, so that none finds these prompts in the prefix cache.
+        # A seed that no run has, so that no run finds these prompts in the prefix cache.
         await asyncio.gather(*(_read(target, asked) for asked in few.arrivals(self.load.seed - 1)))
 
     async def _run(self, client: AsyncClient, workload: Workload, seed: int) -> None:
@@ -261,12 +263,12 @@ async def _read(target: PagewireTarget, arrival: Arrival) -> None:
 
 
 def _report(bench: _Bench, limits: Limits, json_file: Path | None) -> None:
-    """The table, and the file; nothing if nothing was begun."""
+    """Print the table and write the file; nothing if no run was started."""
     if not bench.runs:
         return
     load, rates = bench.load, bench.load.rates
     summaries = [Summary.of(run, limits) for run in bench.runs]
-    lines = list(zip(rates, summaries, strict=False))  # broken off, there are fewer of them
+    lines = list(zip(rates, summaries, strict=False))  # fewer if interrupted
     Console().print(render_table(bench.model.name, limits, lines))
     for _, summary in lines:
         for error, count in summary.errors.items():

@@ -24,7 +24,9 @@ def chat(
     connection: Connection,
     sampling: Sampling,
     model: Annotated[str | None, typer.Option(help="Which of the served models.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message at the start of the conversation.")
+    ] = None,
 ) -> None:
     """Talk with a model."""
     with connection.client() as client:
@@ -35,7 +37,7 @@ def chat(
 
 
 class Conversation:
-    """What was said so far, and the loop that adds to it."""
+    """The conversation so far, and the loop that continues it."""
 
     def __init__(
         self, client: Client, model: str, params: SamplingParams, system: str | None
@@ -67,7 +69,7 @@ class Conversation:
         except KeyboardInterrupt:
             stream.close()
         except (InvalidArgument, FailedPrecondition) as error:
-            # Such as a conversation that has become too long: it may go on after /reset.
+            # For example a conversation that is too long: /reset starts another one.
             terminal.error(error.message)
             return
         terminal.write("\n")

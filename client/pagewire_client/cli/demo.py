@@ -13,7 +13,7 @@ from pagewire_client.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class _Scene:
-    """What is asked; `shown` is how."""
+    """A prompt; `shown` is how it is printed."""
 
     shown: str
     prompt: Prompt
@@ -50,11 +50,11 @@ def demo() -> None:
         with Client(services.addresses) as client:
             for scene in _SCENES:
                 _play(client, scene)
-    terminal.note("all services have ended; `pagewire serve` starts them to stay")
+    terminal.note("all services have stopped; `pagewire serve` starts a deployment that stays up")
 
 
 def _play(client: Client, scene: _Scene) -> None:
-    """Stream one answer, and tell how fast it came."""
+    """Stream one answer and print its speed."""
     terminal.write(f"> {scene.shown}\n")
     began = time.monotonic()
     first = None
@@ -66,7 +66,7 @@ def _play(client: Client, scene: _Scene) -> None:
     terminal.write("\n")
     ended = time.monotonic()
     if first is None or not stream.output.text.strip():
-        raise ServerError(f"the model had nothing to say to {scene.shown!r}")
+        raise ServerError(f"the model generated nothing for {scene.shown!r}")
     num_tokens = len(stream.output.outputs[0].token_ids)
     terminal.note(
         f"  first token after {1000 * (first - began):.0f} ms, "

@@ -64,7 +64,7 @@ def _write_as_it_comes(stream: OutputStream) -> None:
 
 
 def _write_all(output: RequestOutput) -> None:
-    """Which answer it is goes to standard error, so that standard output has answers alone."""
+    """Print the answers, and their numbers to standard error."""
     for number, answer in enumerate(output.outputs, 1):
         terminal.note(f"answer {number} of {len(output.outputs)}")
         terminal.write(f"{answer.text}\n")

@@ -13,10 +13,10 @@ from pagewire_client.cli import terminal
 
 KEY_BYTES = 32
 PREFIX = "pw-"
-"""By which a key that has got out can be found, in a repository say."""
+"""Prefix by which leaked keys can be found, for example in a repository."""
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""As frontends take it: an entry with another name would make the whole file no good."""
+"""Check the name as frontends do: an entry with an invalid name makes the whole file invalid."""
 
 key = typer.Typer(help="Make API keys.", no_args_is_help=True)
 
@@ -35,27 +35,28 @@ def _named(tenant: str) -> str:
 @key.command()
 def new(
     tenant: Annotated[
-        str, typer.Option(callback=_named, help="Whose requests those with the key are.")
+        str, typer.Option(callback=_named, help="Tenant of the requests that use the key.")
     ],
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model that it is good for; may be repeated.", show_default="all"),
+        typer.Option(help="A model that the key may use; may be repeated.", show_default="all"),
     ] = None,
     expires: Annotated[
         datetime | None,
         typer.Option(
             formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"],
-            help="From when on it is no good any more, UTC.",
+            help="Time at which the key expires, UTC.",
             show_default="never",
         ),
     ] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="It may see the state of the whole deployment.")
+        bool,
+        typer.Option("--operator", help="Allow the key to see the state of the whole deployment."),
     ] = False,
 ) -> None:
-    """Draw a key, and print its entry for the file of keys.
+    """Generate a key and print its entry for the file of keys.
 
-    The key itself is shown this once, on standard error; only its hash is in the entry:
+    The key itself is printed once, on standard error; the entry contains only its hash:
 
     pagewire key new --tenant production >> keys.toml
     """
@@ -79,5 +80,5 @@ def _entry(
 
 
 def _quoted(text: str) -> str:
-    """As JSON quotes it, which is also TOML's way."""
+    """Quoted as in JSON, which TOML reads too."""
     return json.dumps(text, ensure_ascii=False)

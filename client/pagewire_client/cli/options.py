@@ -35,14 +35,14 @@ MEMBER_NAME = "pagewire-cluster"
 """The DNS name in the certificates of a cluster's members."""
 
 _IMPATIENT = RetryPolicy(max_retries=2)
-"""A person waits: a server that is not there is told of soon."""
+"""Few retries: a user is waiting, so that a missing server is reported soon."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OptionGroup(Generic[T]):
-    """Options, and what a command makes of their values."""
+    """Options, and what is built from their values."""
 
     parameters: tuple[inspect.Parameter, ...]
     build: Callable[..., T]
@@ -110,10 +110,10 @@ class Connection:
         str | None,
         typer.Option(
             envvar="PAGEWIRE_API_KEY",
-            help="Sent with each call. The environment hides it from other users of this machine.",
+            help="Sent with each call. Other users of this machine cannot read the variable.",
         ),
     ] = None
-    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_TLS", help="Speak TLS.")] = False
+    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_TLS", help="Use TLS.")] = False
     tls_ca: Annotated[
         Path | None,
         typer.Option(
@@ -134,7 +134,7 @@ class Connection:
         return Client(self.address, tls=self._tls(), api_key=self.api_key, retry=_IMPATIENT)
 
     def async_client(self, retry: RetryPolicy) -> AsyncClient:
-        """The same for asyncio."""
+        """An asyncio client of that deployment."""
         return AsyncClient(self.address, tls=self._tls(), api_key=self.api_key, retry=retry)
 
     def _tls(self) -> TlsOptions | None:
@@ -149,12 +149,14 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What to show a scheduler core."""
+    """Credentials for a scheduler core."""
 
     cluster_token_file: Annotated[
         Path | None,
         typer.Option(
-            envvar="PAGEWIRE_CLUSTER_TOKEN_FILE", metavar="FILE", help="The cluster's token."
+            envvar="PAGEWIRE_CLUSTER_TOKEN_FILE",
+            metavar="FILE",
+            help="File of the cluster's token.",
         ),
     ] = None
     cluster_ca: Annotated[
@@ -177,7 +179,7 @@ class Membership:
     ] = None
 
     def connection_to(self, core: str) -> ConnectionOptions:
-        """As channels and calls take them. Raises OSError for a file that cannot be read."""
+        """The options of channels and calls. Raises OSError for a file that cannot be read."""
         tls = None
         if self.cluster_ca or self.cluster_cert or self.cluster_key:
             tls = TlsOptions(
@@ -189,7 +191,7 @@ class Membership:
         return connection_options(core, tls, self._token())
 
     def _token(self) -> str | None:
-        """The first of the file, which is the one to show."""
+        """The first token of the file, which is the one to send."""
         tokens = self.cluster_token_file.read_text().split() if self.cluster_token_file else []
         return tokens[0] if tokens else None
 
@@ -206,7 +208,7 @@ class CoreConnection(Membership):
     ] = DEFAULT_CORE
 
     def options(self) -> ConnectionOptions:
-        """As channels and calls take them. Raises OSError for a file that cannot be read."""
+        """The options of channels and calls. Raises OSError for a file that cannot be read."""
         return self.connection_to(self.core)
 
 
@@ -219,10 +221,24 @@ class Sampling:
         int | None,
         typer.Option(help="Keep the last N tokens of a longer prompt; -1: as many as fit."),
     ] = None
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Only this many likeliest tokens.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Only tokens this likely.")] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the most probable tokens whose probabilities reach this sum."
+        ),
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the N most probable tokens.")] = (
+        None
+    )
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from tokens at least this times as probable as the most probable one."
+        ),
+    ] = None
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None
     stop: Annotated[
         list[str], typer.Option(help="The answer ends before this text; may be repeated.")
@@ -238,11 +254,11 @@ class Sampling:
         str | None, typer.Option(help="The answer matches this grammar: a file, or Lark text.")
     ] = None
     choice: Annotated[
-        list[str], typer.Option(help="The answer is this text, or another one given so.")
+        list[str], typer.Option(help="The answer is one of these texts; to be repeated.")
     ] = field(default_factory=list)
 
     def params(self) -> SamplingParams:
-        """As a request carries them."""
+        """The options as sampling parameters."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -273,21 +289,22 @@ class Answers:
 
     n: Annotated[int | None, typer.Option("--n", "-n", help="Number of answers.")] = None
     best_of: Annotated[
-        int | None, typer.Option(help="Candidates, of which the most probable are printed.")
+        int | None,
+        typer.Option(help="Number of candidates, of which the most probable are printed."),
     ] = None
     beam_width: Annotated[
-        int | None, typer.Option(help="Beam search over so many beams instead of sampling.")
+        int | None, typer.Option(help="Use beam search with N beams instead of sampling.")
     ] = None
     length_penalty: Annotated[
         float | None,
-        typer.Option(help="Of beam search: scores are divided by length to this power."),
+        typer.Option(help="Beam search: scores are divided by length to this power."),
     ] = None
     early_stopping: Annotated[
-        EarlyStopping | None, typer.Option(help="Of beam search: when it ends.")
+        EarlyStopping | None, typer.Option(help="Beam search: when it ends.")
     ] = None
 
     def added_to(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters with these."""
+        """`params` with these options."""
         ends: dict[EarlyStopping | None, Any] = {
             EarlyStopping.TRUE: True,
             EarlyStopping.FALSE: False,
@@ -304,16 +321,16 @@ class Answers:
 
 
 def _content(text: str | None) -> str | None:
-    """What is in the file of this name, if there is one; else the text itself."""
+    """The contents of the file of this name if it exists, else the text itself."""
     try:
         is_file = text is not None and Path(text).is_file()
-    except (OSError, ValueError):  # no name that a file could have
+    except (OSError, ValueError):  # not a valid file name
         return text
     return Path(text).read_text(encoding="utf-8") if is_file and text is not None else text
 
 
 def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:
-    """`envvar` is for the help only: a service reads its environment itself."""
+    """`envvar` is only shown in the help: a service reads its environment itself."""
     names = [flag.option]
     if flag.kind is bool and flag.negatable:
         names = [f"{flag.option}/--no-{flag.option[2:]}"]

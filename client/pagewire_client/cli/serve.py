@@ -15,9 +15,9 @@ from pagewire_client.connection import DEFAULT_ADDRESS
 from pagewire_client.local import LocalServices
 
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
-"""Where OpenAI clients of a local server look first."""
-_LOOK_S = 3600.0
-"""A wait without a timeout cannot be interrupted by a signal everywhere."""
+"""The address that OpenAI clients of a local server commonly use."""
+_WAIT_S = 3600.0
+"""On some platforms a signal cannot interrupt a wait without a timeout."""
 
 
 @with_options(engine=ENGINE)
@@ -29,14 +29,14 @@ def serve(
         str,
         typer.Option(
             envvar="PAGEWIRE_MODEL",
-            help="Checkpoint folder, hub id, or `embedded`.",
+            help="Checkpoint directory, Hugging Face hub id, or `embedded`.",
         ),
     ] = "embedded",
     listen: Annotated[
         str,
         typer.Option(
             envvar="PAGEWIRE_LISTEN",
-            help="HOST:PORT or unix:PATH for clients; further frontends take the next ports.",
+            help="HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports.",
         ),
     ] = DEFAULT_ADDRESS,
     http: Annotated[
@@ -44,7 +44,7 @@ def serve(
         typer.Option(
             envvar="PAGEWIRE_HTTP",
             metavar="HOST:PORT|off",
-            help="For HTTP clients (OpenAI's interface); all frontends share it.",
+            help="Address of the OpenAI-compatible HTTP API, shared by all frontends.",
         ),
     ] = DEFAULT_HTTP_ADDRESS,
     metrics_port: Annotated[
@@ -52,19 +52,21 @@ def serve(
         typer.Option(
             envvar="PAGEWIRE_METRICS_PORT",
             metavar="[HOST:]PORT",
-            help="Where Prometheus asks the core for /metrics; the frontends and then the workers "
-            "take the next ports.",
+            help="Port of the core's /metrics for Prometheus; the frontends and then the workers "
+            "use the next ports.",
         ),
     ] = None,
     frontends: Annotated[
-        int, typer.Option(min=1, envvar="PAGEWIRE_FRONTENDS", help="How many.")
+        int, typer.Option(min=1, envvar="PAGEWIRE_FRONTENDS", help="Number of frontends.")
     ] = 1,
-    workers: Annotated[int, typer.Option(min=1, envvar="PAGEWIRE_WORKERS", help="How many.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, envvar="PAGEWIRE_WORKERS", help="Number of workers.")
+    ] = 1,
 ) -> None:
     """Serve a model: one scheduler core, frontends and workers on this machine.
 
-    A service that dies is started again, and open streams go on. SIGTERM and ctrl-C let running
-    requests finish within the grace period; a second one ends everything at once.
+    A service that dies is restarted, and open streams continue. SIGTERM and ctrl-C let running
+    requests finish within the grace period; a second one stops everything at once.
     """
     if checkpoint is not None:
         raise typer.BadParameter(f"--model names the model: pagewire serve --model {checkpoint}")
@@ -88,7 +90,7 @@ def serve(
                 terminal.note(f"dashboard: {url}/")
             if services.metrics_addresses:
                 terminal.note(f"metrics for Prometheus: {', '.join(services.metrics_addresses)}")
-            while not services.wait_failed(_LOOK_S):
+            while not services.wait_failed(_WAIT_S):
                 pass
         except _Signalled as signalled:
             _stop(services, signalled)
@@ -104,16 +106,16 @@ def _url(address: str, engine: dict[str, Any]) -> str:
 
 
 class _Signalled(Exception):
-    """A signal asks to end; its name."""
+    """Raised by a signal that asks to stop; its argument is the signal's name."""
 
 
 def _stop(services: LocalServices, first: _Signalled) -> None:
     try:
-        # Said in here, since whoever reads it may ask again at once.
-        terminal.note(f"{first}: ending when running requests are done")
+        # Within the try block: a user who reads it may send a second signal at once.
+        terminal.note(f"{first}: stopping when running requests are finished")
         services.stop()
     except _Signalled as signalled:
-        terminal.note(f"{signalled} again: ending at once")
+        terminal.note(f"{signalled} again: stopping at once")
         services.kill()
 
 

@@ -21,11 +21,13 @@ from pagewire_client.local.health import why_not_serving
 @with_options(connection=CONNECTION)
 def status(
     connection: Connection,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, a line each.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each snapshot as one line of JSON.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 10.0,
 ) -> None:
-    """Show queues, workers and memory of a deployment."""
+    """Show the queues, workers and memory of a deployment."""
     with connection.client() as client:
         snapshots = client.watch_status() if watch else iter([client.get_status(timeout=timeout)])
         if as_json:
@@ -38,7 +40,7 @@ def status(
 
 
 def _show_live(snapshots: Iterator[EngineStatus]) -> None:
-    """Each snapshot in the place of the one before."""
+    """Replace each snapshot by the next one."""
     with Live(console=Console(), auto_refresh=False) as live:
         for snapshot in snapshots:
             live.update(_render(snapshot), refresh=True)
@@ -108,10 +110,10 @@ def health(
     address: Annotated[str, typer.Argument(help="HOST:PORT or unix:PATH of any service.")],
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
     service: Annotated[
-        str, typer.Option(help="One of its services, or `liveness`: that the process answers.")
+        str, typer.Option(help="A gRPC service, or `liveness` for whether the process responds.")
     ] = "",
 ) -> None:
-    """Tell whether a service can do its work: exit code 0 if so, 1 if not."""
+    """Check whether a service can serve requests: exit code 0 if so, 1 if not."""
     check_address(address)
     reason = why_not_serving(address, timeout, service)
     terminal.write("serving\n" if reason is None else f"not serving: {reason}\n")

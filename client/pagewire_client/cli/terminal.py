@@ -1,6 +1,6 @@
 """Where the commands write: answers to standard output, everything else to standard error.
 
-Colours appear only on a terminal, and text of models is never taken for markup.
+Colours appear only on a terminal, and generated text is never interpreted as markup.
 """
 
 import sys
@@ -16,20 +16,20 @@ _lock = threading.Lock()
 
 
 def write(text: str) -> None:
-    """A piece of an answer, at once and as it is."""
+    """Write a piece of an answer unchanged, and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def note(text: str, style: str = "dim") -> None:
-    """A line for people."""
-    # Made anew each time, since standard error may be another one by now, as under pytest.
+    """Print a line for the user."""
+    # Made for each line, because standard error may have been replaced, as under pytest.
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(text, style=style))
 
 
 @contextmanager
 def note_if_slow(text: str, after_s: float = 3.0) -> Iterator[threading.Timer]:
-    """A line for people unless the block has ended, or the timer was cancelled, in time."""
+    """Print a line for the user unless the block ends, or the timer is cancelled, in time."""
     timer = threading.Timer(after_s, note, (text,))
     timer.daemon = True
     timer.start()
@@ -40,13 +40,13 @@ def note_if_slow(text: str, after_s: float = 3.0) -> Iterator[threading.Timer]:
 
 
 def error(text: str) -> None:
-    """Why the command ends."""
+    """Print why the command failed."""
     line = Text.assemble(("error: ", "bold red"), text)
     Console(stderr=True, soft_wrap=True, highlight=False).print(line)
 
 
 def log_line(name: str, line: str) -> None:
-    """A line of a service's log, with the service's name before it; from any thread."""
+    """Print a line of a service's log after the service's name. Thread-safe."""
     colour = _COLOURS[sum(name.encode()) % len(_COLOURS)]
     with _lock:
         text = Text.assemble((f"{name:<10} | ", colour), line)

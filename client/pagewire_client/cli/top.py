@@ -33,20 +33,23 @@ def top(
     membership: Membership,
     core: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Ask a core, HOST:PORT or unix:PATH, not a frontend."),
+        typer.Option(
+            metavar="ADDRESS",
+            help="HOST:PORT or unix:PATH of a scheduler core to query instead of a frontend.",
+        ),
     ] = None,
     interval: Annotated[
         float,
-        typer.Option(min=_MIN_INTERVAL_S, max=_MAX_INTERVAL_S, help="Seconds between looks."),
+        typer.Option(min=_MIN_INTERVAL_S, max=_MAX_INTERVAL_S, help="Seconds between updates."),
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print what two looks tell, and end.")
+        bool, typer.Option("--once", help="Take two snapshots, print one screen, and exit.")
     ] = False,
 ) -> None:
     """Watch a deployment: throughput, queues, each worker's memory, requests.
 
-    Cells of the map are KV blocks in their request's colour. Where the output is no terminal one
-    picture is printed, as with --once. Ctrl-C ends it.
+    The map shows KV blocks in the colour of their request. If the output is not a terminal, one
+    screen is printed, as with --once. Ctrl-C ends it.
     """
     console = Console()
     with _statuses(connection, membership, core, interval) as statuses:
@@ -57,7 +60,7 @@ def top(
 
 
 def _print_once(console: Console, statuses: Iterator[EngineStatus]) -> None:
-    """One picture; its rates are of the time between the first two looks."""
+    """Print one screen; its rates are over the time between the first two snapshots."""
     rates = Rates()
     rates.add(next(statuses))
     status = next(statuses)
@@ -83,7 +86,7 @@ def _has_colours(console: Console) -> bool:
 def _statuses(
     connection: Connection, membership: Membership, core: str | None, interval_s: float
 ) -> Iterator[Iterator[EngineStatus]]:
-    """Status after status, from a frontend, over reconnects, or from a core."""
+    """Statuses from a frontend (over reconnects) or from a core."""
     if core is None:
         with connection.client() as client:
             yield client.watch_status(interval_s, detail=_DETAIL)

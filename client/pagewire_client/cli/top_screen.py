@@ -1,8 +1,8 @@
-"""The screen of `pagewire top`: lines that fit a terminal of 80 by 24, and use a larger one.
+"""The screen of `pagewire top`: it fits a terminal of 80 by 24 and uses the space of a larger one.
 
 `Rates` takes rates and percentiles from successive statuses; `draw_blocks` draws a memory's blocks,
-half a cell per block in colour, a letter without. Where there are more blocks than room, a cell
-stands for several: it shows the first of them that is in use, or else the first that is cached.
+half a cell per block in colour, a letter without. If there are more blocks than cells, a cell
+represents several: it shows the first of them that is in use, or else the first that is cached.
 """
 
 import colorsys
@@ -38,7 +38,7 @@ Cell = tuple[int, bool]
 
 
 def draw_blocks(blocks: BlockMap, width: int, height: int, *, in_colour: bool) -> list[Text]:
-    """Rows of a map, as few as show it, `height` at most."""
+    """The rows of a map: as few as possible, at most `height`."""
     per_character = 2 if in_colour else 1
     num_blocks = len(blocks.num_references)
     if not num_blocks or height < 1:
@@ -53,7 +53,7 @@ def draw_blocks(blocks: BlockMap, width: int, height: int, *, in_colour: bool) -
 
 @lru_cache(maxsize=4096)
 def colour_of(number: int) -> Color:
-    """A request's colour; those next in number are far apart in hue."""
+    """A request's colour; consecutive numbers differ much in hue."""
     lightness = 0.55 if number % 2 else 0.66
     red, green, blue = colorsys.hls_to_rgb(number * _GOLDEN_ANGLE % 1, lightness, 0.55)
     return Color.from_rgb(red * 255, green * 255, blue * 255)
@@ -89,7 +89,7 @@ def _cell_kind(cell: Cell) -> str:
 
 
 def _halves(upper: Sequence[Cell], rest: Sequence[Sequence[Cell]]) -> Text:
-    """Two rows in one: the upper one in the foreground's colour, the lower one behind it."""
+    """Two rows of cells as one line: the upper row is the foreground, the lower the background."""
     lower = rest[0] if rest else ()
     text = Text()
     for index, cell in enumerate(upper):
@@ -106,7 +106,9 @@ def _cell_colour(cell: Cell) -> Color:
         return colour_of(owner)
     triplet = colour_of(owner).triplet
     assert triplet is not None
-    return Color.from_rgb(*[(255 + part) // 2 for part in triplet])  # lighter: several have it
+    return Color.from_rgb(
+        *[(255 + part) // 2 for part in triplet]
+    )  # lighter: shared by several requests
 
 
 _RATE_WINDOW_S = 3.0
@@ -120,15 +122,15 @@ class Rates:
         self._recent: deque[EngineStatus] = deque()
 
     def add(self, status: EngineStatus) -> None:
-        """Take in a status that is newer than those before."""
+        """Add a status that is newer than all before."""
         if self._recent and status.uptime_s < self._recent[-1].uptime_s:
-            self._recent.clear()  # another core
+            self._recent.clear()  # the core was restarted
         self._recent.append(status)
         while status.uptime_s - self._recent[0].uptime_s > _PERCENTILE_WINDOW_S:
             self._recent.popleft()
 
     def per_second(self, count_of: Callable[[EngineStatus], int]) -> float | None:
-        """How fast a counter grows; None as long as there is one status only."""
+        """How fast a counter grows; None while there is only one status."""
         now = self._recent[-1]
         before = self._recent[0]
         for status in self._recent:
@@ -138,7 +140,7 @@ class Rates:
         return (count_of(now) - count_of(before)) / elapsed if elapsed > 0 else None
 
     def steps_per_second(self, group_id: str) -> float | None:
-        """Of one worker group."""
+        """Steps per second of one worker group."""
 
         def steps(status: EngineStatus) -> int:
             found = [group.num_steps for group in status.groups if group.group_id == group_id]
@@ -150,7 +152,7 @@ class Rates:
     def percentile(
         self, histogram_of: Callable[[EngineStatus], LatencyHistogram], share: float
     ) -> float | None:
-        """Seconds that a share of what was counted lately took at most; None if nothing was."""
+        """The quantile `share` of recent latencies, in seconds; None if there were none."""
         now, before = histogram_of(self._recent[-1]), histogram_of(self._recent[0])
         counts = list(now.counts)
         for bucket, count in enumerate(before.counts):
@@ -175,7 +177,7 @@ _REQUEST_STYLES = {"failed": "red", "recovering": "red", "preempted": "yellow", 
 
 
 class Screen:
-    """Lays a status out on so many columns and lines."""
+    """Lays out a status on `width` columns and `height` lines."""
 
     def __init__(self, width: int, height: int, *, in_colour: bool) -> None:
         self._width = width
@@ -183,7 +185,7 @@ class Screen:
         self._in_colour = in_colour
 
     def render(self, status: EngineStatus, rates: Rates) -> RenderableType:
-        """The whole picture."""
+        """The whole screen."""
         groups = list(self._groups(status, rates))
         num_left = self._height - _NUM_HEADER_LINES - len(groups)
         lines = [*_header(status, rates), Text(), *groups]
@@ -208,7 +210,7 @@ class Screen:
         yield Text()
 
     def _map_lines(self, num_groups: int) -> int:
-        """Lines of each group's map."""
+        """Number of lines of each group's map."""
         room = self._height - _NUM_HEADER_LINES - _MIN_REQUEST_LINES - 2
         return min(12, room // max(1, num_groups) - 1)
 

@@ -1,20 +1,20 @@
 """A deployment on this machine: one core, frontends and workers as child processes.
 
 `LLM`, `pagewire serve` and `pagewire demo` run the services as a cluster would run them: the same
-programs, speaking gRPC over unix sockets in a private directory.
+programs, which use gRPC over unix sockets in a private directory.
 
 | module | holds |
 | --- | --- |
 | `services` | `LocalServices`: starts all, waits until they serve, ends them in order |
 | `service_process` | one child: its output, its restarts, its end |
-| `parent_death_signal` | a child's first act: to end when this process does, however it ends |
+| `parent_death_signal` | makes a child end when this process ends, even if it is killed |
 | `runtime_directory` | the directory of the sockets, removed with its process |
 | `engine_args` | the services' flags, and which service takes which |
 | `service_commands` | how each service is started, and which extra it needs |
 | `health` | asks a service whether it serves |
 
-A child that dies is started again: its state is soft, and open streams continue. One that fails
-before all serve, or again and again, ends the deployment with its own error message.
+A child that dies is restarted: its state is soft, and open streams continue. A child that fails
+before all serve, or repeatedly, ends the deployment with its own error message.
 """
 
 from pagewire_client.local.services import LocalServices

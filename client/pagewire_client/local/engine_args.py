@@ -24,11 +24,11 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """As it is written on a command line."""
+        """The option on a command line."""
         return "--" + self.name.replace("_", "-")
 
     def arguments(self, value: Any) -> list[str]:
-        """The command-line arguments that say `value`."""
+        """The command-line arguments for `value`."""
         if self.kind is not bool:
             return [self.option, str(value)]
         if value:
@@ -51,36 +51,42 @@ FLAGS = (
     Flag("pipeline_parallel_size", int, ("worker",), "Stages that the layers are spread over."),
     Flag("attention_backend", str, ("worker",), "Attention kernels to use."),
     Flag("kv_cache_dtype", str, ("worker",), "auto, or fp8 for a byte per key and value."),
-    Flag("batch_invariant", bool, ("worker",), "Tokens that depend on no batch, on GPUs too."),
+    Flag(
+        "batch_invariant", bool, ("worker",), "Make tokens independent of the batch, on GPUs too."
+    ),
     Flag("cuda_graphs", bool, ("worker",), "Record decode steps at start (GPUs).", True),
     Flag("max_graph_batch_size", int, ("worker",), "Largest batch of decodes recorded."),
-    Flag("compile", bool, ("worker",), "Put the model's layers through torch.compile (GPUs)."),
+    Flag("compile", bool, ("worker",), "Compile the model's layers by torch.compile (GPUs)."),
     Flag("threads", int, ("worker",), "CPU threads of one worker."),
     Flag("cpu_affinity", str, ("worker",), "CPUs to pin one worker's threads to, as 0,2-5."),
     Flag("trust_remote_code", bool, ("worker",), "Run code that comes with the model."),
-    Flag("simulate", bool, ("worker",), "Serve no model: check plans and make tokens up."),
-    Flag("simulate_gpu_blocks", int, ("worker",), "Simulated KV blocks on the device."),
-    Flag("simulate_cpu_blocks", int, ("worker",), "Simulated KV blocks on the host."),
-    Flag("simulate_vocab_size", int, ("worker",), "Simulated tokens are below this."),
-    Flag("simulate_eos_token_id", int, ("worker",), "Simulated end of a sequence."),
-    Flag("simulate_step_us", float, ("worker",), "Microseconds a simulated step takes."),
-    Flag("simulate_token_us", float, ("worker",), "More per token of a row beyond its first."),
-    Flag("simulate_sequence_us", float, ("worker",), "More per row."),
-    Flag("simulate_block_us", float, ("worker",), "More per swapped block."),
+    Flag("simulate", bool, ("worker",), "Simulate a worker: check plans, generate random tokens."),
+    Flag("simulate_gpu_blocks", int, ("worker",), "KV blocks on the simulated device."),
+    Flag("simulate_cpu_blocks", int, ("worker",), "KV blocks on the simulated host."),
+    Flag("simulate_vocab_size", int, ("worker",), "Vocabulary size of the simulated model."),
+    Flag(
+        "simulate_eos_token_id", int, ("worker",), "End-of-sequence token of the simulated model."
+    ),
+    Flag("simulate_step_us", float, ("worker",), "Microseconds per simulated step."),
+    Flag(
+        "simulate_token_us", float, ("worker",), "Microseconds per token of a row beyond its first."
+    ),
+    Flag("simulate_sequence_us", float, ("worker",), "Microseconds per row."),
+    Flag("simulate_block_us", float, ("worker",), "Microseconds per swapped block."),
     Flag("max_num_seqs", int, ("scheduler",), "Most sequences in a batch."),
     Flag("max_num_batched_tokens", int, ("scheduler",), "Most tokens computed in one step."),
     Flag(
         "enable_chunked_prefill",
         bool,
         ("scheduler",),
-        "Compute long prompts in pieces beside the decodes.",
+        "Compute long prompts in chunks, together with decodes.",
         negatable=True,
     ),
     Flag(
         "enable_prefix_caching",
         bool,
         ("scheduler",),
-        "Reuse the KV blocks of prompts and answers that begin alike.",
+        "Reuse the KV blocks of prompts and answers with a common prefix.",
         negatable=True,
     ),
     Flag("preemption_mode", str, ("scheduler",), "auto, swap or recompute."),
@@ -88,39 +94,47 @@ FLAGS = (
     Flag("pipeline_depth", int, ("scheduler",), "Steps planned ahead."),
     Flag("max_steps_together", int, ("scheduler",), "Most steps that travel in one message."),
     Flag("lease_ms", int, ("scheduler",), "Silence after which a worker counts as lost."),
-    Flag("step_timeout", float, ("scheduler",), "Seconds that any step may take; 0: for ever."),
-    Flag("first_step_timeout", float, ("scheduler",), "The same for the first steps of a size."),
-    Flag("step_timeout_factor", float, ("scheduler",), "Times longer than expected a step may be."),
+    Flag("step_timeout", float, ("scheduler",), "Most seconds of any step; 0 disables the limit."),
+    Flag("first_step_timeout", float, ("scheduler",), "Most seconds of the first steps of a size."),
+    Flag(
+        "step_timeout_factor",
+        float,
+        ("scheduler",),
+        "Most times longer than expected a step may take.",
+    ),
     Flag("max_queue_requests", int, ("scheduler",), "Most waiting requests."),
     Flag("max_queue_tokens", int, ("scheduler",), "Most prompt tokens of waiting requests."),
-    Flag("policy", str, ("scheduler",), "fcfs, priority or fair: who is served first."),
+    Flag("policy", str, ("scheduler",), "Scheduling policy: fcfs, priority or fair."),
     Flag("tenants", str, ("scheduler",), "File of tenants' weights and limits."),
     Flag("isolate_tenants", bool, ("scheduler",), "Share no KV blocks between tenants.", True),
     Flag(
-        "max_worker_losses", int, ("scheduler",), "Deaths of its worker at which a request fails."
+        "max_worker_losses",
+        int,
+        ("scheduler",),
+        "Worker crashes after which a request that ran there fails.",
     ),
     Flag("record", str, ("scheduler",), "File to record the schedule to, prompts included."),
     Flag("record_plans", bool, ("scheduler",), "Record whole plans, not only hashes."),
-    Flag("api_keys", str, ("frontend",), "File of the keys that clients may bring."),
+    Flag("api_keys", str, ("frontend",), "File of API keys."),
     Flag("tls_cert", str, ("frontend",), "Certificate for clients (PEM)."),
     Flag("tls_key", str, ("frontend",), "That certificate's key (PEM)."),
     Flag("tls_client_ca", str, ("frontend",), "Authority of clients' certificates (PEM)."),
     Flag("max_connections", int, ("frontend",), "Most connections of clients per frontend."),
     Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
-    Flag("default_timeout", float, ("frontend",), "Seconds for requests that name no deadline."),
-    Flag("cluster_token_file", str, _ALL, "Token that the services show each other."),
+    Flag("default_timeout", float, ("frontend",), "Seconds for requests without a deadline."),
+    Flag("cluster_token_file", str, _ALL, "File of the token that the services send each other."),
     Flag("cluster_ca", str, _ALL, "Authority of the services' certificates (PEM)."),
     Flag("cluster_cert", str, _ALL, "The services' certificate (PEM)."),
     Flag("cluster_key", str, _ALL, "That certificate's key (PEM)."),
-    Flag("otlp_endpoint", str, _ALL, "Where requests' spans go, as a URL."),
+    Flag("otlp_endpoint", str, _ALL, "URL of the OTLP collector for spans of requests."),
     Flag("log_level", str, _ALL, "debug, info, warning or error."),
     Flag("log_format", str, _ALL, "text, or json for one object per line."),
-    Flag("grace_period", float, _ALL, "Seconds to finish requests when told to end."),
+    Flag("grace_period", float, _ALL, "Seconds to finish requests at shutdown."),
 )
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Raises TypeError for a name that is no flag."""
+    """Raise TypeError for an unknown flag."""
     known = {flag.name for flag in FLAGS}
     for name in values:
         if name not in known:
@@ -128,7 +142,7 @@ def check_names(values: Mapping[str, Any]) -> None:
 
 
 def arguments(service: str, values: Mapping[str, Any]) -> list[str]:
-    """What to pass to `service`: those of its flags that have a value other than None."""
+    """Arguments for `service`: those of its flags that have a value other than None."""
     return [
         argument
         for flag in FLAGS

@@ -6,28 +6,28 @@ import grpc
 
 from pagewire_client.errors import in_words
 
-# HealthCheckResponse{status: SERVING}: field 1, varint 1. Two bytes are no reason for the client to
+# HealthCheckResponse{status: SERVING}: field 1, varint 1. For two bytes the client need not
 # depend on the protocol's package.
 _SERVING = b"\x08\x01"
 
 
 def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
-    """Whether what answers at `address` can do its work.
+    """Whether the service at `address` is serving.
 
-    `service`: one of its services, or `liveness` for the process itself; by default all of it.
+    `service`: one of its gRPC services, or `liveness` for the process itself; by default all.
     """
     return why_not_serving(address, timeout_s, service) is None
 
 
 def why_not_serving(address: str, timeout_s: float = 1.0, service: str = "") -> str | None:
-    """Why what answers at `address` cannot do its work, for people; None if it can."""
+    """Why the service at `address` is not serving, for the user; None if it is."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
             answer = check(_request(service), timeout=timeout_s)
         except grpc.RpcError as error:
             return _in_words(error, timeout_s, service)
-    return None if answer == _SERVING else "it answers, but has nothing to serve (yet)"
+    return None if answer == _SERVING else "it responds, but has nothing to serve (yet)"
 
 
 def _in_words(error: grpc.RpcError, timeout_s: float, service: str) -> str:
@@ -41,13 +41,13 @@ def _in_words(error: grpc.RpcError, timeout_s: float, service: str) -> str:
 
 
 def _request(service: str) -> bytes:
-    """HealthCheckRequest{service}: field 1, its length (one byte will do for a name), its bytes."""
+    """HealthCheckRequest{service}: field 1, its length (one byte suffices), its bytes."""
     name = service.encode()[:127]
     return b"\x0a" + bytes([len(name)]) + name
 
 
 def is_taken(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether somebody listens at `address`, whoever it is."""
+    """Whether any process listens at `address`."""
     try:
         if address.startswith("unix:"):
             with socket.socket(socket.AF_UNIX) as probe:
@@ -57,6 +57,6 @@ def is_taken(address: str, timeout_s: float = 1.0) -> bool:
             host, _, port = address.rpartition(":")
             host = host.removeprefix("[").removesuffix("]")
             socket.create_connection((host, int(port)), timeout_s).close()
-    except (OSError, ValueError):  # what is no address at all is the service's to refuse
+    except (OSError, ValueError):  # the service refuses malformed addresses
         return False
     return True

@@ -3,8 +3,8 @@
 Usage: parent_death_signal.py PARENT_PID MODULE [ARGUMENTS...]
 
 The kernel's parent-death signal (PR_SET_PDEATHSIG) reaches the child even if the parent was killed,
-when no handler of the parent could run, and it outlives `exec`. It watches the parent's *thread*
-that started the child: that one must live as long as the child.
+when no handler of the parent could run, and it survives `exec`. It is bound to the parent's
+*thread* that started the child, which must therefore live as long as the child.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Never returns: becomes the module, or exits."""
+    """Become the module, or exit; never returns."""
     parent, module, *arguments = sys.argv[1:]
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,7 +1,7 @@
 """A directory for a deployment's sockets, which is removed with its process.
 
-A process that is killed removes nothing. So each holds a lock within its directory, which ends with
-it, and the next one removes the directories whose locks are free.
+A process that is killed removes nothing. Therefore each holds a lock in its directory, which is
+released at its end, and the next process removes the directories whose locks are free.
 """
 
 import fcntl
@@ -23,14 +23,14 @@ class RuntimeDirectory:
         parent = parent or _shallow(Path(tempfile.gettempdir()))
         remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # Locked before it has the name under which others try it.
+        # Locked before it gets the name under which other processes find it.
         unnamed = self.path / f"{_LOCK}.new"
         self._lock = unnamed.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Remove it with all that is in it; more than once does no harm."""
+        """Remove the directory and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -41,7 +41,7 @@ def remove_abandoned(parent: Path) -> None:
         try:
             if folder.stat().st_uid == os.getuid() and _is_abandoned(folder / _LOCK):
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # somebody else has just removed it
+        except OSError:  # another process has just removed it
             continue
 
 

@@ -8,7 +8,7 @@ from pagewire_client.errors import LocalServiceError
 
 _PACKAGES = ("scheduler_service", "worker_service", "conformance", "pagewire_kernels", "pagewire")
 
-# The modules by which an extra is recognised as installed.
+# Modules whose presence shows that an extra is installed.
 _NEEDS = {
     "worker": ("worker_service", "torch", "transformers"),
     "simulated worker": ("worker_service", "numpy", "grpc_health", "grpc_reflection"),
@@ -33,11 +33,11 @@ COMMANDS = {
     "conformance": ("conformance",),
     "replay": ("scheduler_service", "replay"),
 }
-"""What follows `python -m` to start each program."""
+"""Arguments of `python -m` that start each program."""
 
 
 def require(*services: str) -> None:
-    """Raises LocalServiceError unless all that these services import is installed."""
+    """Raise LocalServiceError unless the extras that these services need are installed."""
     missing = [service for service in services if not _is_installed(service)]
     if missing:
         extras = ",".join(dict.fromkeys(_EXTRAS[service] for service in missing))
@@ -47,7 +47,7 @@ def require(*services: str) -> None:
 
 
 def kind_of_worker(*, simulate: bool) -> str:
-    """The worker to `require`: a simulated one, by flag or environment, needs less."""
+    """The kind of worker to `require`: a simulated one (by flag or environment) needs less."""
     from_environment = os.environ.get("PAGEWIRE_SIMULATE", "").lower() in _TRUE
     return "simulated worker" if simulate or from_environment else "worker"
 

@@ -23,15 +23,15 @@ OnLine = Callable[[str, str], None]
 _LAUNCHER = Path(__file__).with_name("parent_death_signal.py")
 _MAX_BACKOFF_S = 10.0
 _LONG_LIFE_S = 30.0
-"""A process that lived this long had no failed start."""
+"""A process that lived this long had started successfully."""
 _MAX_FAILED_STARTS = 5
 _NUM_LAST_LINES = 30
 _REASON = "error: "
-"""How a service begins the line that says why it ends."""
+"""Prefix of the line in which a service reports why it ends."""
 
 
 class ServiceProcess:
-    """A service that is kept alive: started again with backoff when it dies.
+    """A service that is kept alive: restarted with backoff when it dies.
 
     Its thread starts the process and waits for it, and so lives as long as the process, which the
     parent-death signal needs (see `parent_death_signal`).
@@ -45,19 +45,19 @@ class ServiceProcess:
         on_failure: Callable[[], None],
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`command`: what follows `python -m`. `on_line`: shows its output; None: nobody sees it,
-        and a failure tells its end. `on_failure`: called when it is given up. `env`: its whole
-        environment; None: this process's."""
+        """`command`: the arguments of `python -m`. `on_line`: shows its output; None: it is not
+        shown, and an error contains its last lines. `on_failure`: called when the service is given
+        up. `env`: its whole environment; None: this process's."""
         self.name = name
         self.restartable = False
-        """Whether a death is followed by another start; to be set when it has served once."""
+        """Whether the service is restarted when it dies; to be set once it has served."""
         self.max_failed_starts = _MAX_FAILED_STARTS
-        """How many restarts in a row may die young."""
+        """Most consecutive restarts that end early."""
         self.failure: LocalServiceError | None = None
-        """Why the service is given up."""
+        """Why the service was given up."""
         self.num_starts = 0
         self.exit_code: int | None = None
-        """Of its last life that has ended; below 0: a signal's number."""
+        """Exit code of the last process that has ended; below 0: a signal's number."""
         self._command = list(command)
         self._on_line = on_line
         self._on_failure = on_failure
@@ -70,12 +70,12 @@ class ServiceProcess:
 
     @property
     def command(self) -> list[str]:
-        """What follows `python -m`."""
+        """The arguments of `python -m`."""
         return list(self._command)
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
+        """Id of the running process."""
         process = self._process
         return process.pid if process and process.poll() is None else None
 
@@ -84,22 +84,22 @@ class ServiceProcess:
         self._keeper.start()
 
     def terminate(self) -> None:
-        """Ask it to end gracefully, for good."""
+        """Ask the service to stop gracefully; it is not restarted."""
         self._stopping.set()
         self._signal(signal.SIGTERM)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it has ended; what is left after `timeout_s` is killed."""
+        """Wait until the service has ended; after `timeout_s` it is killed."""
         if not self._keeper.is_alive():
             return
         self._keeper.join(timeout_s)
         if self._keeper.is_alive():
-            logger.warning("killing a service that does not end service=%s", self.name)
+            logger.warning("killing a service that does not stop service=%s", self.name)
             self.kill()
             self._keeper.join()
 
     def kill(self) -> None:
-        """End it at once, for good, with all processes it has started."""
+        """Kill the service and all processes that it started; it is not restarted."""
         self._stopping.set()
         self._signal(signal.SIGKILL)
 
@@ -132,7 +132,7 @@ class ServiceProcess:
                 return
 
     def _run(self) -> int:
-        """The exit code of one life of the process."""
+        """Run the process once; returns its exit code."""
         with self._lock:
             if self._stopping.is_set():
                 return 0
@@ -141,7 +141,7 @@ class ServiceProcess:
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()
         code = process.wait()
-        # A grandchild may hold the pipe open; what the service said is here long before.
+        # A grandchild may hold the pipe open; the service's own output has arrived long before.
         reader.join(1.0)
         return code
 
@@ -154,7 +154,7 @@ class ServiceProcess:
             env=self._env,
             encoding="utf-8",
             errors="replace",
-            # Ctrl-C in a terminal is for this process, which then ends its children in order.
+            # Ctrl-C in a terminal reaches this process only, which stops its children in order.
             process_group=0,
         )
 
@@ -185,6 +185,6 @@ class ServiceProcess:
         return LocalServiceError(message, details={"service": self.name, "exit_code": str(code)})
 
     def _last_reason(self) -> str | None:
-        """What the service itself says went wrong: a line that begins with `error: `."""
+        """The service's own error: a line that begins with `error: `."""
         lines = [line for line in self._last_lines if line.startswith(_REASON)]
         return lines[-1].removeprefix(_REASON) if lines else None

@@ -1,4 +1,4 @@
-"""Starts a deployment on this machine, waits until it serves, and ends it in order."""
+"""Starts a deployment on this machine, waits until it serves, and stops it in order."""
 
 import threading
 import time
@@ -17,17 +17,17 @@ DEFAULT_GRACE_PERIOD_S = 30.0
 
 LOOPBACK = "127.0.0.1"
 _PUBLIC_SETTINGS = ("PAGEWIRE_API_KEY", "PAGEWIRE_TLS_")
-"""How the names of environment variables begin that tell whom a frontend lets in."""
+"""Prefixes of the environment variables that configure a frontend's authentication."""
 
 _MARGIN_S = 10.0
-"""What a service may need beyond its grace period to end."""
+"""Time that a service may need to stop in addition to its grace period."""
 _POLL_S = 0.05
 
 
 class LocalServices:
     """One core, frontends and workers as children of this process.
 
-    They end with `stop`, at the latest when this process ends, even if it is killed.
+    They stop at `stop`, or when this process ends, even if it is killed.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class LocalServices:
         metrics_port: str | None = None,
         on_line: OnLine | None = None,
     ) -> None:
-        """Nothing is started yet.
+        """Starts nothing yet.
 
-        `listen`: where the first frontend listens; further ones take the following ports. None:
-        unix sockets that only this user can reach. `http`: HOST:PORT at which all frontends share
-        the HTTP clients; None: no HTTP. `metrics_port`: PORT or HOST:PORT at which Prometheus can
-        ask the core; the frontends and then the workers take the following ports. None: nowhere.
+        `listen`: where the first frontend listens; further ones use the following ports. None:
+        unix sockets that only this user can reach. `http`: HOST:PORT for HTTP, shared by all
+        frontends; None: no HTTP. `metrics_port`: PORT or HOST:PORT of the core's metrics; the
+        frontends and then the workers use the following ports. None: no metrics.
         """
         self._flags = dict(engine_flags or {})
         engine_args.check_names(self._flags)
@@ -61,7 +61,7 @@ class LocalServices:
         self._failed = threading.Event()
         self._folder = RuntimeDirectory()
         self._env = service_commands.environment()
-        if listen is None:  # what keeps strangers out elsewhere would keep out us
+        if listen is None:  # authentication for other deployments would refuse this process
             self._env = {
                 name: value
                 for name, value in self._env.items()
@@ -69,11 +69,11 @@ class LocalServices:
             }
         self.core_address = self._socket("core")
         self.http_address = http
-        """Where the frontends listen for HTTP."""
+        """Address at which the frontends listen for HTTP."""
         self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
-        """Where the frontends listen."""
+        """Addresses of the frontends."""
         self.metrics_addresses: list[str] = []
-        """Where Prometheus can ask, in the order of the services."""
+        """Addresses of the metrics, in the order of the services."""
         self._metrics_port = metrics_port
         self._core = self._make(
             "scheduler",
@@ -97,18 +97,18 @@ class LocalServices:
 
     @property
     def processes(self) -> list[ServiceProcess]:
-        """All services, in the order in which they are ended."""
+        """All services, in the order in which they are stopped."""
         return [*self._frontends, *self._workers, self._core]
 
     @property
     def failure(self) -> LocalServiceError | None:
-        """Why the deployment cannot go on; None while it can."""
+        """Why the deployment has failed; None while it runs."""
         return next((process.failure for process in self.processes if process.failure), None)
 
     def start(self, timeout_s: float | None = None) -> None:
         """Start all, and wait until every frontend serves.
 
-        Raises LocalServiceError with a service's last output if one fails, or if the time is up;
+        Raises LocalServiceError with a service's last output if one fails, or after the timeout;
         nothing is left running then.
         """
         try:
@@ -123,7 +123,7 @@ class LocalServices:
             process.restartable = True
 
     def stop(self) -> None:
-        """End all gracefully: first what takes requests, last what the others need."""
+        """Stop all gracefully: the frontends first, the core last."""
         grace = self._flags.get("grace_period")
         timeout_s = (DEFAULT_GRACE_PERIOD_S if grace is None else float(grace)) + _MARGIN_S
         with self._stop_lock:
@@ -135,7 +135,7 @@ class LocalServices:
             self._folder.remove()
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all services."""
         self._signal_kill()
         self.stop()
 
@@ -144,20 +144,20 @@ class LocalServices:
         return self._failed.wait(timeout_s)
 
     def _signal_kill(self) -> None:
-        """Without the core, a worker or a frontend the others are of no use."""
+        """Stop everything: without one of its services the deployment is useless."""
         self._failed.set()
         for process in self.processes:
             process.kill()
 
     def _require_free(self) -> None:
-        """Another deployment at our address would answer for ours when we ask whether it serves."""
+        """Raise if an address is taken: health checks would reach another deployment instead."""
         for address in self.addresses:
             if is_taken(address):
                 raise LocalServiceError(f"cannot listen on {address}: address already in use")
         if self.http_address is not None and is_taken(self.http_address):
             raise LocalServiceError(
                 f"cannot listen on {self.http_address} for HTTP: address already in use; "
-                "--http chooses another, --http off none"
+                "--http chooses another address, --http off disables HTTP"
             )
 
     def _wait_serving(self, timeout_s: float | None) -> None:
@@ -167,7 +167,7 @@ class LocalServices:
                 if self.failure:
                     raise self.failure
                 if deadline is not None and time.monotonic() > deadline:
-                    raise LocalServiceError(f"the services do not serve after {timeout_s:g} s")
+                    raise LocalServiceError(f"the services are not serving after {timeout_s:g} s")
                 time.sleep(_POLL_S)
 
     def _make_frontend(self, index: int, address: str) -> ServiceProcess:
@@ -196,13 +196,13 @@ class LocalServices:
         )
 
     def _gpus_of(self, index: int) -> tuple[str, ...]:
-        """The flag for which of the machine's GPUs a worker takes: those after the ones that the
-        workers before it have. What the first takes may be told by the environment."""
+        """The flag for the GPUs that a worker uses: those after the ones of the workers before it.
+        The environment may choose those of the first worker."""
         return ("--local-rank", str(index * self._num_ranks)) if index else ()
 
     def _take_metrics_ports(self, count: int = 1) -> tuple[str, str]:
-        """The flag for a service of so many processes. It is told even if there are none, since the
-        environment may name one for all of them."""
+        """The flag for a service of `count` processes. It is passed even without metrics, because
+        the environment may contain one port for all services."""
         if self._metrics_port is None:
             return ("--metrics-port", "off")
         first = (
@@ -215,7 +215,7 @@ class LocalServices:
 
     @property
     def _num_ranks(self) -> int:
-        """Processes of one worker."""
+        """Number of processes of one worker."""
         sizes = (self._flags.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline"))
         return prod(int(size or 1) for size in sizes)
 
@@ -228,7 +228,7 @@ class LocalServices:
         return ServiceProcess(name, command, self._on_line, self._signal_kill, self._env)
 
     def _health(self, index: int) -> str:
-        """Where a frontend says whether it serves, whatever it asks of its clients."""
+        """Address of a frontend's health checks, which need neither TLS nor an API key."""
         return self._socket(f"frontend-{index}-health")
 
     def _socket(self, name: str) -> str:

@@ -179,7 +179,7 @@ def test_no_server_is_one_line_and_an_exit_code() -> None:
         (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
         (["generate", ""], "expected a text"),
         (["generate", "Hello", "--seed", "-1"], "seed must be from 0"),
-        (["generate", "Hello", "--length-penalty", "2"], "set beam_width too"),
+        (["generate", "Hello", "--length-penalty", "2"], "length_penalty requires beam_width"),
         (["generate", "Hello", "--tls-ca", "/none.pem"], "No such file"),
         (["chat", "--model", "other"], "no model 'other' is served"),
     ],

@@ -29,7 +29,7 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        ([], 1, "not serving: it answers, but has nothing to serve (yet)\n"),
+        ([], 1, "not serving: it responds, but has nothing to serve (yet)\n"),
         (["--service", "liveness"], 0, "serving\n"),
         (["--service", "unheard-of"], 1, "not serving: it has no service 'unheard-of'\n"),
     ],

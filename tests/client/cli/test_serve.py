@@ -105,7 +105,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         stream = client.stream("Hello", endless)
         next(stream)
         serve.process.send_signal(signal.SIGINT)
-        serve.wait_for("SIGINT: ending when running requests are done")
+        serve.wait_for("SIGINT: stopping when running requests are finished")
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(20) == 0
         assert not any(service.is_running() for service in services)

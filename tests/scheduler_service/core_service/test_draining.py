@@ -145,7 +145,7 @@ async def test_the_command_gives_up_waiting_in_time_and_the_group_goes_on_draini
         leaving.hold_results()
         result = await run_drain(service, "leaving", "--wait", "--timeout", "0.3")
         assert isinstance(result.exception, DeadlineExceeded)
-        assert result.exception.message == "leaving still drains"
+        assert result.exception.message == "leaving is still draining"
         assert "leaving is draining, 1 sequences run" in result.stderr
         assert (await status_of(core))["leaving"].state == DRAINING
         leaving.may_answer.set()
