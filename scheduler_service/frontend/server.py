@@ -43,6 +43,7 @@ from service_common.interceptors import (
     Metadata,
     RequestTimeoutInterceptor,
 )
+from service_common.logging_config import WarningThrottle
 from service_common.metadata import authorization
 from service_common.tls import server_credentials
 from service_common.tracing import make_tracing
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ASSETS_TIMEOUT_S = 60.0
 """How long a model's files may take; the largest tokenizers have some 30 MB."""
+HTTP_LOGGER = "uvicorn.error"
+"""Writes a warning for each malformed HTTP request."""
 FLUSH_S = 2.0
 """For calls to write their last status after their requests were ended."""
 
@@ -176,6 +179,7 @@ class Frontend:
 
 async def serve(config: FrontendConfig) -> None:
     """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or what makes it of no use."""
+    logging.getLogger(HTTP_LOGGER).addFilter(WarningThrottle())
     frontend = Frontend(config)
     async with published(frontend.registry, config.metrics):
         await frontend.start()
