@@ -1,14 +1,14 @@
 """Triton kernels, each with the meaning of its namesake in `pagewire_kernels.reference`.
 
 attention.py   paged attention of prefill, chunks, decode; its kernels in `attention_kernels.py`
-cache.py       writing keys and values into their slots, gathering them back
+cache.py       writing keys and values into their slots
 blocks.py      moving whole blocks on a device, and between it and pinned host memory
 norm.py        RMS norm and layer norm with the residual's addition
 rotary.py      norm of queries and keys, rotation and cache write in one
 activation.py  an MLP's activation, and a gated one's with its product
 linear.py      a linear layer in one fixed order of sums
 layers.py      `TritonLayerKernels`, the row-wise operations together
-sampling.py    penalties, bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
+sampling.py    bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
 backend.py     `TritonBackend`
 checks.py      what the launchers refuse
 
@@ -20,16 +20,14 @@ from pagewire_kernels.gpu.activation import act_and_mul, activate
 from pagewire_kernels.gpu.attention import Launch, choose_launch, paged_attention
 from pagewire_kernels.gpu.backend import TritonBackend, TritonLayerKernels, write_rows
 from pagewire_kernels.gpu.blocks import move_blocks
-from pagewire_kernels.gpu.cache import gather_kv, write_kv
+from pagewire_kernels.gpu.cache import write_kv
 from pagewire_kernels.gpu.linear import InvariantWeight, linear
 from pagewire_kernels.gpu.norm import layer_norm, rms_norm
 from pagewire_kernels.gpu.rotary import rotate_and_write_kv
 from pagewire_kernels.gpu.sampling import (
     apply_bitmask,
-    apply_penalties,
     gather_logprobs,
     sample,
-    uniforms,
 )
 
 __all__ = [
@@ -40,9 +38,7 @@ __all__ = [
     "act_and_mul",
     "activate",
     "apply_bitmask",
-    "apply_penalties",
     "choose_launch",
-    "gather_kv",
     "gather_logprobs",
     "layer_norm",
     "linear",
@@ -51,7 +47,6 @@ __all__ = [
     "rms_norm",
     "rotate_and_write_kv",
     "sample",
-    "uniforms",
     "write_kv",
     "write_rows",
 ]

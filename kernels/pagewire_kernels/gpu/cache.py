@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.gpu.attention_kernels import sequence_of_row
 from pagewire_kernels.gpu.checks import (
     FLOATS,
     FP8,
@@ -125,100 +124,3 @@ def write_kv(
         num_warps=4,
         enable_fp_fusion=False,
     )
-
-
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
-def _gather(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    block_tables,
-    starts,
-    key_scale,
-    value_scale,
-    num_seqs,
-    table_stride,
-    key_block_stride,
-    key_slot_stride,
-    key_head_stride,
-    value_block_stride,
-    value_slot_stride,
-    value_head_stride,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Program (row of the output, part of its elements)."""
-    row = tl.program_id(0)
-    if row >= tl.load(starts + num_seqs):
-        return
-    seq = sequence_of_row(starts, num_seqs, row)
-    position = row - tl.load(starts + seq)
-    block = tl.load(block_tables + seq.to(tl.int64) * table_stride + position // BLOCK_SIZE)
-    block, offset = block.to(tl.int64), position % BLOCK_SIZE
-    element = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = element < NUM_HEADS * HEAD_DIM
-    head, column = element // HEAD_DIM, element % HEAD_DIM
-    key_at = block * key_block_stride + offset * key_slot_stride + head * key_head_stride
-    value_at = block * value_block_stride + offset * value_slot_stride + head * value_head_stride
-    keys = tl.load(key_cache + key_at + column, mask)
-    values = tl.load(value_cache + value_at + column, mask)
-    if IS_FP8:
-        keys = keys.to(tl.float32) * key_scale
-        values = values.to(tl.float32) * value_scale
-    target = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + element
-    tl.store(key + target, keys.to(key.dtype.element_ty), mask)
-    tl.store(value + target, values.to(value.dtype.element_ty), mask)
-
-
-def gather_kv(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    starts: Tensor,
-    num_rows: int,
-    *,
-    dtype: torch.dtype,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """The sequences' cached keys and values one after the other; as `reference.gather_kv`."""
-    expect_dtype("dtype of the output", torch.empty(0, dtype=dtype), *FLOATS)
-    expect_cache(key_cache, value_cache, dtype)
-    expect_dtype("block_tables", block_tables, torch.int32)
-    expect_dtype("starts", starts, torch.int32)
-    expect_rows("starts", starts, len(block_tables) + 1)
-    expect_rows("block_tables", block_tables, None, None)
-    block_size, num_heads, head_dim = key_cache.shape[1:]
-    key, value = (
-        torch.empty((num_rows, num_heads, head_dim), dtype=dtype, device=key_cache.device)
-        for _ in range(2)
-    )
-    if num_rows == 0:
-        return key, value
-    tile = min(1024, triton.next_power_of_2(num_heads * head_dim))
-    _gather[(num_rows, triton.cdiv(num_heads * head_dim, tile))](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        block_tables,
-        starts,
-        key_scale,
-        value_scale,
-        len(block_tables),
-        block_tables.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        BLOCK_SIZE=block_size,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        IS_FP8=key_cache.dtype == FP8,
-        TILE=tile,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return key, value

@@ -1,4 +1,4 @@
-"""Penalties, bitmasks, sampling and log probabilities on a GPU.
+"""Bitmasks, sampling and log probabilities on a GPU.
 
 What bounds them: the rows of logits are read over and over, `vocab_size * 4` bytes a row and pass.
 A greedy row takes one pass, one without filters four, one with top-k or top-p as many more as it
@@ -21,24 +21,6 @@ CAPACITY = 2048
 _TILE = 4096
 _NUM_WARPS = 16
 """A row alone waits for memory once a tile, so tiles are as large as registers allow."""
-
-
-def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-    """One draw from [0, 1) per row; bitwise `reference.uniforms`."""
-    _check_draws(seeds, choice_indices, positions)
-    output = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
-    if len(seeds):
-        sampling_kernels.uniforms[(triton.cdiv(len(seeds), 128),)](
-            output,
-            seeds,
-            choice_indices,
-            positions,
-            len(seeds),
-            TILE=128,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return output
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, *, capacity: int = CAPACITY) -> Tensor:
@@ -78,49 +60,6 @@ def sample(logits: Tensor, metadata: SamplingMetadata, *, capacity: int = CAPACI
             enable_fp_fusion=False,
         )
     return tokens
-
-
-def apply_penalties(
-    logits: Tensor,
-    rows: Tensor,
-    token_ids: Tensor,
-    output_counts: Tensor,
-    *,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
-    """Repetition, frequency and presence penalties, in place; as `reference.apply_penalties`.
-
-    Touches only the entries it is given, so it costs a scattered read and write each.
-    """
-    expect_dtype("logits", logits, torch.float32)
-    num_rows, _ = _check_logits(logits)
-    for name, entries in (("rows", rows), ("token_ids", token_ids), ("counts", output_counts)):
-        expect_dtype(name, entries, torch.int32)
-        expect_rows(name, entries, len(rows))
-    for name, column in (
-        ("repetition", repetition),
-        ("frequency", frequency),
-        ("presence", presence),
-    ):
-        expect_dtype(name, column, torch.float32)
-        expect_rows(name, column, num_rows)
-    if len(rows):
-        sampling_kernels.penalise[(triton.cdiv(len(rows), 256),)](
-            logits,
-            rows,
-            token_ids,
-            output_counts,
-            repetition,
-            frequency,
-            presence,
-            len(rows),
-            logits.stride(0),
-            TILE=256,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:

@@ -31,19 +31,6 @@ def uniform(seed, choice_index, position):
 
 
 @triton.jit
-def uniforms(output, seeds, choice_indices, positions, num_rows, TILE: tl.constexpr):
-    """Each row's draw."""
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    mask = row < num_rows
-    draws = uniform(
-        tl.load(seeds + row, mask, other=0),
-        tl.load(choice_indices + row, mask, other=0),
-        tl.load(positions + row, mask, other=0),
-    )
-    tl.store(output + row, draws, mask)
-
-
-@triton.jit
 def _ordered(x):
     """int64 that order as the float32 numbers do; both zeros are one."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
@@ -262,34 +249,6 @@ def sample(
         )
         token = _draw(logits, vocab_size, temperature, maximum, cut, draw, TILE)
     tl.store(tokens + row, token.to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["num_entries"])
-def penalise(
-    logits,
-    rows,
-    token_ids,
-    output_counts,
-    repetition,
-    frequency,
-    presence,
-    num_entries,
-    logits_stride,
-    TILE: tl.constexpr,
-):
-    """Program (part of the entries)."""
-    entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    mask = entry < num_entries
-    row = tl.load(rows + entry, mask, other=0)
-    token_id = tl.load(token_ids + entry, mask, other=0)
-    count = tl.load(output_counts + entry, mask, other=0)
-    at = logits + row.to(tl.int64) * logits_stride + token_id
-    x = tl.load(at, mask, other=0.0)
-    factor = tl.load(repetition + row, mask, other=1.0)
-    x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
-    x -= tl.load(frequency + row, mask, other=0.0) * count
-    x -= tl.where(count > 0, tl.load(presence + row, mask, other=0.0), 0.0)
-    tl.store(at, x, mask)
 
 
 @triton.jit

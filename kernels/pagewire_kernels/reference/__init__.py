@@ -7,7 +7,7 @@ sampling.py   from logits to a token, and log probabilities
 """
 
 from pagewire_kernels.reference.attention import paged_attention
-from pagewire_kernels.reference.cache import gather_kv, swap_blocks, write_kv
+from pagewire_kernels.reference.cache import swap_blocks, write_kv
 from pagewire_kernels.reference.layers import (
     ACTIVATIONS,
     act_and_mul,
@@ -19,7 +19,6 @@ from pagewire_kernels.reference.layers import (
 )
 from pagewire_kernels.reference.sampling import (
     apply_bitmask,
-    apply_penalties,
     gather_logprobs,
     sample,
     uniforms,
@@ -30,9 +29,7 @@ __all__ = [
     "act_and_mul",
     "activate",
     "apply_bitmask",
-    "apply_penalties",
     "embed",
-    "gather_kv",
     "gather_logprobs",
     "layer_norm",
     "paged_attention",

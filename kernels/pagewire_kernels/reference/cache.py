@@ -39,35 +39,6 @@ def _put(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, scale: floa
     cache[block, offset] = rows
 
 
-def gather_kv(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    starts: Tensor,
-    num_rows: int,
-    *,
-    dtype: torch.dtype,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """The sequences' cached keys and values, one sequence after the other.
-
-    starts: int32 [num_seqs + 1], where each sequence begins among the `num_rows` rows, the last
-    entry being where they end; rows after that are undefined. A sequence's rows are its first
-    `starts[i + 1] - starts[i]` positions. Scales as in `write_kv`. Returns two [num_rows,
-    num_kv_heads, head_dim] of `dtype`.
-    """
-    shape = (num_rows, *key_cache.shape[2:])
-    gathered = []
-    for cache, scale in ((key_cache, key_scale), (value_cache, value_scale)):
-        output = torch.empty(shape, dtype=dtype, device=cache.device)
-        bounds = starts.tolist()
-        for table, start, end in zip(block_tables, bounds[:-1], bounds[1:], strict=True):
-            output[start:end] = (gather_sequence(cache, table, end - start) * scale).to(dtype)
-        gathered.append(output)
-    return gathered[0], gathered[1]
-
-
 def gather_sequence(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
     """One sequence's keys or values in order: float32 [context_len, num_kv_heads, head_dim]."""
     block_size = cache.shape[1]

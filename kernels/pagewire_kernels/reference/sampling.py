@@ -36,31 +36,6 @@ def _philox(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int]:
     return a, b
 
 
-def apply_penalties(
-    logits: Tensor,
-    rows: Tensor,
-    token_ids: Tensor,
-    output_counts: Tensor,
-    *,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
-    """Repetition (Keskar et al. 2019), then frequency, then presence penalties, in place.
-
-    logits: float32 [num_rows, vocab_size]. One entry for each token that occurs in a row's
-    sequence, none twice: rows, token_ids, output_counts: int32 [n], the count being that in the
-    output, 0 for tokens of the prompt alone. repetition, frequency, presence: float32 [num_rows].
-    """
-    index = (rows.long(), token_ids.long())
-    factor = repetition[index[0]]
-    values = logits[index]
-    values = torch.where(values > 0, values / factor, values * factor)
-    values -= frequency[index[0]] * output_counts
-    values -= presence[index[0]] * (output_counts > 0)
-    logits[index] = values
-
-
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     """Minus infinity where a row's bit is 0, in place; other rows are left alone.
 
