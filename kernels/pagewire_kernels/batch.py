@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
-    """Which query rows belong to which sequence, and where each sequence's KV lies.
+    """Which query rows belong to which sequence, and where each sequence's KV is stored.
 
     Queries of all sequences are flattened to one axis of `num_tokens` rows, without padding.
     Sequence `i` owns rows `query_start[i]` to `query_start[i + 1]`; they are its last tokens, so
-    its row `j` stands at position `context_lens[i] - query_lens[i] + j` and attends to positions up
+    its row `j` is at position `context_lens[i] - query_lens[i] + j` and attends to positions up
     to and including its own.
     """
 
@@ -64,7 +64,7 @@ class SamplingMetadata:
 
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies blocks of a source to a target, by pairs of which none reads what another writes."""
+"""Copies blocks of a source to a target; no pair reads a block that another writes."""
 
 
 def is_chained(pairs: Tensor) -> bool:
@@ -77,7 +77,7 @@ def move_all(
 ) -> None:
     """Move blocks as `reference.swap_blocks` does: all are read before any is written.
 
-    Where one is both a source and a target, they go by way of a buffer on `device`.
+    If a block is both a source and a target, blocks are staged in a buffer on `device`.
     """
     if source.data_ptr() != target.data_ptr() or not is_chained(pairs):
         move(source, target, pairs)

@@ -98,7 +98,7 @@ class FlashAttention2:
     """Package `flash_attn` (Dao 2023); blocks of 256 tokens or a multiple.
 
     Decodes go through its function for a cache, which splits long contexts and takes lengths as
-    they are; its function for ragged queries wants them as running sums, made anew in each call so
+    they are; its function for ragged queries wants them as running sums, made again in each call so
     that a captured graph makes them too.
     """
 
@@ -160,7 +160,7 @@ class FlashAttention2:
 class TorchVarlen:
     """`torch.nn.attention.varlen.varlen_attn`, with a block table from torch 2.12 on.
 
-    What computes it is FlashAttention 2, unless torch was told to use another: hence its blocks.
+    torch runs FlashAttention 2 unless configured otherwise, hence its block size.
     """
 
     version = f"torch {torch.__version__}"

@@ -89,7 +89,7 @@ class LayerKernels(Protocol):
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """Turn queries in place; turn keys and store them, and values as they are, in their slots.
+        """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim],
         of which key is undefined afterwards. key_cache, value_cache: a layer's views,
@@ -97,14 +97,14 @@ class LayerKernels(Protocol):
         for which keys and values are divided by their scale. slot_mapping: int64 [num_tokens]; a
         negative slot is not written. positions: int64 [num_tokens], rows of the tables cos and sin,
         [num_positions, rotary_dim // 2]: the first half of a head's first rotary_dim elements is
-        turned against the second (Su et al. 2021). query_norm, key_norm: [head_dim], weights of an
+        rotated against the second (Su et al. 2021). query_norm, key_norm: [head_dim], weights of an
         RMS norm of each head before that (Qwen3), or None; eps is theirs.
         """
         ...
 
 
 class TorchLayerKernels:
-    """Plain torch, on any device: what runs where there is nothing faster."""
+    """Plain torch, on any device: the fallback where nothing is faster."""
 
     name = "torch"
     embed = staticmethod(reference.embed)
@@ -121,7 +121,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
-    """What a model and its cache ask of attention."""
+    """What a model and its KV cache require of attention."""
 
     dtype: torch.dtype
     """Of queries, and of new keys and values."""
@@ -165,10 +165,10 @@ class Abilities:
     """Tokens per block must be a multiple of this."""
 
     default_block_size: int = 16
-    """Tokens per block where nobody says otherwise."""
+    """Tokens per block unless configured."""
 
     def obstacles(self, needs: AttentionNeeds) -> Iterator[str]:
-        """What stands between this backend and a model; nothing if it can serve it."""
+        """Reasons why this backend cannot serve a model; none if it can."""
         if needs.dtype not in self.dtypes:
             yield f"does not compute in {_name(needs.dtype)}"
         if needs.cache_dtype == FP8 and not self.fp8_cache:
@@ -204,7 +204,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--attention-backend` calls it."""
+        """Its name in `--attention-backend`."""
         ...
 
     @property
@@ -213,7 +213,7 @@ class AttentionBackend(Protocol):
         ...
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Do now what the first call with a cache of `dtype` would have to do, such as compile."""
+        """Compile, or do whatever else the first call with a cache of `dtype` would have to."""
         ...
 
     def write_kv(
@@ -250,7 +250,7 @@ class AttentionBackend(Protocol):
 
 
 class HeadOutput(NamedTuple):
-    """Of the rows that are sampled from."""
+    """Output of the LM head, for the rows that are sampled from."""
 
     logits: Tensor
     """float32 [num_sampled, vocab_size]."""
@@ -263,10 +263,10 @@ class HeadOutput(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Hidden states, and what the head made of some of them."""
+    """Hidden states, and the LM head's output for some of them."""
 
     hidden: Tensor
     """[num_tokens, hidden_size]."""
 
     head: HeadOutput | None = None
-    """None where the head is yet to be applied."""
+    """None if the LM head was not part of the program."""

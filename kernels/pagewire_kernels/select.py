@@ -34,8 +34,8 @@ def select_backend(
 ) -> AttentionBackend:
     """The backend called `name`, or the best one that can do what `needs` says on `device`.
 
-    A backend for GPUs is first checked on the device itself. If nobody asked for it by name, the
-    next one takes the place of one that is off or fails, with a warning. Raises ValueError when
+    A GPU backend is first checked on the device itself. Unless it was requested by name, one that
+    fails is skipped with a warning. Raises ValueError when
     there is no such backend, when it does not run on `device`, or cannot do what is needed.
     """
     needs = needs or AttentionNeeds(dtype=torch.float32, head_dim=64)
@@ -56,9 +56,9 @@ def choose(
     offered: Iterable[AttentionBackend],
     check: Check = self_check,
 ) -> AttentionBackend:
-    """The first of those offered that can do what is needed, and does. `name`: what was asked for.
+    """The first backend that has the required abilities and passes its check. `name`: as requested.
 
-    Raises ValueError, naming what stood in the way of each, if there is none.
+    Raises ValueError with the obstacles of each if there is none.
     """
     passed_over: list[str] = []
     for backend in offered:
@@ -92,7 +92,7 @@ def _failure(
 def _log_choice(
     backend: AttentionBackend, device: torch.device, name: str | None, passed_over: list[str]
 ) -> None:
-    reason = "asked for" if name else f"default for device type {device.type}"
+    reason = "requested" if name else f"default for device type {device.type}"
     if passed_over and not name:
         reason = f"{reason}, since {_listed(passed_over)}"
     logger.info("attention backend selected name=%s reason=%s", label(backend), reason)
@@ -111,7 +111,7 @@ def _listed(passed_over: list[str]) -> str:
 def candidates(
     device: torch.device, name: str | None, batch_invariant: bool
 ) -> Iterator[AttentionBackend]:
-    """What there is on this machine, the best first; of one name only, if one is given.
+    """The backends available on this machine, best first; only those called `name` if given.
 
     On a GPU, FlashAttention 3 comes before our own kernels and version 2 after them, since its
     blocks of 256 tokens waste memory and share fewer prefixes.
@@ -162,17 +162,17 @@ def _reference() -> Iterator[AttentionBackend]:
 
 
 Embed = Callable[[Tensor, Tensor], Tensor]
-"""Of token ids and positions, to the residual stream."""
+"""Maps token ids and positions to the residual stream."""
 
 Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""Of the residual stream, positions, the KV cache and the metadata, to hidden states."""
+"""Maps the residual stream, positions, the KV cache and the metadata to hidden states."""
 
 Head = Callable[[Tensor], Tensor]
-"""Of hidden states, to logits, float32 [num_rows, vocab_size]."""
+"""Maps hidden states to logits, float32 [num_rows, vocab_size]."""
 
 
 class ForwardFn(Protocol):
-    """A model's embedding and layers and, where that is as well, its head."""
+    """A model's embedding and layers and, if it is recorded too, its head."""
 
     def __call__(
         self,
@@ -188,13 +188,13 @@ class ForwardFn(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a model computes with, but for its matrix products."""
+    """The kernels of a model, except for its matrix products."""
 
     attention: AttentionBackend
     layers: LayerKernels
 
     def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
-        """What computes the same as a model's parts: they themselves, or a recorded program."""
+        """A function that computes a model's parts in order: eagerly, or as a recorded program."""
         if self.layers.name == "native":
             from pagewire_kernels.cpu.native import library
             from pagewire_kernels.cpu.native.recorded import RecordedModel
@@ -219,7 +219,7 @@ class Kernels:
 def select_kernels(
     device: torch.device, needs: AttentionNeeds, attention: str | None = None
 ) -> Kernels:
-    """The attention backend as `select_backend` chooses it, and the layer kernels beside it."""
+    """The attention backend that `select_backend` chooses, and the layer kernels for it."""
     backend = select_backend(device, attention, needs)
     layers = layer_kernels(backend, device, needs.dtype)
     logger.info("layer kernels selected name=%s", layers.name)
@@ -229,7 +229,7 @@ def select_kernels(
 def layer_kernels(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> LayerKernels:
-    """The fastest for the device, or plain torch beside plain torch."""
+    """The fastest for the device; plain torch with the reference backend."""
     if backend.name in ("triton", "flash"):
         from pagewire_kernels.gpu import TritonLayerKernels  # triton is loaded where it is used
 

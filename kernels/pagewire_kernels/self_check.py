@@ -1,7 +1,7 @@
 """A small paged case, computed by a backend on its device and compared with the reference.
 
 A kernel may be proved elsewhere and still fail here: another compiler, driver or package. Wrong
-attention does not crash, it serves nonsense; so a GPU backend is trusted only after this.
+attention does not crash but serves nonsense, so a GPU backend must pass this first.
 """
 
 import torch
@@ -21,7 +21,7 @@ _SOFT_CAP = 2.0
 
 
 def self_check(backend: AttentionBackend, device: torch.device, needs: AttentionNeeds) -> None:
-    """Raises ValueError if the backend's results are off; whatever the backend raises passes.
+    """Raise ValueError if the backend's results are wrong; its own exceptions propagate.
 
     Both a mixed batch (a chunk of a prefill, a whole one, a decode) and one of decodes alone are
     computed, with the window, cap, sinks and slopes that the model needs.
@@ -35,7 +35,7 @@ def self_check(backend: AttentionBackend, device: torch.device, needs: Attention
         expected = case.attended(ReferenceBackend(), host, expected_cache, query_lens)
         output = case.attended(backend, device, cache, query_lens)
         error = float((output.cpu().float() - expected.float()).abs().max())
-        if not error <= tolerance:  # a NaN is off, too
+        if not error <= tolerance:  # false for a NaN, too
             raise ValueError(f"its results differ from the reference by {error:.3g}")
 
 
@@ -85,7 +85,7 @@ class _Case:
     def attended(
         self, backend: AttentionBackend, device: torch.device, cache: Tensor, query_lens: list[int]
     ) -> Tensor:
-        """Attention of each sequence's last so many rows."""
+        """Attention of each sequence's last `query_lens[i]` rows."""
         parts = self._query.split(self._lengths)
         rows = [part[-count:] for part, count in zip(parts, query_lens, strict=True)]
         needs, heads = self._needs, torch.arange(1.0, _NUM_KV_HEADS * _GROUP + 1, device=device)

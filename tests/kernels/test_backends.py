@@ -60,7 +60,7 @@ def test_a_device_without_kernels_gets_the_reference() -> None:
 def test_a_backend_can_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert select_backend(CPU, "reference").name == "reference"
-    assert "name=reference reason=asked for" in caplog.text
+    assert "name=reference reason=requested" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -216,5 +216,5 @@ def test_without_a_place_for_it_code_is_compiled_in_each_process(tmp_path: Path)
     home = tmp_path / "home"
     home.write_text("another one")
     log = _warm_up(home, kernels, cache="")
-    assert "kernels are compiled anew in each process" in log
+    assert "kernels are compiled again in each process" in log
     assert "source=compiler" in log

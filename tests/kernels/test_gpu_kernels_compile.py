@@ -211,7 +211,7 @@ def _move_blocks() -> None:
 
 
 def _sampling_metadata(n: int, begin: int = 0) -> SamplingMetadata:
-    """Columns of n rows that begin so many elements after a boundary."""
+    """Columns of n rows that begin `begin` elements after a boundary."""
     whole = torch.zeros(begin + n, dtype=torch.int32)[begin:]
     double = torch.ones(begin + n, dtype=torch.float64)[begin:]
     return SamplingMetadata(

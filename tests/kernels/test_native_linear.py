@@ -1,4 +1,4 @@
-"""Native linear layers: right, and the same bits for a row whatever is computed beside it."""
+"""Native linear layers are correct and batch-invariant: a row's bits are the same in any batch."""
 
 from collections.abc import Iterator
 

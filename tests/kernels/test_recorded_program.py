@@ -238,7 +238,7 @@ def test_layers_that_compute_otherwise_run_as_they_are(caplog: pytest.LogCapture
             computed = layers(token_ids, positions, _cache(torch.float32), metadata)
             assert torch.equal(computed.hidden, own.table[token_ids] * 2)
     assert [record.message for record in caplog.records] == [
-        "layers are not recorded as a program: they use the operation aten.mul.Tensor"
+        "layers run eagerly, not as a recorded program: they use the operation aten.mul.Tensor"
     ]
 
 

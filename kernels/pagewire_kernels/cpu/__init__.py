@@ -1,9 +1,9 @@
 """Kernels for the CPU.
 
-native/     in C++, built with the package: attention, products, what is between them, block moves
-numba/      attention by numba, where none were built for the processor
-checks.py   what attention of both takes
-threads.py  running a kernel on torch's own threads
+native/     in C++, built with the package: attention, linear layers, row-wise kernels, block copies
+numba/      attention by numba, if no C++ kernels were built for the processor
+checks.py   argument checks that both share
+threads.py  runs a kernel on torch's own threads
 """
 
 from pagewire_kernels.cpu.native import Library, NativeBackend, library

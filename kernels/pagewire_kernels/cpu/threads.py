@@ -1,4 +1,4 @@
-"""Running one kernel on several threads.
+"""Runs one kernel on several threads.
 
 torch's own OpenMP threads are used where it has them: a second pool would compete with them, since
 OpenMP's threads spin for a while after each of torch's operations. `GOMP_parallel` is the entry
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
-    """What every thread of a team calls with the same task."""
+    """A function that every thread of a team calls with the same task."""
 
     address: int
     call: Any
@@ -29,11 +29,11 @@ class Kernel(Protocol):
 
 
 Team = Callable[[Kernel, int, int], None]
-"""Call a kernel with an address on up to so many threads, and return when all are done."""
+"""Calls a kernel with a task's address on at most N threads; returns when all are done."""
 
 
 class NotRecordable(Exception):
-    """Something that cannot become a part of a recorded program."""
+    """An operation that cannot be part of a recorded program."""
 
 
 class _Local(threading.local):
@@ -47,7 +47,7 @@ local = _Local()
 def run(kernel: Kernel, task: int, num_threads: int) -> None:
     """Run `kernel` on `num_threads` threads, the calling one included; fewer may come."""
     if local.is_recording:
-        raise NotRecordable("a kernel that is not made for it")
+        raise NotRecordable("a kernel that cannot be recorded")
     if num_threads == 1:
         kernel.call(task)
     else:
@@ -60,7 +60,7 @@ def _team() -> Team:
     try:
         parallel = ctypes.CDLL(str(library)).GOMP_parallel
     except (OSError, AttributeError):
-        logger.info("kernel threads are our own: torch has no OpenMP runtime to share")
+        logger.info("kernels run on their own threads: torch has no OpenMP runtime to share")
         return ThreadPool(torch.get_num_threads()).run
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None

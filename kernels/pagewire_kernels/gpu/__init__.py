@@ -1,19 +1,18 @@
 """Triton kernels, each with the meaning of its namesake in `pagewire_kernels.reference`.
 
 attention.py   paged attention of prefill, chunks, decode; its kernels in `attention_kernels.py`
-cache.py       writing keys and values into their slots
-blocks.py      moving whole blocks on a device, and between it and pinned host memory
-norm.py        RMS norm and layer norm with the residual's addition
-rotary.py      norm of queries and keys, rotation and cache write in one
+cache.py       writes keys and values to their slots
+blocks.py      copies whole blocks on a device, and between it and pinned host memory
+norm.py        RMS norm and layer norm, fused with the residual addition
+rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
 activation.py  an MLP's activation, and a gated one's with its product
-linear.py      a linear layer in one fixed order of sums
-layers.py      `TritonLayerKernels`, the row-wise operations together
+linear.py      batch-invariant linear layers: one fixed order of summation
 sampling.py    bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
-backend.py     `TritonBackend`
-checks.py      what the launchers refuse
+backend.py     `TritonBackend`; `TritonLayerKernels`, the row-wise operations
+checks.py      argument checks of the launchers
 
-A file's first lines tell what bounds its kernel. Nothing here waits for the device, so that all can
-be captured in a CUDA graph, but for `move_blocks` where the pairs lie on the device.
+The docstring of each file says what bounds its kernel. Nothing here synchronises with the device,
+so everything can be captured in a CUDA graph, except `move_blocks` with `pairs` on the device.
 """
 
 from pagewire_kernels.gpu.activation import act_and_mul, activate

@@ -1,4 +1,4 @@
-"""Moving whole KV blocks, many in one launch.
+"""Copies whole KV blocks, many in one launch.
 
 The cache is block-major, so a block, all layers, keys and values, is one contiguous piece of memory
 and is moved as such, whatever its type. Bound by memory bandwidth within a device, and by the bus
@@ -19,7 +19,7 @@ _TILE_WORDS = 4096
 
 _BUS_PROGRAMS = 64
 """Programs that move blocks to or from the host: far more than fill the bus (each has 32 KB under
-way), and few enough to leave most multiprocessors to what is computed beside."""
+way), and few enough to leave most multiprocessors to concurrent kernels."""
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
@@ -28,7 +28,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 def _move(
     source, target, pairs, num_pairs, block_words, NUM_TILES: tl.constexpr, TILE: tl.constexpr
 ):
-    """A program takes every so-manieth part of a block."""
+    """Grid-stride loop over (pair, tile)."""
     for item in range(tl.program_id(0), num_pairs * NUM_TILES, tl.num_programs(0)):
         pair = item // NUM_TILES
         source_block = tl.load(pairs + pair * 2)
@@ -44,8 +44,8 @@ def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
     source, target: contiguous [num_blocks, ...], equal in type and beyond the first axis, on a
     device or in pinned host memory; pairs: int64 [n, 2]. Where a block is both a source and a
-    target of one call, all sources are first read into a buffer on the device; telling costs no
-    time if `pairs` are in host memory, and a wait for the device if not.
+    target of one call, all sources are first read into a buffer on the device. The overlap check
+    is free for `pairs` in host memory and synchronises with the device otherwise.
     """
     expect_dtype("pairs", pairs, torch.int64)
     expect_rows("pairs", pairs, None, 2)

@@ -163,7 +163,7 @@ def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
 
 
 # Columns begin where a batch's size leaves them: were that looked at, an odd number of rows would
-# have the kernel compiled anew, while its requests wait.
+# compile the kernel again while requests wait.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "temperatures",

@@ -1,32 +1,28 @@
-"""CPU kernels in C++, built with the package where a compiler is there.
+"""CPU kernels in C++, built with the package if there is a compiler.
 
-What numba makes of a loop cannot be told apart by instruction: these kernels need the processor's
-dot product of bfloat16 pairs and a fixed order of sums at once. They have a plain C interface and
-no dependency, not even on a C++ runtime or OpenMP, so that one build runs with any torch. Where
-they were not built, or the processor lacks the instructions, `library()` is None, and oneDNN and
-the numba kernels do the work.
+They need control over the instructions, which numba does not give: the processor's dot product of
+bfloat16 pairs, with a fixed order of summation. They have a plain C interface and no dependency,
+not even on a C++ runtime or OpenMP, so that one build runs with any torch. If they were not built,
+or the processor lacks the instructions, `library()` is None and oneDNN and numba replace them.
 
-    src/team.h      how threads share a kernel's work; what a kernel is
+    src/team.h      what a kernel is, and how threads share its work
     src/batch.h     the layout of one step's batch, as kernels see it
-    src/attention*  paged attention; attention.h tells how
-    src/cache_write.cpp  new keys and values put into their slots
-    src/block_copy.cpp   whole blocks copied
+    src/attention*  paged attention; attention.h explains the algorithm
+    src/cache_write.cpp  writes new keys and values to their slots
+    src/block_copy.cpp   copies whole blocks
     src/linear.h    linear layers with packed weights, and the packing
-    src/share.h     how threads take over what one that lost its core has begun
-    src/layers.h    embedding, norms, activations, rotation with the cache write, largest logits
-    src/program.cpp a list of kernels run by one team, without leaving it in between
+    src/share.h     how threads take over the items of one that lost its core
+    src/layers.h    embedding, norms, activations, RoPE with the cache write, argmax
+    src/program.cpp a list of kernels run by one team, without returning in between
     build.py        compiles one library per instruction set
     compiled.py     finds and loads the one for this processor
-    structs.py layer_structs.py
-                    the C structures, for ctypes
-    attention.py    tasks of attention, described by tensors
+    structs.py      the C structures, for ctypes
+    attention.py    attention tasks from tensors
     backend.py      `NativeBackend`
     blocks.py       `move_blocks`: within a cache, or from one to another
     linear.py       `NativeWeight`, `NativeGatedWeight`: pack a weight and multiply by it
-    huge_memory.py  where packed weights are
-    layers.py       `NativeLayerKernels`: norms, activations, rotation
-    taking.py       rows by index, and the largest of a row
-    program.py      recording kernels instead of running them, and running what was recorded
+    layers.py       `NativeLayerKernels`: norms, activations, RoPE; rows by index, argmax
+    program.py      records kernels instead of running them, and runs what was recorded
     recorded.py     `RecordedModel`: a model as such a program
 """
 

@@ -16,13 +16,13 @@ _ALIGNMENT = 64
 
 
 class Scratch:
-    """Working memory of one task at a time, grown to the largest there was."""
+    """Scratch memory of one task at a time, grown to the largest so far."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def give(self, library: Library, task: AttentionTask, num_threads: int) -> None:
-        """Let `task` run on up to so many threads."""
+        """Give `task` scratch memory for up to `num_threads` threads."""
         library.kernel("attention_slot_bytes").call(ctypes.addressof(task))
         memory = self._memory_of(num_threads * task.slot_bytes + _ALIGNMENT)
         task.num_slots = num_threads

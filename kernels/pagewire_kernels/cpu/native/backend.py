@@ -15,10 +15,10 @@ from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows, reco
 from pagewire_kernels.cpu.native.structs import Batch, describe_batch
 
 _SERIAL_WORK = 1 << 18
-"""Products of so many elements are done before other threads have woken up."""
+"""Fewer multiply-adds than this finish before other threads have woken up."""
 
 _SERIAL_BYTES = 1 << 15
-"""As are copies of so many bytes."""
+"""So do copies of fewer bytes than this."""
 
 
 class NativeBackend:
@@ -36,7 +36,7 @@ class NativeBackend:
         self._last: tuple[AttentionMetadata, Batch] | None = None
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Nothing: the kernels are compiled."""
+        """Do nothing: the kernels are compiled ahead of time."""
 
     def write_kv(
         self,

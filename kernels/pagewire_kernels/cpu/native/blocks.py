@@ -1,8 +1,8 @@
-"""Moving whole KV blocks by src/block_copy.cpp.
+"""Copies whole KV blocks by src/block_copy.cpp.
 
 The cache is block-major, so a block, all layers, keys and values, is one contiguous piece of
-memory. Bound by memory bandwidth; what is written goes past the caches, which are smaller than the
-blocks of most models.
+memory. Bound by memory bandwidth; stores bypass the caches, which are smaller than the blocks of
+most models.
 """
 
 import ctypes
@@ -17,18 +17,18 @@ from pagewire_kernels.cpu.native.compiled import Library
 from pagewire_kernels.cpu.native.structs import BlockCopyTask
 
 _SERIAL_BYTES = 1 << 16
-"""So many are copied before other threads have woken up."""
+"""Fewer bytes than this are copied before other threads have woken up."""
 
 
 def move_blocks(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks; as `reference.swap_blocks`.
 
     source, target: contiguous [num_blocks, ...], equal in type and beyond the first axis; pairs:
-    int64 [n, 2], blocks that there are. Where a block is both a source and a target of one call,
+    int64 [n, 2], existing blocks. Where a block is both a source and a target of one call,
     all sources are first read into a buffer.
     """
     if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
-        raise ValueError(f"blocks differ: {_told(source)} and {_told(target)}")
+        raise ValueError(f"blocks differ: {_layout(source)} and {_layout(target)}")
     if not (source.is_contiguous() and target.is_contiguous()):
         raise ValueError("expected whole blocks, contiguous")
     move_all(partial(_copy, library), source, target, pairs.contiguous(), source.device)
@@ -49,5 +49,5 @@ def _copy(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> No
     threads.run(library.kernel("copy_blocks"), ctypes.addressof(task), num_threads)
 
 
-def _told(cache: Tensor) -> str:
+def _layout(cache: Tensor) -> str:
     return f"{cache.dtype} {list(cache.shape[1:])}"

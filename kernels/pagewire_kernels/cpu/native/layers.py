@@ -27,13 +27,13 @@ from pagewire_kernels.cpu.native.structs import (
 
 
 class Largest(NamedTuple):
-    """Each row's largest number, for [num_rows] rows."""
+    """Each row's largest number; [num_rows] each."""
 
     places: Tensor
-    """int64: the first column of those that have it."""
+    """int64: its column, the first of equals."""
 
     values: Tensor
-    """float32; NaN if there is one in the row, whose place is then not meant."""
+    """float32; NaN if the row has one, and then `places` is meaningless."""
 
 
 def take(
@@ -41,7 +41,7 @@ def take(
 ) -> Tensor:
     """Rows of a table, [num_rows, size], by the batch's fields of these names.
 
-    Indices that the table does not have give zeros.
+    Indices that are out of range give zeros.
     """
     require(table.stride(1) == 1, "a table with a dense last axis")
     size, item = table.shape[1], table.element_size()
@@ -85,7 +85,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_HEAD_DIM = 1024
 
 _SERIAL_NUMBERS = 1 << 14
-"""So many are computed before other threads have woken up."""
+"""Fewer numbers than this are computed before other threads have woken up."""
 
 
 class NativeLayerKernels:
@@ -97,7 +97,7 @@ class NativeLayerKernels:
         self._library = library
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Rows of a table by token; those that it does not have are zeros."""
+        """Rows of a table by token id; ids that are out of range give zeros."""
         require(token_ids.dtype == torch.int64, "int64 token ids")
         token_ids = token_ids.contiguous()
         num_rows = token_ids.shape[0]
@@ -202,7 +202,7 @@ class NativeLayerKernels:
     ) -> None:
         """Apply norms and RoPE to `query` in place; write such keys, and raw values, to the cache.
 
-        The cache is of the rows' type, so that scales have no meaning.
+        The cache has the rows' dtype, so scales do not apply.
         """
         num_rows, num_heads, head_dim = query.shape
         dtype, num_kv_heads = query.dtype, key.shape[1]

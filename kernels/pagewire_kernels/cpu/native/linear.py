@@ -23,7 +23,7 @@ _ALIGNMENT = 4096
 class HugeMemory:
     """Hands out pieces of large chunks; a chunk is freed with the last of its pieces.
 
-    Only what was written to takes up memory, in whole huge pages where the system grants them.
+    Only pages that were written to take up memory, as huge pages if the system grants them.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ _STEP_BYTES = 4
 """Inputs are padded to a multiple of this."""
 
 _SERIAL_PRODUCTS = 1 << 17
-"""So many are computed before other threads have woken up."""
+"""Fewer multiply-adds than this finish before other threads have woken up."""
 
 
 class PackTask(NativeStruct):
@@ -139,7 +139,7 @@ class _Packed:
 
     @property
     def address(self) -> int:
-        """Of the packed weight; it never moves."""
+        """Address of the packed weight, which never moves."""
         return self._packed.data_ptr()
 
     def _multiply(
@@ -171,7 +171,7 @@ class _Packed:
 class NativeWeight(_Packed):
     """The weight of a linear layer in the native kernels' layout.
 
-    A row's result is bitwise the same whatever rows are computed with it, by any number of threads.
+    Batch-invariant: a row's bits depend neither on the other rows nor on the number of threads.
     """
 
     def __init__(self, weight: Tensor, library: Library, memory: HugeMemory) -> None:
@@ -188,7 +188,7 @@ class NativeWeight(_Packed):
     ) -> Tensor:
         """rows: [num_rows, in_features] of the weight's dtype; returns [num_rows, out_features].
 
-        output_dtype: the weight's, or float32: then the sums as they are.
+        output_dtype: the weight's, or float32, which leaves the sums unrounded.
         """
         y = new_rows(rows.shape[0], self.out_features, output_dtype or self.dtype)
         self._multiply(self._kernels[y.dtype], rows, bias, y)
@@ -197,7 +197,7 @@ class NativeWeight(_Packed):
     def gather(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight: token_ids, int64 [num_rows]; returns [num_rows, in_features].
 
-        A token that the weight does not have gives zeros.
+        Token ids that are out of range give zeros.
         """
         require(token_ids.dtype == torch.int64, "int64 token ids")
         num_rows = token_ids.shape[0]
@@ -218,7 +218,7 @@ class NativeWeight(_Packed):
 class NativeGatedWeight(_Packed):
     """The weights of activation(x G^T) * (x U^T), computed without storing both products.
 
-    Of its rows is true what is of `NativeWeight`'s.
+    Batch-invariant as `NativeWeight` is.
     """
 
     def __init__(

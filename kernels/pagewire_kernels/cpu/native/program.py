@@ -3,8 +3,8 @@
 A model's step on a CPU is some hundred small operations. Dispatching one from Python, and waking
 threads for it, costs more than most of them take for a few rows. So the model runs once while a
 program is being recorded: each operation then appends its kernel and task instead of running, and
-returns a tensor over one of the program's buffers. What differs from step to step, tasks read from
-the program's `Batch`.
+returns a tensor over one of the program's buffers. Tasks read everything that differs from step to
+step from the program's `Batch`.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ _MAX_STEPS = 1 << 14
 
 
 class Buffers:
-    """Memory for what kernels hand on to each other, used again when no tensor refers to it."""
+    """Memory for intermediate tensors, reused when no tensor refers to it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
         self.num_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor; its memory stays there, but may be another's once it is gone."""
+        """An uninitialised tensor; its memory is reused once the tensor is gone."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         free = self._free[num_bytes]
         memory = free.pop() if free else self._allocate(num_bytes)
@@ -85,12 +85,12 @@ class Program:
         self.max_rows = max_rows
         self.batch = Batch(num_rows=max_rows)
         self.buffers = Buffers()
-        # Stand for a step's own while recording; nothing reads them.
+        # Placeholders of a step's inputs while recording; no kernel reads them.
         self.token_ids = torch.empty(max_rows, dtype=torch.int64)
         self.positions = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mapping = torch.empty(max_rows, dtype=torch.int64)
         self.num_sampled: int | None = None
-        """How many rows there are of what is recorded from `begin_sampled` on."""
+        """Number of rows of what is recorded after `begin_sampled`; None before."""
         self._kernel = library.kernel("run_program")
         self._steps: list[tuple[Kernel, ctypes.Structure]] = []
         self._list = (ProgramStep * 0)()
@@ -98,15 +98,15 @@ class Program:
         self._program = ProgramTask()
 
     def begin_sampled(self, num_sampled: int) -> None:
-        """What is recorded from now on is for the rows that are sampled from, up to so many."""
+        """Record for the rows that are sampled from, at most `num_sampled`, from now on."""
         self.num_sampled = num_sampled
 
     def append(self, kernel: Kernel, task: ctypes.Structure) -> None:
-        """Another step: the kernel with the task, which is kept."""
+        """Append a step: a kernel with its task, which is kept alive."""
         self._steps.append((kernel, task))
 
     def finish(self) -> None:
-        """No step will be appended any more."""
+        """Make the program ready to run; no step may be appended afterwards."""
         if len(self._steps) > _MAX_STEPS:
             raise NotRecordable(f"{len(self._steps)} operations")
         steps = [
@@ -123,7 +123,7 @@ class Program:
 
     @property
     def num_taken_over(self) -> int:
-        """How often a thread has begun again what another was at, in all runs."""
+        """Number of items that a second thread computed again, in all runs."""
         return int(self._program.num_taken_over)
 
     def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
@@ -150,13 +150,13 @@ _state = _State()
 
 
 def recording() -> Program | None:
-    """The program that is being recorded by this thread."""
+    """The program that this thread records; None if it records none."""
     return _state.program
 
 
 @contextmanager
 def record(program: Program) -> Iterator[None]:
-    """Within it, this thread's operations go to the program's end instead of running."""
+    """Append this thread's operations to the program instead of running them."""
     assert _state.program is None, "a program is being recorded already"
     _state.program, threads.local.is_recording = program, True
     try:
@@ -168,7 +168,7 @@ def record(program: Program) -> Iterator[None]:
 
 
 class _ViewsOnly(TorchDispatchMode):
-    """Refuses what torch would compute now and a program would then leave out."""
+    """Refuses operations that torch would compute now, and that the program would lack."""
 
     def __torch_dispatch__(
         self,
@@ -189,7 +189,7 @@ class _ViewsOnly(TorchDispatchMode):
 
 
 def count_address(num_rows: int) -> int:
-    """Where a task finds how many rows there are: all of the batch, or those sampled from."""
+    """Address of the number of rows: all of the batch, or those that are sampled from."""
     program = _state.program
     if program is not None and program.num_sampled is not None:
         if num_rows != program.num_sampled:
@@ -230,7 +230,7 @@ def batch_of(
     positions: Tensor | None = None,
     slot_mapping: Tensor | None = None,
 ) -> Batch:
-    """The batch that a task is to read: the program's, or one for a single launch."""
+    """The batch that a task reads: the recorded program's, or one for a single launch."""
     program = _state.program
     if program is None:
         batch = _state.batch

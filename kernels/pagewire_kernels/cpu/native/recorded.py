@@ -1,4 +1,4 @@
-"""A model as a recorded program."""
+"""Runs a model's forward pass as one recorded program."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -33,19 +33,19 @@ _MIN_ROWS = 64
 
 
 class Part(Enum):
-    """What a program may leave out."""
+    """Parts that a program can do without."""
 
     EMBEDDING = auto()
     HEAD = auto()
 
 
 class RecordedModel:
-    """Does what `embed`, `layers` and `head` do one after the other, by a program recorded of them.
+    """Runs `embed`, `layers` and `head` one after the other, as a program recorded from them.
 
-    It is recorded when first called, and again for another cache, another number of threads, or a
-    batch larger than it has buffers for. What does anything but run kernels made for that is called
-    as it is: the embedding, or all of it; a head is left to the caller. An object serves one thread
-    at a time.
+    The first call records the program; a call with another cache, another number of threads or a
+    batch that exceeds the buffers records it again. Parts that use other operations than recordable
+    kernels run eagerly: the embedding or the layers here, the head in the caller. An object serves
+    one thread at a time.
     """
 
     def __init__(self, embed: Embed, layers: Layers, head: Head, library: Library) -> None:
@@ -55,8 +55,8 @@ class RecordedModel:
         self._library = library
         self._recording: _Recording | None = None
         self._most_rows = self._most_sampled = 0
-        """Of all batches so far. A program has room for as many, or batches of many rows and others
-        with many samples would have it recorded in turns."""
+        """Maxima over all batches so far. A program has room for both, so that
+        batches of many rows and batches of many samples do not record it in turns."""
         self._parts = set(Part)
         self._records = True
 
@@ -73,7 +73,7 @@ class RecordedModel:
         metadata: AttentionMetadata,
         sampled: Tensor | None = None,
     ) -> Computed:
-        """What is computed, until the next call; sampled: int64, rows for the head."""
+        """Hidden states and logits, valid until the next call; sampled: int64, the head's rows."""
         num_sampled = 0 if sampled is None else sampled.shape[0]
         recording = self._recording
         if recording is None or not recording.fits(token_ids, kv_cache, num_sampled):
@@ -86,7 +86,7 @@ class RecordedModel:
     def _record(
         self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, num_sampled: int
     ) -> "_Recording | None":
-        """As much of it as can be recorded."""
+        """Record as many parts as can be recorded; None if the layers cannot."""
         self._most_rows = max(self._most_rows, x.shape[0])
         self._most_sampled = max(self._most_sampled, num_sampled)
         self._recording = None  # its buffers, first
@@ -117,17 +117,17 @@ class RecordedModel:
             logger.debug("not recorded part=%s reason=%s", part.name.lower(), error)
             self._parts.remove(part)
         else:
-            logger.info("layers are not recorded as a program: they use %s", error)
+            logger.info("layers run eagerly, not as a recorded program: they use %s", error)
             self._records = False
 
 
 class _Recording:
-    """A program, what it reads and what it gives."""
+    """A program, its inputs and its outputs."""
 
     def __init__(self, library: Library, kv_cache: Tensor, num_rows: int, num_sampled: int) -> None:
-        """num_rows, num_sampled: for which there must be room."""
+        """num_rows, num_sampled: the least that buffers must hold."""
         self.at: Part | None = None
-        """What is being recorded; None: the layers."""
+        """The part that is being recorded; None: the layers."""
         self._library = library
         self._made_for = _identity(kv_cache)
         self._num_threads = torch.get_num_threads()
@@ -139,7 +139,7 @@ class _Recording:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Around what is recorded."""
+        """Record what runs inside."""
         with record(self._program):
             yield
         logger.debug(

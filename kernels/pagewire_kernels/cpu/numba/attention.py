@@ -78,7 +78,7 @@ NUM_FLOATS = LANES + 2
 
 
 def scratch_bytes(head_dim: int, rows: int) -> int:
-    """Scratch memory one thread needs for work items of up to so many rows."""
+    """Scratch memory one thread needs for work items of up to `num_rows` rows."""
     head_bytes = -(-head_dim // LANES) * VECTOR_BYTES
     return 2 * LANES * head_bytes + rows * (2 * head_bytes + _ROW_VECTORS * VECTOR_BYTES)
 

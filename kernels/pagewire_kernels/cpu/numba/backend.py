@@ -16,7 +16,7 @@ from pagewire_kernels.cpu.numba.compile import attention_kernel, write_kv_kernel
 from pagewire_kernels.cpu.numba.simd import LANES
 
 _SERIAL_WORK = 1 << 17
-"""Products of so many elements are done before other threads have woken up."""
+"""Fewer multiply-adds than this finish before other threads have woken up."""
 
 _TILES_PER_THREAD = 4
 """With fewer tiles for each thread, a work item is one KV head instead of all."""

@@ -1,7 +1,7 @@
 """Machine code of the kernels: compiled when first needed, kept on disk by numba.
 
 One entry per kernel and cache dtype, a C function that takes the address of the kernel's array of
-int64. Where numba can keep nothing on disk it compiles anew in each process.
+int64. If numba cannot cache on disk, every process compiles again.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ def _compile(entry: Callable[[Any], None], name: str) -> Kernel:
     try:
         compiled = numba.cfunc(_SIGNATURE, cache=True)(entry)
     except RuntimeError as error:  # numba finds no directory that it can write to
-        logger.warning("kernels are compiled anew in each process: %s", error)
+        logger.warning("kernels are compiled again in each process: %s", error)
         compiled = numba.cfunc(_SIGNATURE)(entry)
     seconds = time.perf_counter() - started
     source = "disk" if compiled.cache_hits else "compiler"

@@ -1,7 +1,7 @@
 // How a product's sums grow, for each type of its inputs. A step takes one or two inputs of a row
 // and the same ones of several outputs' weights, 32 bits each, and adds their products to the
 // outputs' sums. A sum is always made of the same additions in the same order, whatever else is
-// computed beside it: that makes results independent of the batch.
+// in the same batch: that makes results independent of the batch.
 #pragma once
 
 #include "floats.h"

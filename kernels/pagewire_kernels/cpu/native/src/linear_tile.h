@@ -27,7 +27,7 @@ inline int32_t load_half_step(const void* x) {
   return input;
 }
 
-// Where the rows of a tile are. Of two bases, since so many offsets from one do not fit registers.
+// Where the rows of a tile are. Of two bases, since that many offsets from one base do not fit into registers.
 template <class Input, int kRows>
 struct TileRows {
   static constexpr int kHalf = (kRows + 1) / 2;

@@ -37,7 +37,7 @@ struct ProgramTask {
 constexpr int64_t kMaxThreads = 1 << 16;
 
 // Spinning costs nothing while all threads run. One that waits long, since another's core is taken
-// by a different process, should let that process run rather than burn the core beside it.
+// by a different process, should let that process run rather than burn its core.
 constexpr uint64_t kCyclesBeforeYield = 1 << 18;
 
 // One that waits for longer than items take begins another's again. A few microseconds are nothing

@@ -31,7 +31,7 @@ inline Floats first_lanes(Floats x, int64_t count) {
   return load_some(lanes, count);
 }
 
-// A thread takes about so many numbers at a time.
+// About as many numbers as a thread takes at a time.
 constexpr int64_t kItemNumbers = 4096;
 
 inline int64_t rows_per_item(int64_t row_size) {

@@ -1,4 +1,4 @@
-// What goes into the layers, and what comes of the head: see layers.h.
+// Embedding rows, and the argmax of logits: see layers.h.
 #include "layers.h"
 #include "rows.h"
 
