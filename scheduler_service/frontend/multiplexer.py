@@ -23,6 +23,10 @@ MAX_ERRORS = 1024
 writes and never reads would fill our memory with them."""
 
 
+OPENED_TOGETHER = 16
+"""Requests of one call that are opened before the event loop serves other streams."""
+
+
 class RequestMultiplexer:
     """The requests of one GenerateMany stream."""
 
@@ -184,6 +188,8 @@ class RequestBatch:
                 "prompt", f"expected at most {share} prompts in one call, got {len(requests)}"
             )
         for index, request in enumerate(requests):
+            if index and index % OPENED_TOGETHER == 0:
+                await asyncio.sleep(0)
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
             stream = await self._manager.open_soon(request, None, self._on_news, tenant)
             self._indexes[stream] = index

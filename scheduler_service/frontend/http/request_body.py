@@ -55,6 +55,14 @@ def json_body(kind: Any) -> Callable[[Request], Awaitable[Any]]:
     return read
 
 
+async def convert(request: Request, work: Callable[[], T]) -> T:
+    """The result of work whose time grows with the body of `request`, off the loop if the body is
+    large."""
+    if len(await request.body()) <= INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
+
+
 def describe_body(*kinds: type[Any]) -> dict[str, Any]:
     """The endpoint's `openapi_extra`: a body of one of these types."""
     schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]

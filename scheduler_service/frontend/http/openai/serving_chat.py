@@ -36,7 +36,7 @@ from scheduler_service.frontend.http.openai.serving import (
     stop_reason,
     streamed_or_whole,
 )
-from scheduler_service.frontend.http.request_body import describe_body, json_body
+from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.tool_parsers.base import (
     CallArguments,
@@ -403,7 +403,7 @@ def make_router(services: HttpServices) -> APIRouter:
         plan = plan_tools(body, lambda: format_of(body.model, caller))
         return CompletionResponse(
             services,
-            [generate_request(body, plan)],
+            [await convert(http_request, lambda: generate_request(body, plan))],
             ChatResponseBuilder(body, request_id, plan),
             tenant=caller,
             request_id=request_id,

@@ -32,7 +32,7 @@ from scheduler_service.frontend.http.openai.serving import (
     stop_reason,
     streamed_or_whole,
 )
-from scheduler_service.frontend.http.request_body import describe_body, json_body
+from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 
 Piece = dict[str, Any]
@@ -190,7 +190,7 @@ def make_router(services: HttpServices) -> APIRouter:
         likely the prompts are, as evaluation harnesses ask."""
         request_id = request_id_of(http_request, body)
         prompts = _prompts(body)
-        requests = generate_requests(body, prompts)
+        requests = await convert(http_request, lambda: generate_requests(body, prompts))
         form = CompletionResponseBuilder(
             body, request_id, len(prompts), _prompt_text(services, body, caller)
         )

@@ -4,12 +4,14 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 
+from scheduler_service.frontend.auth import hash_of
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served, none_open
 from tests.support.tokenizers import tokens
@@ -144,6 +146,37 @@ async def test_one_prompts_error_ends_the_others(served: HttpServed) -> None:
     await requests[1].fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED", "NaN")
     assert (await answer).status_code == 500
     await requests[0].cancelled()
+
+
+async def test_a_call_opens_at_most_its_share_of_the_frontend() -> None:
+    async with http_served(max_concurrent_requests=4) as served:
+        refused = await post(served, WISH | {"prompt": ["hello"] * 3})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt"
+        assert "at most 2 prompts in one call, got 3" in refused.json()["error"]["message"]
+        calls = [post(served, WISH | {"prompt": ["hello"] * 2}) for _ in range(2)]
+        requests = [await served.core.next_request() for _ in range(4)]
+        refused = await post(served, WISH)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        for request in requests:
+            await request.complete(tokens("world"))
+        assert [(await call).status_code for call in calls] == [200, 200]
+
+
+async def test_a_tenant_with_its_share_is_told_when_to_try_again(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    entries = (f'[[key]]\nsha256 = "{hash_of(f"key-{t}")}"\ntenant = "{t}"\n' for t in "ab")
+    path.write_text("".join(entries))
+    async with http_served(api_keys=path, max_tenant_requests=1) as served:
+        first = post(served, WISH, **{"x-api-key": "key-a"})
+        request = await served.core.next_request()
+        refused = await post(served, WISH, **{"x-api-key": "key-a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        other = post(served, WISH, **{"x-api-key": "key-b"})
+        await (await served.core.next_request()).complete(tokens("world"))
+        await request.complete(tokens("world"))
+        assert [(await first).status_code, (await other).status_code] == [200, 200]
 
 
 async def test_a_deadline_is_504(served: HttpServed) -> None:
