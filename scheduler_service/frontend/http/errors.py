@@ -8,10 +8,11 @@
 follows from the gRPC code, as `google/rpc/code.proto` maps them, so that the two never disagree.
 """
 
+import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -63,6 +64,26 @@ OPENAI_CODES = {
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
 """What is told of a wrong name may have all of it, and a body has room for a long one."""
+
+MAX_VALUE_CHARS = 40
+
+PHRASES = (
+    (r"^(Input|String|List|Dictionary|Value) should (be |have )?", "expected "),
+    (r"(an? )?valid (integer|number|string|boolean|list)", r"a \2"),
+    (r"a integer", "an integer"),
+    (r"a valid dictionary( or instance of \w+)?", "an object"),
+    (r"greater than or equal to", "at least"),
+    (r"less than or equal to", "at most"),
+    (r"greater than", "more than"),
+    (r" after validation, not .*", ""),
+    (r"match pattern", "a text that matches"),
+    (r"\bTrue\b", "true"),
+    (r"\bFalse\b", "false"),
+)
+"""Pydantic's words and ours."""
+
+INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
+"""By field that is not supported: what to do."""
 
 RETRY_AFTER_S = 1
 """Told with 429 and 503 where the error tells no delay."""
@@ -150,6 +171,8 @@ def error_response(error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(delay_s)))
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if code == 504:
+        headers["x-should-retry"] = "false"  # or OpenAI's clients begin again, twice
     return JSONResponse(error_body(error), status_code=code, headers=headers)
 
 
@@ -188,7 +211,7 @@ def handle_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"nothing is at {request.url.path}; /openapi.json tells what is where"
+            message = f"not found: {request.url.path} (see /openapi.json)"
         body = _body(error.status_code, message, None, None)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -214,8 +237,37 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     names = [part for part in path if isinstance(part, int) or part.isidentifier()]
     dotted = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = dotted.removeprefix(".") or None
-    message = f"{param}: {first['msg']}" if param else first["msg"]
-    return JSONResponse(_body(400, message, param, "invalid_field"), 400)
+    message = _explain(first, dotted.rpartition(".")[2])
+    return JSONResponse(
+        _body(400, f"{param}: {message}" if param else message, param, "invalid_field"), 400
+    )
+
+
+def _explain(error: Mapping[str, Any], field: str) -> str:
+    """What is allowed, and what was received."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return "required"
+    if kind == "extra_forbidden":
+        return "unknown field: leave it out (/openapi.json lists the fields)"
+    if kind == "none_required":
+        return f"not supported: {INSTEAD.get(field, 'leave it out')}"
+    if kind == "union_tag_invalid":
+        return f"expected one of {context['expected_tags']} as type, got {context['tag']!r}"
+    if kind == "union_tag_not_found":
+        return "expected an object with the field type"
+    message = error["msg"]
+    for pattern, replacement in PHRASES:
+        message = re.sub(pattern, replacement, message)
+    return f"{message}, got {_received(error['input'])}"
+
+
+def _received(value: Any) -> str:
+    """The value as JSON, or its size where it may be long."""
+    if isinstance(value, dict | list):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} entries"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
 
 
 def _invalid_body(message: str) -> JSONResponse:
@@ -235,10 +287,13 @@ def _of_meant_form(errors: Sequence[Any]) -> Sequence[Any]:
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
-    """Of the first field's complaints the one that looked deepest: where several types may stand,
-    the others say no more than that it is none of them."""
+    """Of the first field's errors the most specific: where several types are allowed, a wrong value
+    of one of them, or the wrong type that lies deepest."""
     field = errors[0]["loc"][:1]
-    return max((each for each in errors if each["loc"][:1] == field), key=lambda e: len(e["loc"]))
+    return max(
+        (each for each in errors if each["loc"][:1] == field),
+        key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])),
+    )
 
 
 def _body(code: int, message: str, param: str | None, reason: str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """ASGI middleware: authentication, limits of request bodies, and the client's trace context."""
 
 import asyncio
+import re
 from collections.abc import Collection
 from typing import Annotated
 
@@ -15,7 +16,12 @@ from scheduler_service.frontend.http.errors import (
     too_large_response,
     too_slow_response,
 )
+from scheduler_service.frontend.input.processor import draw_request_id
 from service_common.metadata import TRACEPARENT, authorization
+
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
+"""A little shorter than ids may be, as those of several prompts are numbered."""
+_REQUEST_ID = re.compile(REQUEST_ID.encode())
 
 BODY_TIMEOUT_S = 60.0
 """For a whole body to arrive."""
@@ -139,3 +145,26 @@ class TraceContext:
             found = (value for name, value in scope["headers"] if name == b"traceparent")
             TRACEPARENT.set(next((value.decode("latin-1") for value in found), None))
         await self._app(scope, receive, send)
+
+
+class RequestIds:
+    """Gives error answers the header `X-Request-Id` that successful ones have: the caller's own,
+    or, where there is none that is well-formed, a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                headers = message["headers"]
+                if not any(name.lower() == b"x-request-id" for name, _ in headers):
+                    message = {**message, "headers": [*headers, (b"x-request-id", _id_for(scope))]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)
+
+
+def _id_for(scope: Scope) -> bytes:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given if _REQUEST_ID.fullmatch(given) else draw_request_id().encode()

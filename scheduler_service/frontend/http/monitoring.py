@@ -28,7 +28,8 @@ def make_health_router(services: HttpServices) -> APIRouter:
     """`/health` and `/ping`, as load balancers and orchestrators ask."""
     router = APIRouter(tags=["Operation"])
 
-    @router.get("/ping", include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
+    @router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
     @router.get(
         "/health",
         summary="Whether a model can be served",

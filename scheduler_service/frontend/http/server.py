@@ -255,6 +255,7 @@ def _make_server(
     import uvicorn
 
     from scheduler_service.frontend.http.app import make_app
+    from scheduler_service.frontend.http.middleware import RequestIds
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -285,7 +286,7 @@ def _make_server(
             return protocol
 
     config = uvicorn.Config(
-        make_app(services),
+        RequestIds(make_app(services)),
         log_config=None,
         log_level="warning",  # that it has started is our own line
         access_log=False,

@@ -217,7 +217,7 @@ def make_router(services: HttpServices) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     hub = Hub(services.core)
 
-    @router.get("/")
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
         return _file("index.html", if_none_match)
 

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE
 
 MAX_ENTRIES = 1024
@@ -61,8 +62,6 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = StopText | Annotated[ListOf[StopText], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_UINT32 = 2**32 - 1
-REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
-"""A little shorter than ids may be, as those of several prompts are numbered."""
 
 
 class Strict(BaseModel):
@@ -134,7 +133,15 @@ ResponseFormat = Annotated[
 
 
 class SamplingFields(Strict):
-    """How tokens are chosen. An absent field takes the model's own default."""
+    """How tokens are chosen. An absent field takes the model's own default, and null is absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        """Clients that send all of vLLM's fields send null for those that they do not use."""
+        if isinstance(value, dict):
+            return {name: each for name, each in value.items() if each is not None}
+        return value
 
     model: str | None = Field(None, description="May be absent when one model is served.")
     n: int | None = Field(None, ge=1, le=128, description="Number of choices.")
@@ -201,6 +208,9 @@ class SamplingFields(Strict):
     safety_identifier: str | None = Field(None, description="Ignored.")
     prompt_cache_key: str | None = Field(None, description="Ignored: every prompt is cached.")
     prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    return_token_offsets: Literal[False] | None = None
+    routed_experts_prompt_start: Literal[0] | None = None
+    mm_payload: Literal["tensors"] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
 

@@ -18,7 +18,8 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import error_body, error_response
-from scheduler_service.frontend.http.openai.sampling import REQUEST_ID, SamplingFields
+from scheduler_service.frontend.http.middleware import REQUEST_ID
+from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.multiplexer import RequestBatch
@@ -60,7 +61,9 @@ def request_id_of(http_request: Request, body: SamplingFields) -> str:
     if given is None:
         return body.request_id or draw_request_id()
     if _REQUEST_ID.fullmatch(given) is None:
-        raise InvalidArgument("X-Request-Id", "expected 1 to 100 characters of [A-Za-z0-9._:-]")
+        raise InvalidArgument(
+            "X-Request-Id", f"expected 1 to 100 characters of [A-Za-z0-9._:-], got {given[:120]!r}"
+        )
     return given
 
 

@@ -330,7 +330,12 @@ PART_SEPARATOR = "\n"
 
 
 def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
-    """The conversation; tools are left out where the model is not to know them."""
+    """The conversation, without tools unless the model is to know them. Raises InvalidArgument."""
+    for index, message in enumerate(body.messages):
+        if message.content is None and message.role != "assistant":
+            raise InvalidArgument(
+                f"chat.messages[{index}].content", f"required in a message of role {message.role!r}"
+            )
     chat = inference_pb.Chat(messages=[_message(message) for message in body.messages])
     if body.add_generation_prompt is not None:
         chat.add_generation_prompt = body.add_generation_prompt

@@ -95,10 +95,10 @@ async def test_unknown_paths_and_methods_are_answered_in_the_same_shape() -> Non
             assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
 
 
-async def test_what_is_not_there_is_told_with_where_to_look() -> None:
+async def test_a_path_that_does_not_exist_is_answered_with_where_to_look() -> None:
     async with http_served() as served:
         message = (await served.client.get("/docs")).json()["error"]["message"]
-    assert message == "nothing is at /docs; /openapi.json tells what is where"
+    assert message == "not found: /docs (see /openapi.json)"
 
 
 async def test_a_body_that_was_not_sent_as_json_is_told_so() -> None:
@@ -107,6 +107,45 @@ async def test_a_body_that_was_not_sent_as_json_is_told_so() -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_body"
     assert "content-type: application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
+async def test_monitors_may_use_head(path: str) -> None:
+    async with http_served() as served:
+        answer = await served.client.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("given", ["mine-1", "not an id", None])
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/completions", b'{"prompt": "hello", "temperature": -1}', 400),
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/completions", b'{"prompt": "hello", "model": "other"}', 404),
+        ("/v1/nothing", b"{}", 404),
+        ("/v1/completions", bytes(17 << 20), 413),
+    ],
+)
+async def test_error_answers_have_a_request_id(
+    given: str | None, path: str, body: bytes, code: int
+) -> None:
+    headers = {"content-type": "application/json"}
+    if given is not None:
+        headers["x-request-id"] = given
+    async with http_served() as served:
+        refused = await served.client.post(path, content=body, headers=headers)
+    assert refused.status_code == (400 if (given, code) == ("not an id", 404) else code) or (
+        path == "/v1/nothing"
+    )
+    answered = refused.headers["x-request-id"]
+    assert answered == given if given == "mine-1" else answered not in ("", given)
+
+
+async def test_a_caller_without_a_key_gets_a_request_id_too() -> None:
+    async with http_served(api_key="pw-" + "k" * 40) as served:
+        refused = await served.client.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine-1")
 
 
 async def test_an_idle_connection_does_not_hold_up_the_end() -> None:

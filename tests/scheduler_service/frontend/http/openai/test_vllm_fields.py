@@ -271,3 +271,16 @@ def _text_and_ends(answer: httpx.Response, *, stream: bool) -> tuple[str, list[A
         text += choice.get("text", "") + (message.get("content") or "")
     ended = [choice for choice in choices if choice["finish_reason"]]
     return text, [(choice["finish_reason"], choice["stop_reason"]) for choice in ended]
+
+
+@pytest.mark.parametrize(("path", "wish"), BOTH)
+async def test_null_means_absent_for_any_field(
+    served: HttpServed, path: str, wish: dict[str, Any]
+) -> None:
+    absent = ("cache_salt", "mm_processor_kwargs", "chat_template", "suffix", "temperature")
+    defaults = {
+        "return_token_offsets": False,
+        "routed_experts_prompt_start": 0,
+        "mm_payload": "tensors",
+    }
+    await submitted(served, path, wish | dict.fromkeys(absent) | defaults)
