@@ -1,6 +1,6 @@
-"""What both the scheduler's and the worker's services need, as neither may import the other.
+"""Code that the scheduler's and the worker's services share, as neither may import the other.
 
-Only what is the same for both and knows of neither: no message of `pagewire.v1`, no tensor.
+It depends on neither: no messages of `pagewire.v1`, no tensors.
 
 | module | holds |
 | --- | --- |
@@ -11,5 +11,5 @@ Only what is the same for both and knows of neither: no message of `pagewire.v1`
 | `cluster`, `tls` | credentials between the services of a deployment |
 | `metrics_server` | the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |
-| `watched_files`, `version` | files that may change, our version |
+| `watched_files`, `version` | files that are reread when they change, the version |
 """

@@ -1,7 +1,7 @@
 """Addresses to listen on: `HOST:PORT` (an IPv6 host in brackets) or `unix:PATH`.
 
-gRPC says little about why it cannot listen, takes a unix socket away from whoever has it, and
-reads a malformed address as a host name. So an address is looked at here first.
+gRPC does not explain why it cannot listen, takes over a unix socket that another process uses, and
+parses a malformed address as a host name. Therefore addresses are checked here first.
 """
 
 import errno
@@ -29,7 +29,7 @@ def check_address(address: str) -> None:
 
 
 def check_addresses(**addresses: str | None) -> None:
-    """Raise ValueError that names the first that is there and not well formed."""
+    """Raise ValueError that names the first malformed address; None is allowed."""
     for name, address in addresses.items():
         try:
             if address is not None:
@@ -66,7 +66,7 @@ def is_local(address: str) -> bool:
 
 
 def ensure_free(address: str) -> None:
-    """Raise CannotListen, telling why, unless a server can listen on `address` now."""
+    """Raise CannotListen with the reason unless a server can listen on `address` now."""
     try:
         check_address(address)
         if address.startswith(UNIX):
@@ -80,7 +80,7 @@ def ensure_free(address: str) -> None:
 
 
 def _ensure_free_tcp(address: str) -> None:
-    """Bind every address of the host for a moment; one family may be missing, none may be taken."""
+    """Bind every address of the host briefly; one family may be missing, none may be in use."""
     host, port = split_host_port(address)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     failures = []
@@ -98,11 +98,11 @@ def _ensure_free_tcp(address: str) -> None:
 
 
 def _ensure_free_unix(address: str) -> None:
-    """A socket file that nobody listens on was left behind; gRPC replaces it."""
+    """Accept a socket file that no process listens on; gRPC replaces it."""
     path = unix_path(address)
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise CannotListen(address, "the file exists and is no socket")
+            raise CannotListen(address, "the file exists and is not a socket")
     except FileNotFoundError:
         os.stat(os.path.dirname(os.path.abspath(path)))
         return

@@ -1,11 +1,11 @@
-"""What the services of one deployment show each other: certificates, a token, both or nothing.
+"""Credentials between the services of one deployment: certificates, a token, both or none.
 
-With certificates, every member has one of the cluster's own authority, and each end of a connection
-asks for the other's. They are made out to the same name, whatever machine a member runs on: what
-counts is that it belongs to the cluster, not where it is, and workers' addresses come and go.
+With certificates (mutual TLS), every member has one that the cluster's own authority signed. All
+certificates have the same DNS name: they prove membership of the cluster, not a machine's identity,
+since workers' addresses change.
 
-With a token, every call but health checks must bring it. Its file may hold several, one a line: the
-first is shown, any is taken, so that it can be changed without a moment at which members disagree.
+With a token, every call except health checks must contain it. Its file may hold several, one per
+line: the first is sent, any is accepted, so that the token can be rotated without downtime.
 """
 
 import hmac
@@ -36,7 +36,7 @@ Stub = TypeVar("Stub")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
-    """Files of a member's credentials; all may be left out."""
+    """Files of a member's credentials; all are optional."""
 
     token_file: Path | None = None
     ca: Path | None = None
@@ -52,11 +52,11 @@ class ClusterConfig:
             raise ValueError("cluster_ca, cluster_cert, cluster_key: expected all three or none")
         if self.token_file is not None:
             _read_tokens(self.token_file)
-        _ = self.tls  # its files are read here, too
+        _ = self.tls  # reads its files, too
 
     @property
     def tls(self) -> TlsFiles | None:
-        """The certificates, where there are any."""
+        """The certificates, if there are any."""
         if self.ca is None or self.cert is None or self.key is None:
             return None
         return TlsFiles(cert=self.cert, key=self.key, ca=self.ca)
@@ -66,7 +66,7 @@ NO_CLUSTER = ClusterConfig()
 
 
 class Cluster:
-    """A member's credentials, as its servers and channels use them."""
+    """A member's credentials, for its servers and channels."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._tls = config.tls
@@ -84,18 +84,18 @@ class Cluster:
 
     @property
     def has_credentials(self) -> bool:
-        """Whether strangers are kept out."""
+        """Whether callers are authenticated."""
         return self._tls is not None or self._tokens is not None
 
-    # Where we listen.
+    # Servers.
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """For a server that members call; None: without TLS."""
+        """Credentials for a server that members call; None: without TLS."""
         return None if self._tls is None else server_credentials(self._tls)
 
     def gates(self) -> "list[AuthInterceptor]":
         """Interceptors of such a server."""
-        from service_common.interceptors import (  # has what only servers need
+        from service_common.interceptors import (  # imports what only servers need
             HEALTH,
             AuthInterceptor,
         )
@@ -112,14 +112,14 @@ class Cluster:
                 reason="NOT_A_MEMBER",
             )
 
-    # Where we call.
+    # Channels.
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """The certificates that are on disk now; the same object while they are the same."""
+        """The certificates that are on disk now; the same object while they are unchanged."""
         return None if self._channel_credentials is None else self._channel_credentials.get()
 
     def channel(self, address: str, options: Options) -> grpc.aio.Channel:
-        """A channel to a member; it goes on with the certificates that it is made with."""
+        """A channel to a member; it keeps the certificates that it was made with."""
         credentials = self.channel_credentials()
         if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -135,7 +135,7 @@ class Cluster:
             yield self.stub(make, channel)
 
     def stub(self, make: Callable[[grpc.aio.Channel], Stub], channel: grpc.aio.Channel) -> Stub:
-        """A stub whose every call brings the token."""
+        """A stub whose calls all contain the token."""
         made = make(channel)
         if self._tokens is not None:
             for name, call in vars(made).items():
@@ -157,7 +157,7 @@ def _bearer(token: str) -> str:
 
 
 def _read_tokens(path: Path) -> list[str]:
-    """The file's tokens; raises ValueError, which tells none of them."""
+    """The file's tokens. Raises ValueError, whose message contains none of them."""
     try:
         lines = read_file("cluster_token_file", path).decode("ascii").split()
     except UnicodeDecodeError as error:
@@ -166,6 +166,6 @@ def _read_tokens(path: Path) -> list[str]:
         raise ValueError(f"cluster_token_file: {path}: expected a token")
     if min(map(len, lines)) < MIN_TOKEN_CHARS:
         raise ValueError(
-            f"cluster_token_file: {path}: expected at least {MIN_TOKEN_CHARS} characters a token"
+            f"cluster_token_file: {path}: expected tokens of at least {MIN_TOKEN_CHARS} characters"
         )
     return lines

@@ -1,20 +1,20 @@
-"""What can go wrong in any service, in our own words; each service's tree grows from here.
+"""Errors that every service may raise; each service derives its own from them.
 
     PagewireError
-    ├── InvalidArgument        a field is wrong, whatever our state
+    ├── InvalidArgument        a field is invalid, regardless of the service's state
     ├── DeadlineExceeded       the time for it is up
     └── Unauthenticated        no or wrong credentials
 
-    CannotListen               an address is taken, or not ours: no call's error, but a process's
+    CannotListen               an address cannot be listened on; an error of a process
 
-Nothing here knows gRPC: `service_common/grpc_status.py` maps each class to a status code.
+Nothing here depends on gRPC: `service_common/grpc_status.py` maps each class to a status code.
 """
 
 from collections.abc import Mapping
 
 
 class PagewireError(Exception):
-    """The root: a message for people, a constant reason and numbers for programs."""
+    """The root: a human-readable message, and a constant reason and details for programs."""
 
     reason = "INTERNAL"
 
@@ -35,7 +35,7 @@ class PagewireError(Exception):
 
 
 class InvalidArgument(PagewireError):
-    """A field of the request is wrong; `field` names it as the proto does."""
+    """A field of the request is invalid; `field` is its name in the proto."""
 
     reason = "INVALID_FIELD"
 
@@ -58,7 +58,7 @@ class Unauthenticated(PagewireError):
 
 
 class CannotListen(Exception):
-    """The address is taken, or not ours to listen on."""
+    """The address is in use, or this process may not listen on it."""
 
     def __init__(self, address: str, why: str) -> None:
         super().__init__(f"cannot listen on {address}: {why}")

@@ -1,28 +1,28 @@
-"""Options of every gRPC channel and server of our services; set nowhere else."""
+"""Options of every gRPC channel and server of the services; set nowhere else."""
 
 from typing import Any
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""Largest message between our own processes: a plan that takes in thousands of long prompts."""
+"""Largest message between the services: a plan that adds thousands of long prompts."""
 
 MAX_METADATA_BYTES = 16 << 10
-"""Most metadata of a call."""
+"""Most bytes of a call's metadata."""
 
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""Time in which a connection must have become one of gRPC's, TLS included."""
+"""Time limit for the handshake of a connection, including TLS."""
 
 KEEPALIVE_MS = 5_000
-"""Time in which nothing came from a peer after which it is pinged."""
+"""Time without data from a peer after which it is pinged."""
 
 KEEPALIVE_TIMEOUT_MS = 5_000
-"""Time after which a peer that does not answer pings, or acknowledge data, counts as gone."""
+"""Time after which a peer that answers no pings, or acknowledges no data, counts as dead."""
 
 MIN_PING_INTERVAL_MS = 1_000
-"""Pings of a peer that come this far apart are never held against it, whatever they are for. No
-gRPC library of ours pings more often."""
+"""Pings at this interval or longer are never treated as abuse. None of the gRPC libraries in use
+pings more often."""
 
 MAX_RECONNECT_BACKOFF_MS = 500
-"""Longest pause between two attempts to reach a peer: a restarted process is found soon."""
+"""Longest backoff between two attempts to connect, so that a restarted process is found soon."""
 
 Options = list[tuple[str, Any]]
 
@@ -30,10 +30,10 @@ Options = list[tuple[str, Any]]
 def keepalive_options(
     interval_ms: int = KEEPALIVE_MS, timeout_ms: int = KEEPALIVE_TIMEOUT_MS
 ) -> Options:
-    """Have either end of a connection notice, by itself, that the other is gone or unreachable.
+    """Options by which each end of a connection detects that the other is dead or unreachable.
 
-    After `keepalive_timeout_ms` without an answer gRPC calls a connection dead only if the ping's
-    own timeout is not longer, and that is a minute unless set.
+    After `keepalive_timeout_ms` without an answer, gRPC closes a connection only if the ping's own
+    timeout is not longer, which is a minute by default.
     """
     return [
         ("grpc.keepalive_time_ms", interval_ms),
@@ -47,7 +47,7 @@ def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Options of a server whose callers may send messages up to `max_receive_bytes`.
 
     `so_reuseport` is off, so that a second process on the same port is an error instead of a
-    silent thief of every other connection.
+    process that silently gets some of the connections.
     """
     return [
         ("grpc.so_reuseport", 0),
@@ -57,17 +57,17 @@ def server_options(*, max_receive_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-        # Clients of other makes may ping while they have no calls.
+        # Clients that use other gRPC libraries may ping while they have no calls.
         ("grpc.keepalive_permit_without_calls", 1),
         *keepalive_options(),
     ]
 
 
 def channel_options() -> Options:
-    """Options of a channel to another of our processes.
+    """Options of a channel to another service.
 
-    It goes straight to its address, past any `http_proxy`, and shares no connection or backoff
-    with other channels, so a channel made anew tries at once.
+    It connects directly, bypassing any `http_proxy`, and shares no connection or backoff with other
+    channels, so that a new channel connects at once.
     """
     return [
         ("grpc.enable_http_proxy", 0),

@@ -1,4 +1,4 @@
-"""A gRPC server with what every service has around its own: address, health and reflection."""
+"""A gRPC server with what every service needs: address, health checks and reflection."""
 
 import logging
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from service_common.grpc_options import Options, server_options
 logger = logging.getLogger(__name__)
 
 LIVENESS = "liveness"
-"""The health service's name for the process itself: SERVING until it is told to end. Whether there
-is a model to serve is to be asked before sending requests, not before a restart."""
+"""The health service's name for the process itself: SERVING until shutdown begins. A missing model
+does not change it, because that is no reason to restart the process."""
 
 
 class GrpcServer:
-    """A `grpc.aio` server, from `start` to `stop`; NOT_SERVING until told otherwise."""
+    """A `grpc.aio` server, from `start` to `stop`; NOT_SERVING until `set_serving`."""
 
     def __init__(
         self,
@@ -32,17 +32,16 @@ class GrpcServer:
         knows_callers: bool = False,
         health_listen: str | None = None,
     ) -> None:
-        """`credentials`: None for no TLS; `knows_callers` tells whether strangers are kept out, by
-        them or by the interceptors; `health_listen`: an address for health checks alone."""
+        """`credentials`: None for no TLS; `knows_callers`: whether they or the interceptors
+        authenticate callers; `health_listen`: an address for health checks only."""
         self.server = grpc.aio.server(
             options=options or server_options(), interceptors=interceptors
         )
-        """Servicers are to be added to it before it starts."""
+        """The server, to which servicers are added before `start`."""
         self.address = listen
-        """Where the service listens; with port 0, the port in effect once it has started."""
+        """The address; with port 0, the port in effect once the server has started."""
         self.health_address = health_listen
-        """Where it answers health checks besides, of anybody and without TLS, for probes that know
-        neither TLS nor credentials."""
+        """An additional address for health checks without TLS or credentials."""
         self._credentials = credentials
         self._knows_callers = knows_callers
         self._health_server: grpc.aio.Server | None = None
@@ -75,17 +74,17 @@ class GrpcServer:
         logger.info("listening for health checks address=%s", self.health_address)
 
     async def set_serving(self, serving: bool) -> None:
-        """What the health service answers for the whole process and for each service."""
+        """Set the health of the whole process and of each service."""
         status = health_pb2.HealthCheckResponse
         for name in self._service_names:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def leave(self) -> None:
-        """Answer NOT_SERVING for good, for the process itself, too."""
+        """Report NOT_SERVING from now on, also for the process itself."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Refuse new calls, give open ones `grace_s` seconds, then end them."""
+        """Refuse new calls, let open ones finish for `grace_s` seconds, then cancel them."""
         await self.leave()
         await self.server.stop(grace_s)
         if self._health_server is not None:
@@ -94,17 +93,17 @@ class GrpcServer:
 
 
 def warn_if_exposed(address: str, *, has_tls: bool, knows_callers: bool) -> None:
-    """Say in the log what an address that other machines can reach does without."""
+    """Warn if an address that other machines can reach has no TLS or authentication."""
     if is_local(address):
         return
     if not has_tls:
         logger.warning("listening to other machines without TLS address=%s", address)
     if not knows_callers:
-        logger.warning("listening to other machines without asking who calls address=%s", address)
+        logger.warning("listening to other machines without authentication address=%s", address)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
-    """The address in effect, once the server holds it."""
+    """The address in effect, once the server listens on it."""
     ensure_free(address)
     try:
         if credentials is None:

@@ -1,7 +1,7 @@
-"""Errors as gRPC statuses: each service has a table of codes, and this makes statuses of it.
+"""Errors as gRPC statuses, by each service's table of codes.
 
 Every status carries `google.rpc` details: an `ErrorInfo` always, a `BadRequest` that names the
-field for `InvalidArgument`, and a `RetryInfo` when the error tells a delay.
+field for `InvalidArgument`, and a `RetryInfo` when the error has a retry delay.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from google.protobuf import any_pb2, duration_pb2
 
 from service_common import errors
 
-if TYPE_CHECKING:  # and where a status is made: the codes alone do without
+if TYPE_CHECKING:  # imported where a status is made: the codes alone do not need it
     from google.rpc import status_pb2
 
 DOMAIN = "pagewire"
 DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_TEXT_BYTES, MAX_DETAIL_BYTES = 1000, 500
-"""Of a message, which travels twice in the trailers, and of each of an error's details, which may
-hold what a caller has sent. Peers take 8 KiB of trailers, in which a byte that is not ASCII takes
+"""Limit of a message, which the trailers contain twice, and of each of an error's details, which
+may contain what a caller has sent. Peers accept 8 KiB of trailers, in which a non-ASCII byte takes
 three."""
 
 COMMON_CODES: Mapping[type[errors.PagewireError], grpc.StatusCode] = {
@@ -34,22 +34,22 @@ COMMON_CODES: Mapping[type[errors.PagewireError], grpc.StatusCode] = {
 
 
 class Statuses:
-    """What callers are told of errors."""
+    """Maps errors to the statuses that callers receive."""
 
     def __init__(self, codes: Mapping[type[errors.PagewireError], grpc.StatusCode]) -> None:
-        """`codes`: of every class of error that may end a call."""
+        """`codes`: the status code of each class of error that may end a call."""
         self._codes = codes
 
     def code(self, error: Exception) -> grpc.StatusCode:
-        """The code of `error`; whatever is not ours is INTERNAL."""
+        """The code of `error`; INTERNAL for any other exception."""
         if isinstance(error, errors.PagewireError):
             return self._codes[type(error)]
         return grpc.StatusCode.INTERNAL
 
     def status(self, error: Exception) -> "status_pb2.Status":
-        """`error` with its details.
+        """The status of `error`, with its details.
 
-        An error that is not ours is a bug: its text may hold anything, so callers see none of it.
+        Any other exception is a bug: its text may contain anything, so callers do not see it.
         """
         from google.rpc import status_pb2
 
@@ -77,10 +77,10 @@ class Statuses:
 
 @contextmanager
 def unless_over() -> Iterator[None]:
-    """Around what a call's handler does with its context: a call that is over is cancelled.
+    """Cancel a call's handler if the call is already over.
 
-    Its caller may go at the very moment in which something is written to it, before gRPC has
-    cancelled the handler. Then the write fails, which is nobody's error.
+    A caller may disconnect while a response is written, before gRPC has cancelled the handler. The
+    write then fails, which is not an error.
     """
     try:
         yield
@@ -109,9 +109,9 @@ def _details(error: errors.PagewireError) -> list[Any]:
 
 
 def _cut(text: str, most: int) -> str:
-    """The text, or what of it goes into so many bytes."""
+    """The text, cut to this many bytes."""
     return text.encode(errors="backslashreplace")[:most].decode(errors="ignore")
 
 
 COMMON = Statuses(COMMON_CODES)
-"""For what refuses calls before they reach a service."""
+"""Statuses of interceptors, which refuse calls before they reach a service."""

@@ -1,7 +1,7 @@
 """gRPC server interceptors: authentication by metadata, and a timeout for a call's one request.
 
-gRPC waits for the request of a call for as long as its caller likes; calls that never send one
-would keep their places.
+gRPC waits for the request of a call without a limit; calls that never send one would occupy
+concurrent streams.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from service_common.errors import DeadlineExceeded, InvalidArgument, Unauthentic
 from service_common.grpc_status import COMMON, unless_over
 
 REQUEST_TIMEOUT_S = 30.0
-"""From a call's beginning to its request, which is 16 MiB at most."""
+"""Time limit from a call's start to its request, which has at most 16 MiB."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class RequestTimeoutInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without a request. Servicers write streams by `context.write`."""
+    """Ends calls that send no request. Servicers write streams by `context.write`."""
 
     async def intercept_service(
         self,
@@ -53,7 +53,7 @@ async def _request(context: Any) -> Any:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             request = await context.read()
     except TimeoutError:
-        late = f"no request came within {REQUEST_TIMEOUT_S:g} s"
+        late = f"no request was received within {REQUEST_TIMEOUT_S:g} s"
         await COMMON.abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
     except InvalidArgument as error:  # by a handler that checks messages before it parses them
         await COMMON.abort(context, error)
@@ -73,7 +73,7 @@ REFLECTION = f"/{reflection.SERVICE_NAME}/"
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls by for which `check` raises nothing, and all of services that are open."""
+    """Admits calls for which `check` does not raise, and all calls of open services."""
 
     def __init__(self, check: Callable[[Metadata], object], open_services: tuple[str, ...]) -> None:
         """`check` raises Unauthenticated; `open_services` are paths such as HEALTH."""
@@ -94,7 +94,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: Unauthenticated) -> Handler:
-    """A handler that ends a call of any kind at once: one for streams reads no message first."""
+    """A handler that ends a call of any kind at once: a stream handler reads no message first."""
 
     async def refuse(_: Any, context: Any) -> None:
         await COMMON.abort(context, error)

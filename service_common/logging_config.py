@@ -28,7 +28,7 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """For whom lines are written."""
+    """Text for people, JSON for programs."""
 
     TEXT = "text"
     JSON = "json"
@@ -118,7 +118,7 @@ class JsonFormatter(logging.Formatter):
     """One line of JSON for each record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record with its values as fields; of other people's messages, the whole text."""
+        """The record with its values as fields; messages of other libraries are kept as text."""
         when = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
             "time": when.isoformat(timespec="microseconds").replace("+00:00", "Z"),
@@ -134,12 +134,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def _words(record: logging.LogRecord) -> str:
-    """What comes before the first `key=`."""
+    """The part before the first `key=`."""
     return str(record.msg).partition("=")[0].rpartition(" ")[0]
 
 
 def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a message whose values all have keys; nothing of any other."""
+    """Keys and values of a message whose values all have keys; empty for any other."""
     found = [m for m in _PLACEHOLDER.finditer(str(record.msg)) if not m[0].endswith("%%")]
     values = record.args if isinstance(record.args, tuple) else ()
     if len(found) != len(values) or any(match["key"] is None for match in found):
@@ -149,13 +149,13 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
 
 
 INTERVAL_S = 30.0
-"""A failure that lasts is told of this often."""
+"""Interval at which a lasting failure is logged again."""
 
 
 class LogThrottle:
-    """Which of many failures in a row deserve a line in the log.
+    """Decides which of consecutive failures are logged.
 
-    The first, each that differs from the last one told, and one every `INTERVAL_S`.
+    The first, each that differs from the last one logged, and one every `INTERVAL_S`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -164,7 +164,7 @@ class LogThrottle:
         self._told_at = 0.0
 
     def is_news(self, failure: str) -> bool:
-        """Whether to tell of `failure`; it counts as told then."""
+        """Whether to log `failure`; if so, it counts as logged."""
         now = self._clock()
         if failure == self._told and now - self._told_at < INTERVAL_S:
             return False
@@ -172,7 +172,7 @@ class LogThrottle:
         return True
 
     def end(self) -> None:
-        """It went well: whatever fails next is news."""
+        """Note a success: the next failure is logged."""
         self._told = None
 
 

@@ -11,9 +11,9 @@ API_KEY = "x-api-key"
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The call's `authorization`, as `Bearer KEY`; None if it brings none.
+    """The call's `authorization`, as `Bearer KEY`; None if there is none.
 
-    A key may also come alone, as `x-api-key`, which some gateways and libraries send.
+    Some gateways and libraries send the key alone, as `x-api-key`.
     """
     values = dict(metadata)
     value = values.get(AUTHORIZATION)

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: their text, and `--metrics-port`, a server of it on threads of its own.
+"""Metrics for Prometheus: their text, and the server at `--metrics-port`, on threads of its own.
 
-The text is in Prometheus' own format, whatever else the caller would take. The client library's
-OpenMetrics writes samples named `vllm:…` as `vllm_…` (prometheus-client 0.26,
+The text is in Prometheus' own format, whatever the caller accepts. The client library's OpenMetrics
+writes samples named `vllm:…` as `vllm_…` (prometheus-client 0.26,
 `openmetrics/exposition.py`: it escapes a sample's name as it does a label's), and OpenMetrics is
 what Prometheus 2 asks for first.
 """
@@ -29,7 +29,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(registry: CollectorRegistry) -> bytes:
-    """All that is told now."""
+    """The current values as text."""
     return generate_latest(registry)
 
 
@@ -49,7 +49,7 @@ def metrics_address(text: str | None) -> str | None:
 
 
 class MetricsServer:
-    """Answers `GET /metrics` until it is closed."""
+    """Serves `GET /metrics` until it is closed."""
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         """Listen at HOST:PORT. Raises CannotListen."""
@@ -61,18 +61,18 @@ class MetricsServer:
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
-        """Where it listens, with the port in effect."""
+        """The address, with the port in effect."""
         logger.info("listening for prometheus address=%s", self.address)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each scrape: a slow reader holds up no other."""
+    """One thread per scrape: a slow reader delays no other."""
 
     daemon_threads = True
 
@@ -83,14 +83,14 @@ class _Server6(_Server):
 
 class _Handler(WSGIRequestHandler):
     timeout = 30.0
-    """Seconds that a caller may take to ask."""
+    """Seconds that a caller may take to send its request."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not logged."""
 
 
 def _make_server(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
-    """A server that listens. Raises OSError."""
+    """A listening server. Raises OSError."""
     answer = make_wsgi_app(registry)
 
     def in_text_format(environ: "WSGIEnvironment", start: "StartResponse") -> Any:

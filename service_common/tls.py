@@ -14,18 +14,18 @@ class TlsFiles:
     """PEM files of one end of a connection."""
 
     cert: Path
-    """Its certificate, with those between it and its authority."""
+    """Its certificate chain."""
     key: Path
     """That certificate's key, without a passphrase."""
     ca: Path | None = None
-    """Authorities of which the other end must have a certificate; None: a caller needs none."""
+    """Authorities that must have signed the other end's certificate; None: callers need none."""
 
     def __post_init__(self) -> None:
         self.check()
 
     @property
     def paths(self) -> list[Path]:
-        """All that there are."""
+        """The paths of all files."""
         return [path for path in (self.cert, self.key, self.ca) if path is not None]
 
     def check(self) -> None:
@@ -34,7 +34,7 @@ class TlsFiles:
         for path in self.paths:
             read_file("tls", path)
         try:
-            # Without a password given, an encrypted key would be asked about on the terminal.
+            # Without a password, OpenSSL would ask for that of an encrypted key on the terminal.
             context.load_cert_chain(self.cert, self.key, password=_no_passphrase)
         except (ssl.SSLError, ValueError) as error:
             raise ValueError(
@@ -48,7 +48,7 @@ class TlsFiles:
 
 
 def tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> TlsFiles | None:
-    """What flags say; None for no TLS. Raises ValueError."""
+    """The files that flags name; None for no TLS. Raises ValueError."""
     if cert is not None and key is not None:
         return TlsFiles(cert=cert, key=key, ca=client_ca)
     if cert is not None or key is not None or client_ca is not None:
@@ -61,8 +61,8 @@ def _no_passphrase() -> str:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """For a gRPC server. Each new connection gets what the files say then; if `files.ca` is set,
-    only callers with a certificate of it are let in. TLS 1.2 and 1.3, as gRPC has it."""
+    """Credentials of a gRPC server. New connections use the current contents of the files; if
+    `files.ca` is set, callers need a certificate signed by it. TLS 1.2 and 1.3."""
     warn_if_shared(files.key)
     watched = WatchedFiles(files.paths, lambda: _configuration(files))
     return grpc.dynamic_ssl_server_credentials(
@@ -80,7 +80,7 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
-    """For a channel, with what the files say now."""
+    """Credentials of a channel, with the current contents of the files."""
     files.check()
     return grpc.ssl_channel_credentials(
         root_certificates=None if files.ca is None else files.ca.read_bytes(),

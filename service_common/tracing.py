@@ -1,7 +1,7 @@
-"""Spans of requests, exported over OTLP where that is asked for; otherwise nothing is imported.
+"""Spans of requests, exported over OTLP if configured; otherwise nothing is imported.
 
-Spans are made when their times are known, most of them at a request's end: that a trace is recorded
-costs a step and a token nothing.
+Spans are made when their times are known, most of them at a request's end: tracing costs nothing
+per step or token.
 """
 
 import os
@@ -10,24 +10,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""OpenTelemetry's own: either has spans exported without a flag."""
+"""OpenTelemetry's own variables: each of them enables export without a flag."""
 
 Attributes = Mapping[str, str | int | float | bool]
 Event = tuple[str, float, Attributes]
-"""Its name, when it was on the monotonic clock, and what belongs to it."""
+"""An event's name, time on the monotonic clock, and attributes."""
 
 
 class CannotTrace(Exception):
-    """Spans are asked for, and OpenTelemetry is not installed."""
+    """Tracing is configured, but OpenTelemetry is not installed."""
 
 
 class Tracing:
-    """Makes one service's spans and exports them, in batches and on a thread of its own."""
+    """Makes one service's spans and exports them in batches on a separate thread."""
 
     def __init__(
         self, service: str, version: str, endpoint: str | None, instance: str | None = None
     ) -> None:
-        """`endpoint`: such as http://127.0.0.1:4317; None: as the environment says. `instance`:
+        """`endpoint`: such as http://127.0.0.1:4317; None: from the environment. `instance`:
         which of several processes of the service this is.
 
         Raises CannotTrace.
@@ -45,7 +45,7 @@ class Tracing:
         facts = {"service.name": f"pagewire-{service}", "service.version": version}
         if instance is not None:
             facts["service.instance.id"] = instance
-        # The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) knows better.
+        # The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) takes precedence.
         resource = Resource.create(facts).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource)
         exporter = OTLPSpanExporter(endpoint=endpoint)
@@ -56,8 +56,8 @@ class Tracing:
     def start(
         self, name: str, traceparent: str | None, start_s: float, attributes: Attributes
     ) -> Any:
-        """A span under that of `traceparent`, or the first of its trace; to be ended. `start_s` is
-        on the monotonic clock."""
+        """Start a child span of `traceparent`, or a root span; call `end` on it. `start_s` is on
+        the monotonic clock."""
         from opentelemetry.trace import SpanKind
 
         parent = self._contexts.extract({"traceparent": traceparent or ""})
@@ -74,7 +74,7 @@ class Tracing:
         attributes: Attributes | None = None,
         events: Iterable[Event] = (),
     ) -> str:
-        """A whole span under that of `traceparent`; its own `traceparent`."""
+        """Record a complete child span of `traceparent`; returns its own `traceparent`."""
         span = self._tracer.start_span(
             name,
             self._contexts.extract({"traceparent": traceparent}),
@@ -89,11 +89,11 @@ class Tracing:
     def add_event(
         self, span: Any, name: str, when_s: float, attributes: Attributes | None = None
     ) -> None:
-        """Note in a span of `start` what happened."""
+        """Add an event to a span of `start`."""
         span.add_event(name, attributes, to_ns(when_s))
 
     def mark_failed(self, span: Any) -> None:
-        """Have a span of `start` count as an error."""
+        """Mark a span of `start` as failed."""
         from opentelemetry.trace import StatusCode
 
         span.set_status(StatusCode.ERROR)
@@ -103,7 +103,7 @@ class Tracing:
         span.end(to_ns(end_s))
 
     def traceparent_of(self, span: Any) -> str:
-        """What others put their spans under; empty for one that is not recorded."""
+        """The span's `traceparent`, for child spans; empty if it is not recorded."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -112,14 +112,14 @@ class Tracing:
         return carrier.get("traceparent", "")
 
     def close(self) -> None:
-        """Export what is left; waits for it, but not for long."""
+        """Export the remaining spans, with a short timeout."""
         self._provider.shutdown()
 
 
 def make_tracing(
     service: str, version: str, endpoint: str | None, instance: str | None = None
 ) -> Tracing | None:
-    """None where neither a flag nor the environment names an endpoint. Raises CannotTrace."""
+    """None if neither a flag nor the environment names an endpoint. Raises CannotTrace."""
     if endpoint is None and not any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
         return None
     return Tracing(service, version, endpoint, instance)

@@ -11,4 +11,4 @@ def _installed_version() -> str:
 
 
 VERSION = _installed_version()
-"""`unknown` on a plain checkout that is on the path but not installed."""
+"""`unknown` in a checkout that is not installed."""

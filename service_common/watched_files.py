@@ -1,7 +1,7 @@
 """Files that may change while they are in use: keys, tokens, certificates.
 
-They are looked at whenever they are asked for, which takes a call of the system for each file, so
-that what was revoked is revoked at once and no process has to be told.
+They are checked at every use, which takes one system call per file, so that a revocation takes
+effect at once and no process needs a signal.
 """
 
 import logging
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 class WatchedFiles(Generic[T]):
-    """What some files say together, read again when one of them has changed.
+    """The parsed contents of some files, read again when one of them changes.
 
-    Files that cannot be read, or say nothing sensible, leave what they said before in force.
+    If the files cannot be read or parsed, the previous contents stay in effect.
     """
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
-        """`load` reads the files; it raises ValueError for those that are no good, here too."""
+        """`load` reads the files; it raises ValueError if they are invalid, also here."""
         self._paths = paths
         self._load = load
         self._seen = self._look()
         self._value = load()
 
     def get(self) -> T:
-        """What the files say now."""
+        """The current contents."""
         seen = self._look()
         if seen != self._seen:
             self._seen = seen
@@ -41,13 +41,13 @@ class WatchedFiles(Generic[T]):
         names = ",".join(map(str, self._paths))
         try:
             self._value = self._load()
-        except (OSError, ValueError) as error:  # one may go between two looks at it
-            logger.error("changed files are no good, the former stay in force: %s", error)
+        except (OSError, ValueError) as error:  # a file may disappear between the two calls
+            logger.error("reload failed; keeping the previous contents: %s", error)
         else:
-            logger.info("read changed files again files=%s", names)
+            logger.info("reloaded changed files files=%s", names)
 
     def _look(self) -> list[tuple[int, int, int] | None]:
-        """What changes when a file is written or replaced, also by way of a link to it."""
+        """A value that changes when a file is written or replaced, also through a link."""
         return [_identity(path) for path in self._paths]
 
 
@@ -60,7 +60,7 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def warn_if_shared(path: Path) -> None:
-    """Say in the log that others on this machine can read a file that holds a secret."""
+    """Warn if other users of this machine can read a file that holds a secret."""
     mode = path.stat().st_mode
     if mode & stat.S_IROTH:
         logger.warning(
@@ -71,7 +71,7 @@ def warn_if_shared(path: Path) -> None:
 
 
 def read_file(what: str, path: Path) -> bytes:
-    """A file's contents; raises ValueError that says what it is and why it cannot be read."""
+    """A file's contents. Raises ValueError that names the file and why it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -71,7 +71,7 @@ def test_a_unix_socket_in_use_is_told_and_one_left_behind_is_free(tmp_path: Path
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(CannotListen, match="is no socket"):
+    with pytest.raises(CannotListen, match="is not a socket"):
         ensure_free(f"unix:{path}")
     assert path.read_text() == "mine"
 
