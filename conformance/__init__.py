@@ -1,11 +1,11 @@
-"""Does a worker keep the contract? A kit that asks it, over the wire.
+"""The conformance kit: checks over the wire whether a worker implements the contract.
 
     python -m conformance 127.0.0.1:7620
 
-The kit plays the core's part against any implementation of `WorkerService`, in any language. It
-knows `pagewire.v1` and nothing else of the project, since it judges: what it implements again, such
-as the sampler, is independent on purpose. Each case is a sentence, proves a promise that it cites
-from the .proto files, and prints one line. docs/writing-a-worker.md explains them.
+The kit acts as the core towards any implementation of `WorkerService`, in any language. It
+uses `pagewire.v1` and nothing else of the project, because it judges: what it implements again,
+such as the sampler, is independent on purpose. Each case is a sentence, proves a promise that it
+cites from the .proto files, and prints one line. docs/writing-a-worker.md explains them.
 
 | module | holds |
 | --- | --- |
@@ -27,5 +27,5 @@ from the .proto files, and prints one line. docs/writing-a-worker.md explains th
 How it can judge without knowing the model: a token depends on all tokens before it. So whatever
 is done to a sequence's blocks (chunks, forks, copies, swaps, a borrowed prefix, recomputation)
 must lead to the tokens and log probabilities of the same sequence left alone, and the blocks of
-another sequence must not. What the sampler does follows from the log probabilities reported.
+another sequence must not. The reported log probabilities determine what the sampler must choose.
 """

@@ -26,8 +26,8 @@ def main(
     core_listen: Annotated[
         str | None,
         typer.Option(
-            help="Listen here as a core, take in the worker that registers, and check that, too. "
-            "ADDRESS may then be left out. At the end the worker is told to stop."
+            help="Listen here as a core, and also check the registration of a worker. "
+            "ADDRESS is then optional. At the end the worker is stopped."
         ),
     ] = None,
     only: Annotated[
@@ -39,7 +39,7 @@ def main(
         float, typer.Option(help="Seconds for each call and each step stream.", min=1.0)
     ] = 60.0,
     cluster_token_file: Annotated[
-        Path | None, typer.Option(help="The token of the worker's cluster.")
+        Path | None, typer.Option(help="File of the token of the worker's cluster.")
     ] = None,
     cluster_ca: Annotated[
         Path | None, typer.Option(help="The authority of its certificates (PEM).")
@@ -48,7 +48,7 @@ def main(
     cluster_key: Annotated[Path | None, typer.Option(help="That certificate's key (PEM).")] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
 ) -> None:
-    """Check whether a worker keeps the contract of `pagewire.v1`."""
+    """Check whether a worker implements the contract of `pagewire.v1`."""
     chosen = _choose(only)
     if list_cases:
         for case in chosen:
@@ -95,7 +95,7 @@ def _run(
             address, timeout_s=timeout_s, registration_server=server, credentials=credentials
         )
     except grpc.RpcError as error:
-        return _give_up(f"no worker answers at {address}: {error.code().name} {error.details()}")
+        return _give_up(f"no worker responds at {address}: {error.code().name} {error.details()}")
     except (Failed, OSError, RuntimeError) as error:
         return _give_up(str(error))
     outcomes = []

@@ -4,11 +4,11 @@ from typing import NoReturn
 
 
 class Failed(Exception):
-    """The worker broke the promise; the message says what was expected and what came."""
+    """The worker broke the promise; the message has the expected and the actual value."""
 
 
 class Skipped(Exception):
-    """The worker lacks something that it need not have; the message says what."""
+    """The worker lacks an optional feature, which the message names."""
 
 
 def fail(what: str) -> NoReturn:
@@ -23,6 +23,6 @@ def expect(what: str, got: object, wanted: object) -> None:
 
 
 def expect_true(condition: bool, what: str) -> None:
-    """Fail, with `what` came, unless the condition holds."""
+    """Fail with the message `what` unless the condition holds."""
     if not condition:
         fail(what)

@@ -1,4 +1,4 @@
-"""What a case is: a sentence, the promise that it proves, and a function that tries it."""
+"""A case: a sentence, the promise that it proves, and a function that checks it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ class Case:
     """The topic: the name of the module it is in."""
 
     file: str
-    """The .proto file that makes the promise."""
+    """The .proto file that contains the promise."""
 
     promise: str
     """Words of a comment in that file."""
 
     run: CaseFunction
-    """Raises Failed, Skipped, or whatever a call raises."""
+    """Raises Failed, Skipped, or the error of a call."""
 
     @property
     def full_name(self) -> str:
-        """How the case is called in reports and by `--only`."""
+        """The name of the case in reports and for `--only`."""
         return f"{self.group}: {self.name}"
 
 
@@ -37,7 +37,7 @@ _cases: list[Case] = []
 
 
 def case(file: str, promise: str) -> Callable[[CaseFunction], CaseFunction]:
-    """Makes a case of a function whose name is its sentence. `file`: without `.proto`."""
+    """Make a case of a function whose name is its sentence. `file`: without `.proto`."""
 
     def register(function: CaseFunction) -> CaseFunction:
         _cases.append(

@@ -15,14 +15,14 @@ def pack_rows(rows: Iterable[Collection[int]]) -> bytes:
 
 
 def unpack(data: bytes) -> list[int]:
-    """The integers in a column. Raises ValueError if it is none."""
+    """The integers in a column. Raises ValueError if it is malformed."""
     if len(data) % 4:
         raise ValueError(f"a column of {len(data)} bytes is not a multiple of 4")
     return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def unpack_floats(data: bytes) -> list[float]:
-    """The numbers in a column of little-endian float32. Raises ValueError if it is none."""
+    """The numbers in a column of little-endian float32. Raises ValueError if it is malformed."""
     if len(data) % 4:
         raise ValueError(f"a column of {len(data)} bytes is not a multiple of 4")
     return list(struct.unpack(f"<{len(data) // 4}f", data))

@@ -1,4 +1,4 @@
-"""What the kit shows a worker that lets in only members of its cluster: a token, certificates."""
+"""The kit's credentials for a worker that accepts only members of its cluster."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ MEMBER_NAME = "pagewire-cluster"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """Files of a member's; all may be left out. Methods raise OSError for what cannot be read."""
+    """Files of credentials; all optional. Methods raise OSError for unreadable files."""
 
     token_file: Path | None = None
     ca: Path | None = None
@@ -20,7 +20,7 @@ class Credentials:
     key: Path | None = None
 
     def channel(self, address: str) -> grpc.Channel:
-        """To the worker; every call on it brings the token."""
+        """A channel to the worker; every call on it contains the token."""
         if self.ca is None:
             channel = grpc.insecure_channel(address)
         else:
@@ -32,7 +32,7 @@ class Credentials:
         return grpc.intercept_channel(channel, _Token(_first_token(self.token_file)))
 
     def add_port(self, server: grpc.Server, address: str) -> int:
-        """Where the worker is to register; raises RuntimeError as gRPC does."""
+        """Add the port at which the worker registers; raises RuntimeError as gRPC does."""
         if self.ca is None:
             return server.add_insecure_port(address)
         credentials = grpc.ssl_server_credentials(
@@ -50,10 +50,10 @@ NO_CREDENTIALS = Credentials()
 
 
 def _first_token(file: Path) -> str:
-    """The one to show. Raises RuntimeError if there is none."""
+    """The token to send. Raises RuntimeError if there is none."""
     tokens = file.read_text().split()
     if not tokens:
-        raise RuntimeError(f"{file} has no token in it")
+        raise RuntimeError(f"{file} contains no token")
     return tokens[0]
 
 

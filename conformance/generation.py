@@ -8,8 +8,8 @@ from conformance.assertions import fail
 from pagewire.v1 import plan_pb2
 
 TOLERANCE = 0.25
-"""By how much log probabilities may differ on a worker that is not batch-invariant: far more than
-rounding in bfloat16 does, far less than another context."""
+"""Most difference of log probabilities on a worker that is not batch-invariant: far more than
+rounding in bfloat16, far less than another context."""
 
 
 class Sampled(NamedTuple):
@@ -17,7 +17,7 @@ class Sampled(NamedTuple):
 
     token: int
     token_ids: list[int]
-    """The token itself, then the most probable ones; empty if none were asked for."""
+    """The token itself, then the most probable ones; empty if not requested."""
 
     logprobs: list[float]
 
@@ -51,24 +51,24 @@ class Generation:
         return [step.token for step in self.steps]
 
     def after(self, num_tokens: int) -> "Generation":
-        """What came after so many tokens."""
+        """The steps after the first `num_tokens`."""
         return Generation(self.steps[num_tokens:])
 
 
 def first_difference(found: Generation, expected: Generation, *, exact: bool) -> str | None:
     """Where and how two generations differ; None if they are the same.
 
-    Where a worker is not batch-invariant (`exact` is false), log probabilities may differ a little,
-    and of two tokens that are nearly as probable either may be chosen; what follows is then another
-    context, and not compared.
+    Where a worker is not batch-invariant (`exact` is false), log probabilities may differ
+    slightly, and either of two almost equally probable tokens may be chosen; the tokens after that
+    have another context and are not compared.
     """
     if len(found.steps) != len(expected.steps):
         return f"{len(found.steps)} tokens instead of {len(expected.steps)}"
     for position, (ours, theirs) in enumerate(zip(found.steps, expected.steps, strict=True)):
         if exact and ours != theirs:
-            return f"at output position {position}: {_told(theirs)} became {_told(ours)}"
+            return f"at output position {position}: {_shown(theirs)} became {_shown(ours)}"
         if not exact and not _is_near(ours, theirs):
-            return f"at output position {position}: {_told(theirs)} became {_told(ours)}, too far"
+            return f"at output position {position}: {_shown(theirs)} became {_shown(ours)}, too far"
         if ours.token != theirs.token:
             return None
     return None
@@ -87,6 +87,6 @@ def _is_near(ours: Sampled, theirs: Sampled) -> bool:
     return all(abs(left - right) <= TOLERANCE for left, right in pairs)
 
 
-def _told(step: Sampled) -> str:
+def _shown(step: Sampled) -> str:
     logprobs = ", ".join(f"{value:.6g}" for value in step.logprobs[:3])
     return f"token {step.token} (log probabilities {logprobs})"

@@ -15,12 +15,12 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 
 SERVICE = "pagewire.v1.SchedulerService"
 LEASE_MS = 1600
-"""Short, so that a run need not wait long for several heartbeats; a busy machine may be late."""
+"""Short, so that several heartbeats take little time, even on a busy machine."""
 
 
 @dataclass(slots=True)
 class TimedHeartbeat:
-    """One heartbeat and when it came."""
+    """One heartbeat and its arrival time."""
 
     heartbeat: pb.WorkerHeartbeat
     at_s: float
@@ -35,7 +35,7 @@ class Registration:
 
 
 class RegistrationServer:
-    """Listens where a core would, until closed."""
+    """Listens like a core, until closed."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         """Raises RuntimeError if the address cannot be listened on."""
@@ -60,7 +60,7 @@ class RegistrationServer:
         request_iterator: Iterator[pb.RegisterWorkerRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.RegisterWorkerResponse]:
-        """Welcome a worker, and hand on directives until its stream ends."""
+        """Accept a worker, and send it directives until its stream ends."""
         registration = Registration()
         reader = threading.Thread(
             target=self._read, args=(request_iterator, registration), daemon=True
@@ -76,7 +76,7 @@ class RegistrationServer:
         return heartbeats[0].heartbeat.registration
 
     def wait_for_heartbeats(self, count: int, timeout_s: float) -> list[TimedHeartbeat]:
-        """All heartbeats so far, once there are that many."""
+        """All heartbeats so far, once there are `count`."""
         with self._changed:
             enough = self._changed.wait_for(
                 lambda: (
@@ -117,7 +117,7 @@ class RegistrationServer:
                     )
                     self._changed.notify_all()
         except grpc.RpcError:
-            pass  # the worker broke its stream off, which ends it as well
+            pass  # the worker cancelled its stream, which also ends it
         with self._changed:
             registration.has_ended = True
             self._changed.notify_all()

@@ -30,13 +30,13 @@ class Outcome:
     case: Case
     verdict: Verdict
     explanation: str
-    """What was expected and what came, or why it was skipped; empty for one that passed."""
+    """Expected and actual value, or why the case was skipped; empty if it passed."""
 
     duration_s: float
 
 
 def run(cases: Iterable[Case], worker: Worker) -> Iterator[Outcome]:
-    """Each case's outcome, as soon as it is there."""
+    """Yield each case's outcome."""
     for case in cases:
         started_at = time.monotonic()
         verdict, explanation = _judge(case, worker)
@@ -61,13 +61,13 @@ def _judge(case: Case, worker: Worker) -> tuple[Verdict, str]:
             f"a call that must succeed ended with {error.code().name}: {error.details()}",
         )
     except (ValueError, LookupError, ArithmeticError) as error:
-        # Answers are taken apart as the contract lays them out; this one could not be.
-        return Verdict.FAIL, f"an answer is not made as expected: {type(error).__name__}: {error}"
+        # Responses are decoded as the contract defines them, which failed here.
+        return Verdict.FAIL, f"a response is malformed: {type(error).__name__}: {error}"
     return Verdict.PASS, ""
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """One line; for a case that failed two more, with the promise and what came instead."""
+    """One line; two more for a failed case, with the promise and what happened instead."""
     case = outcome.case
     first = f"{outcome.verdict.value}  {case.full_name}"
     if outcome.verdict is Verdict.PASS:

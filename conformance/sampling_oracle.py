@@ -1,8 +1,8 @@
-"""The token that a distribution, parameters and a draw lead to, by sampling.proto's own words.
+"""The token that a distribution, parameters and a draw lead to, as sampling.proto defines it.
 
-An implementation of its own, independent of the workers' samplers, since it judges them. Only the
-most probable tokens' log probabilities are known. That is enough where parameters keep few of them:
-log probabilities are logits less one number for all, and neither biases nor additive penalties nor
+Independent of the workers' samplers on purpose, because it judges them. Only the
+most probable tokens' log probabilities are known. That suffices if the parameters keep few of them:
+log probabilities are logits minus one number for all, and neither biases nor additive penalties nor
 temperature are affected by that.
 """
 
@@ -16,7 +16,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 2**32 - 1
 
 CLOSE = 1e-4
-"""A draw this near to the edge between two tokens may go either way: float32 or float64 decide."""
+"""A draw this close to the edge between two tokens depends on rounding, float32 or float64."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ def expected_token(
 ) -> int | None:
     """The token drawn, given the log probabilities of at least the tokens that may be kept.
 
-    None where the draw, or a filter, is too close to an edge to tell. Biases and penalties are not
-    applied: hand in log probabilities that have them.
+    None if the draw, or a filter, is too close to an edge to be predicted. Biases and penalties are
+    not applied: pass log probabilities that include them.
     """
     scaled = {token: value / params.temperature for token, value in logprobs.items()}
     top = max(scaled.values())
@@ -58,7 +58,7 @@ def expected_token(
 def _filtered(
     weights: Mapping[int, float], params: sampling_pb2.SamplerParams
 ) -> dict[int, float] | None:
-    """What min_p, top_k and top_p keep, most probable first; None if that is too close to tell."""
+    """The tokens that min_p, top_k and top_p keep, most probable first; None if too close."""
     order = sorted(weights, key=lambda token: -weights[token])
     if params.min_p > 0:
         if any(abs(weights[token] - params.min_p) < CLOSE for token in order):

@@ -1,4 +1,4 @@
-"""What the kit remembers of a sequence, and the rows it makes of it."""
+"""The kit's state of a sequence, and its rows in plans."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,12 +7,12 @@ from conformance import columns
 from pagewire.v1 import plan_pb2, sampling_pb2
 
 NUM_LOGPROBS = 4
-"""Most probable tokens reported along, so that a wrong context shows even where it leads to the
+"""Number of most probable tokens to report, so that a wrong context shows even if it leads to the
 same token."""
 
 
 def sampler_params(**fields: Any) -> sampling_pb2.SamplerParams:
-    """Parameters that filter, penalise and exclude nothing, with some fields changed."""
+    """Parameters without filters, penalties or exclusions, with some fields changed."""
     neutral = {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -31,11 +31,11 @@ class Sequence:
 
     seq_id: int
     tokens: list[int]
-    """Prompt and output, as far as it is known."""
+    """Prompt and known output."""
 
     num_prompt_tokens: int
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the blocks once all plans that were sent are done."""
+    """Tokens whose KV is in the blocks once all sent plans are executed."""
 
     blocks: list[int] = field(default_factory=list)
     sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
@@ -46,11 +46,11 @@ class Sequence:
     """In a fork: tokens that follow the parent's."""
 
     num_pending: int = 0
-    """Tokens that are being sampled."""
+    """Tokens being sampled by plans in flight."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has once all plans that were sent are done."""
+        """Number of tokens once all sent plans are executed."""
         return len(self.tokens) + self.num_pending
 
     @property
@@ -59,7 +59,7 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     def message(self) -> plan_pb2.NewSequence:
-        """How the worker hears of it."""
+        """The message that adds it to a plan."""
         message = plan_pb2.NewSequence(
             seq_id=self.seq_id,
             choice_index=self.choice_index,
@@ -78,7 +78,7 @@ class Sequence:
         return message
 
     def row(self, num_tokens: int | None = None, *, sample: bool = True) -> "Row":
-        """A row that computes so many tokens; without a number, all that are not computed."""
+        """A row that computes `num_tokens` tokens; by default all that are not computed."""
         if num_tokens is None:
             num_tokens = self.num_tokens - self.num_computed_tokens
         return Row(self, num_tokens, sample)

@@ -30,12 +30,11 @@ class Candidates(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """One step's result, taken apart."""
+    """One step's result, decoded."""
 
     message: plan_pb2.StepResult
     sampled: dict[int, Sampled] = field(default_factory=dict)
-    """By sequence id, for the rows that sampled; the token is -1 where the row failed or has
-    candidates."""
+    """By sequence id, for the rows that sampled; -1 if the row failed or has candidates."""
 
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """By sequence id."""
@@ -67,7 +66,7 @@ class Refusal:
 
 
 class StepStream:
-    """Plans and results of one epoch. Blocks are handed out in rising order, and once each."""
+    """Plans and results of one epoch. Each block is allocated once, in ascending order."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class StepStream:
         self.num_gpu_blocks = num_gpu_blocks
         self.num_cpu_blocks = num_cpu_blocks
         self.step_id = 0
-        """Of the plan sent last."""
+        """Step number of the last plan sent."""
         self._requests: queue.SimpleQueue[pb.ExecuteStepsRequest | None] = queue.SimpleQueue()
         self._call = stub.ExecuteSteps(iter(self._requests.get, None), timeout=timeout_s)
         self._next_seq_id = 1
@@ -93,7 +92,7 @@ class StepStream:
         self._appended: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[int, list[Row]]] = deque()
         self._results: deque[plan_pb2.StepResult] = deque()
-        """That came together with earlier ones."""
+        """Results that arrived together with earlier ones."""
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +107,7 @@ class StepStream:
         self._call.cancel()
 
     def take_blocks(self, count: int) -> list[int]:
-        """Device blocks that nothing was done with."""
+        """Allocate unused device blocks."""
         first = self._next_block
         self._next_block += count
         if self._next_block > self.num_gpu_blocks:
@@ -116,7 +115,7 @@ class StepStream:
         return list(range(first, self._next_block))
 
     def new(self, tokens: Collection[int], **fields: Any) -> Sequence:
-        """A sequence that the next plan introduces; all tokens are prompt unless told."""
+        """A sequence that the next plan introduces; by default all tokens are the prompt."""
         defaults = {"num_prompt_tokens": len(tokens)}
         return self._introduce(tokens=list(tokens), **(defaults | fields))
 
@@ -132,7 +131,7 @@ class StepStream:
         )
 
     def append(self, sequence: Sequence, token: int) -> None:
-        """Choose a beam's next token; the next plan tells the worker."""
+        """Choose a beam's next token; the next plan reports it to the worker."""
         sequence.tokens.append(token)
         self._appended.append((sequence.seq_id, token))
 
@@ -152,7 +151,7 @@ class StepStream:
         block_updates: Items[tuple[int, int, int]] = (),
         max_results_together: int = 0,
     ) -> plan_pb2.StepPlan:
-        """The next plan: it brings the new sequences, and blocks for what its rows compute."""
+        """The next plan, with the new sequences and the blocks that its rows need."""
         updates = [*block_updates, *self._grow(rows)]
         places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
         new = sorted(self._new, key=lambda sequence: places.get(sequence.seq_id, len(rows)))
@@ -184,7 +183,7 @@ class StepStream:
         self.send_plan(self.plan(*rows, **fields), rows)
 
     def send_plan(self, plan: plan_pb2.StepPlan, rows: Items[Row] = ()) -> None:
-        """Send a plan made by hand. `rows`: those whose result is due."""
+        """Send a given plan. `rows`: those whose result is expected."""
         self._in_flight.append((plan.step_id, list(rows)))
         self._requests.put(pb.ExecuteStepsRequest(plan=plan))
 
@@ -209,7 +208,7 @@ class StepStream:
         try:
             message = next(self._call)
         except StopIteration:
-            fail("the stream ended instead of bringing a result")
+            fail("the stream ended instead of returning a result")
         self._results.extend(message.later_results)
         result: plan_pb2.StepResult = message.result
         return result
@@ -220,14 +219,14 @@ class StepStream:
         return self.receive()
 
     def generate(self, sequence: Sequence, num_tokens: int, **fields: Any) -> Generation:
-        """Compute what is left of a sequence, then decode; `fields` go into the first plan."""
+        """Compute the rest of a sequence, then decode; `fields` are set in the first plan."""
         steps = [self.step(sequence.row(), **fields).sampled[sequence.seq_id]]
         while len(steps) < num_tokens:
             steps.append(self.step(sequence.row()).sampled[sequence.seq_id])
         return Generation(steps)
 
     def refusal(self) -> Refusal:
-        """The error that ends the stream; no result may come before it."""
+        """The error that ends the stream; no result may precede it."""
         try:
             came = f"the result of step {next(self._call).result.step_id}"
         except StopIteration:
@@ -247,11 +246,11 @@ class StepStream:
             fail(f"the result of step {response.result.step_id} came without a plan")
 
     def cancel(self) -> None:
-        """Break the stream off."""
+        """Cancel the stream."""
         self._call.cancel()
 
     def _grow(self, rows: Items[Row]) -> list[tuple[int, int, int]]:
-        """Give each row's sequence blocks; the updates for those that the worker knows."""
+        """Allocate blocks for each row; returns the updates of sequences that the worker has."""
         updates = []
         for row in rows:
             sequence = row.sequence

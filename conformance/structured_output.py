@@ -1,8 +1,8 @@
-"""The tokens that a constraint allows, by sampling.proto's own words, and those a worker offers.
+"""The tokens that a constraint allows, as sampling.proto defines them, and those a worker offers.
 
-A worker is asked by rows with candidates: they show all tokens allowed, not only the one chosen.
-What is allowed follows from a `Language`: a set of texts simple enough to say of any text whether
-it may become one of them.
+Rows with candidates make a worker report all allowed tokens, not only the chosen one. A `Language`
+determines what is allowed: a set of texts simple enough to decide whether any text is a prefix of
+one of them.
 """
 
 import re
@@ -20,11 +20,11 @@ from pagewire.v1 import sampling_pb2
 
 
 class Part(NamedTuple):
-    """What may stand in one place, as regular expressions."""
+    """One part of a text, as regular expressions."""
 
     whole: str
     begun: str
-    """Matches each beginning of what `whole` matches."""
+    """Matches each prefix of what `whole` matches."""
 
 
 def _any(choices: Iterable[bytes]) -> str:
@@ -53,11 +53,11 @@ class Language:
         self._begun = _compile("|".join(begun))
 
     def has(self, text: bytes) -> bool:
-        """Whether it is one of the texts."""
+        """Whether `text` is one of the texts."""
         return self._whole.fullmatch(text) is not None
 
     def begins(self, text: bytes) -> bool:
-        """Whether one of the texts begins with it, or is it."""
+        """Whether `text` is a prefix of one of the texts."""
         return self._begun.fullmatch(text) is not None
 
 
@@ -77,17 +77,17 @@ def json_object_language(names: Sequence[str]) -> Language:
 
 
 def _compile(pattern: str) -> "re.Pattern[bytes]":
-    """Of bytes, as tokens may be parts of characters."""
+    """Over bytes, because tokens may be parts of characters."""
     return re.compile(pattern.encode("latin-1"))
 
 
 MAX_CANDIDATES = 256
-"""Of a row. Where fewer tokens are allowed, they must be just these."""
+"""Candidates of a row. If fewer tokens are allowed, they must be exactly those."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownConstraint:
-    """A constraint, and what the kit knows of it."""
+    """A constraint, and the texts that it allows."""
 
     kind: dict[str, Any]
     """The field of `Constraint` that states it."""
@@ -102,7 +102,7 @@ class KnownConstraint:
     """Further parameters."""
 
     def params(self, **fields: Any) -> sampling_pb2.SamplerParams:
-        """As a plan carries them."""
+        """The sampling parameters of a plan."""
         constraint = sampling_pb2.Constraint(
             end_token_ids=columns.pack(sorted(self.ends)),
             last_token_ids=columns.pack(sorted(self.lasts)),
@@ -143,14 +143,14 @@ def known_constraint(
 
 
 def texts_of(worker: Worker) -> list[bytes]:
-    """Token texts of a worker that keeps to constraints. Raises Skipped for others."""
+    """Token texts of a worker that supports constraints. Raises Skipped for others."""
     if not worker.info.model.structured_output:
-        raise Skipped("the worker does not say that it keeps to constraints")
+        raise Skipped("the worker does not support constraints")
     return worker.token_texts
 
 
 def end_of(worker: Worker) -> int:
-    """A token that may end an output: the model's own, or one that has no text."""
+    """A token that may end an output: the model's own, or one without text."""
     if ends := columns.unpack(worker.info.model.eos_token_ids):
         return ends[0]
     texts = texts_of(worker)
@@ -174,9 +174,9 @@ def offered(
 
 
 def expect_allowed(worker: Worker, asked: KnownConstraint, *outputs: str | Sequence[int]) -> None:
-    """Fail unless the worker offers just what is allowed after each of these outputs.
+    """Fail unless the worker offers exactly what is allowed after each of these outputs.
 
-    A text is an output of the shortest tokens that it can be spelt with.
+    A text is an output of the shortest tokens that spell it.
     """
     texts = texts_of(worker)
     spelt = [spell(texts, each) if isinstance(each, str) else each for each in outputs]
@@ -184,8 +184,10 @@ def expect_allowed(worker: Worker, asked: KnownConstraint, *outputs: str | Seque
         got, wanted = set(found.token_ids), asked.allowed(texts, output)
         where = repr(b"".join(texts[token] for token in output))
         wrong, missing = sorted(got - wanted), sorted(wanted - got)
-        told = ", ".join(f"{token} {texts[token]!r}" for token in wrong[:4])
-        expect_true(not wrong, f"after {where} these tokens may not come, and are offered: {told}")
+        shown = ", ".join(f"{token} {texts[token]!r}" for token in wrong[:4])
+        expect_true(not wrong, f"after {where} these tokens are offered but not allowed: {shown}")
         if len(wanted) <= MAX_CANDIDATES:
-            told = ", ".join(f"{token} {texts[token]!r}" for token in missing[:4])
-            expect_true(not missing, f"after {where} these tokens may come, and are not: {told}")
+            shown = ", ".join(f"{token} {texts[token]!r}" for token in missing[:4])
+            expect_true(
+                not missing, f"after {where} these tokens are allowed but not offered: {shown}"
+            )

@@ -1,4 +1,4 @@
-"""The text of each token, read from the model's tokenizer.json: what constraints speak of."""
+"""The text of each token, read from the model's tokenizer.json, for constraints."""
 
 import json
 import re
@@ -9,15 +9,15 @@ from conformance.assertions import Skipped
 
 _BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-"""How sentencepiece writes a space."""
+"""SentencePiece's symbol for a space."""
 
 _LIKE_SENTENCEPIECE = frozenset(("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"))
 
 
 def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
-    """By token id; empty for special tokens and for ids that the tokenizer does not know.
+    """Bytes by token id; empty for special tokens and for ids that the tokenizer does not have.
 
-    Raises Skipped for a kind of tokenizer that the kit cannot read.
+    Raises Skipped for an unsupported kind of tokenizer.
     """
     tokenizer = json.loads(tokenizer_json)
     decoders = list(_decoders(tokenizer.get("decoder")))
@@ -26,7 +26,7 @@ def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
     elif decoders and _LIKE_SENTENCEPIECE.issuperset(decoders):
         text_of = _like_sentencepiece
     else:
-        raise Skipped(f"the kit does not know what tokens of this tokenizer read as: {decoders}")
+        raise Skipped(f"unsupported decoder in tokenizer.json: {decoders}")
     added = tokenizer.get("added_tokens", [])
     names = _names(tokenizer["model"]["vocab"]) | {each["id"]: each["content"] for each in added}
     special = {each["id"] for each in added if each["special"]}
@@ -37,9 +37,9 @@ def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
 
 
 def spell(texts: Sequence[bytes], text: str | bytes, *, longest: bool = False) -> list[int]:
-    """Tokens that read as `text`: of those that fit the shortest each time, or the longest.
+    """Tokens that spell `text`: the shortest that fits at each position, or the longest.
 
-    Raises Skipped where no token fits.
+    Raises Skipped if no token fits.
     """
     rest = text.encode() if isinstance(text, str) else text
     by_text = {each: token_id for token_id, each in reversed(list(enumerate(texts)))}
@@ -48,14 +48,14 @@ def spell(texts: Sequence[bytes], text: str | bytes, *, longest: bool = False) -
     while rest:
         size = next((size for size in sizes if rest[:size] in by_text), None)
         if size is None:
-            raise Skipped(f"no token of the vocabulary reads as the beginning of {rest!r}")
+            raise Skipped(f"no token of the vocabulary is a prefix of {rest!r}")
         found.append(by_text[rest[:size]])
         rest = rest[size:]
     return found
 
 
 def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[str]:
-    """The kinds of a decoder's parts."""
+    """The types of a decoder's parts."""
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
@@ -66,14 +66,14 @@ def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _names(vocabulary: Mapping[str, int] | Sequence[Sequence[Any]]) -> dict[int, str]:
-    """By token id, of a vocabulary by name or in order."""
+    """Token texts by id, from a vocabulary by name or in order."""
     if isinstance(vocabulary, Mapping):
         return {token_id: name for name, token_id in vocabulary.items()}
     return {token_id: name for token_id, (name, _) in enumerate(vocabulary)}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the others from U+0100 on."""
+    """GPT-2's byte alphabet: printable bytes are themselves, the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -84,14 +84,14 @@ _ALPHABET = _byte_alphabet()
 
 
 def _byte_level(name: str) -> bytes:
-    """Bytes by the alphabet; an added token with foreign characters is plain text."""
+    """Bytes by the alphabet; an added token with other characters is plain text."""
     if all(char in _ALPHABET for char in name):
         return bytes(_ALPHABET[char] for char in name)
     return name.encode()
 
 
 def _like_sentencepiece(name: str) -> bytes:
-    """Text with spaces, or the one byte that the name tells."""
+    """Text with spaces, or the single byte of a `<0xNN>` token."""
     if found := _BYTE_FALLBACK.fullmatch(name):
         return bytes([int(found[1], 16)])
     return name.replace(_SPACE, " ").encode()

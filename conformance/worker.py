@@ -1,4 +1,4 @@
-"""The worker under test: its facts, new epochs, and what its sequences do when left alone."""
+"""The worker under test: its facts, new epochs, and its undisturbed sequences."""
 
 import random
 import time
@@ -20,17 +20,17 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
-"""The largest batch that the cases plan, told to the worker when it counts its blocks."""
+"""The largest batch that the cases plan, sent to the worker when it profiles its blocks."""
 
 MAX_GPU_BLOCKS = 1024
 MAX_CPU_BLOCKS = 64
-"""Caches that the cases ask for, where the worker has as many."""
+"""Number of blocks that the cases use, if the worker has as many."""
 
 POLL_S = 0.1
-"""Between two looks at a worker that is loading its model."""
+"""Polling interval while a worker loads its model."""
 
 SEED = 20
-"""Of the kit's own prompts: every run asks the same."""
+"""Seed of the kit's prompts, which are the same in every run."""
 
 
 class Worker:
@@ -44,15 +44,15 @@ class Worker:
         registration_server: RegistrationServer | None = None,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        """`timeout_s`: for each call and each step stream. Raises grpc.RpcError if none answers."""
+        """`timeout_s`: of each call and step stream. Raises grpc.RpcError without an answer."""
         self.timeout_s = timeout_s
         self.registration_server = registration_server
-        """The core's side of its registration, if it was made with the kit."""
+        """The core's side of its registration, if it registered with the kit."""
         self.channel = credentials.channel(address)
         self.stub = WorkerServiceStub(self.channel)
         self.info = self._wait_until_loaded()
         self.is_fresh = self.info.last_epoch == 0
-        """Whether no core has used it before the kit."""
+        """Whether no core used the worker before the kit."""
         self.blocks = self.stub.ProfileBlocks(
             pb.ProfileBlocksRequest(
                 max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
@@ -88,11 +88,11 @@ class Worker:
         return token_texts(data, self.vocab_size)
 
     def get_info(self) -> pb.GetInfoResponse:
-        """Who the worker says it is."""
+        """The worker's identity."""
         return self.stub.GetInfo(pb.GetInfoRequest(), timeout=self.timeout_s)
 
     def _wait_until_loaded(self) -> pb.GetInfoResponse:
-        """Who the worker says it is, once it listens and has a model."""
+        """The worker's identity, once it has a model."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
@@ -110,7 +110,7 @@ class Worker:
         return self.epoch
 
     def initialize(self, epoch: int) -> None:
-        """Have the caches made."""
+        """Create the caches."""
         request = pb.InitializeCacheRequest(
             num_gpu_blocks=min(self.blocks.num_gpu_blocks, MAX_GPU_BLOCKS),
             num_cpu_blocks=min(self.blocks.num_cpu_blocks, MAX_CPU_BLOCKS),
@@ -119,7 +119,7 @@ class Worker:
         self.stub.InitializeCache(request, timeout=self.timeout_s)
 
     def stream(self, epoch: int) -> StepStream:
-        """A step stream of an epoch, as it is."""
+        """A step stream of an epoch, without new caches."""
         return StepStream(
             self.stub,
             epoch=epoch,
@@ -136,7 +136,7 @@ class Worker:
         return self.stream(epoch)
 
     def prompt(self, number: int, num_tokens: int | None = None) -> list[int]:
-        """Random tokens, the same for the same number; two and a half blocks unless told."""
+        """Random tokens, the same for the same number; by default two and a half blocks."""
         if num_tokens is None:
             num_tokens = max(5 * self.block_size // 2, 6)
         generator = random.Random(1000 * SEED + number)
@@ -149,7 +149,7 @@ class Worker:
         sampling: sampling_pb2.SamplerParams = GREEDY,
         choice_index: int = 0,
     ) -> Generation:
-        """What a sequence samples with the worker to itself, its prompt in one piece."""
+        """What a sequence samples alone on the worker, with its prompt in one chunk."""
         key = (tuple(prompt), num_tokens, choice_index, sampling.SerializeToString())
         if key not in self._alone:
             with self.open() as session:
@@ -167,12 +167,12 @@ class Worker:
         start: int = 0,
         choice_index: int = 0,
     ) -> None:
-        """Fail unless this is what the sequence samples alone, from output position `start` on."""
+        """Fail unless the sequence alone samples the same, from output position `start` on."""
         alone = self.alone(prompt, start + len(found.steps), sampling, choice_index)
         expect_same(what, found, alone.after(start), exact=self.info.model.batch_invariant)
 
     def expect_healthy(self) -> None:
-        """Fail unless a new epoch works, with the tokens of before."""
+        """Fail unless a new epoch works and gives the same tokens."""
         prompt = self.prompt(0)
         with self.open() as session:
             found = session.generate(session.new(prompt), 2)

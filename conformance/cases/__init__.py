@@ -1,4 +1,4 @@
-"""The cases, a module for each topic, in the order in which a worker is best written."""
+"""The cases, a module for each topic, in a good order for writing a worker."""
 
 from conformance.case import Case, registered
 from conformance.cases import (

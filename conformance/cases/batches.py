@@ -1,4 +1,4 @@
-"""Rows beside each other: company, order, and columns that must fit together."""
+"""Batches: independence of rows, their order, and columns of matching lengths."""
 
 import grpc
 
@@ -21,7 +21,7 @@ def tokens_do_not_depend_on_the_rest_of_the_batch(worker: Worker) -> None:
     with worker.open() as stream:
         generations = {}
         sequences = []
-        # They come one after the other, so that prefills and decodes share batches.
+        # They arrive one after the other, so that prefills and decodes share batches.
         for number in range(NUM_SEQUENCES + NUM_TOKENS - 1):
             if number < NUM_SEQUENCES:
                 prompt = worker.prompt(number, 3 + 5 * number)
@@ -60,7 +60,7 @@ def a_known_sequence_may_be_left_out_of_a_step(worker: Worker) -> None:
 
 
 @case("plan", "One byte per row")
-def only_rows_that_sample_bring_tokens(worker: Worker) -> None:
+def only_rows_that_sample_return_tokens(worker: Worker) -> None:
     with worker.open() as stream:
         sequences = [stream.new(worker.prompt(number)) for number in range(3)]
         rows = [
@@ -116,7 +116,7 @@ def a_sample_column_of_another_length_is_refused(worker: Worker) -> None:
 
 
 def _malformed(field: str, size: int) -> None:
-    """A case: a column whose size is no whole number of its entries."""
+    """A case: a column whose size is not a multiple of an entry's."""
 
     def run(worker: Worker) -> None:
         def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:

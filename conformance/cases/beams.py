@@ -18,14 +18,14 @@ ROUNDING = 1e-3
 
 
 class Top(NamedTuple):
-    """The most probable tokens after some others, by a sequence that samples for itself."""
+    """The most probable tokens after some others, from a sequence without candidates."""
 
     ids: list[int]
     logprobs: list[float]
 
 
 def top(worker: Worker, tokens: list[int]) -> Top:
-    """What the worker reports of a sequence that is left alone."""
+    """What the worker reports for an undisturbed sequence."""
     step = worker.alone(tokens, 1).steps[0]
     return Top(step.top_ids, step.top_logprobs)
 
@@ -64,7 +64,7 @@ def candidates_are_reported_instead_of_a_token(worker: Worker) -> None:
 
 
 @case("plan", "tokens the core has chosen among the candidates")
-def the_core_tells_which_token_was_chosen(worker: Worker) -> None:
+def the_core_reports_which_token_was_chosen(worker: Worker) -> None:
     with worker.open() as stream:
         sequence = stream.new(worker.prompt(1), sampling=beam(worker))
         reports = []

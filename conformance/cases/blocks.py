@@ -1,4 +1,4 @@
-"""Block tables: where a sequence's KV is."""
+"""Block tables: the location of a sequence's KV."""
 
 import random
 

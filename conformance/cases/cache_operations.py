@@ -1,4 +1,4 @@
-"""Blocks that are shared and copied. Only right contents bring right tokens."""
+"""Shared and copied blocks. Only correct contents lead to the right tokens."""
 
 import grpc
 
@@ -16,12 +16,12 @@ NUM_PROMPTS = 3
 
 
 def full_blocks(worker: Worker, prompt: list[int]) -> int:
-    """Blocks that a prompt's tokens but the last fill: what may be borrowed of it."""
+    """Number of full blocks before a prompt's last token: those that others may reuse."""
     return (len(prompt) - 1) // worker.block_size
 
 
 def borrowed(stream: StepStream, worker: Worker, tokens: list[int], blocks: list[int]) -> Sequence:
-    """A new sequence that finds its first tokens computed in these blocks, all full."""
+    """A new sequence whose first tokens are already computed in these full blocks."""
     return stream.new(
         tokens, blocks=list(blocks), num_computed_tokens=len(blocks) * worker.block_size
     )
@@ -53,7 +53,7 @@ def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker) -> None:
 
 @case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
 def the_blocks_contents_matter(worker: Worker) -> None:
-    """The negative control: without it, a worker that recomputes everything would pass all else."""
+    """The negative control: a worker that recomputes everything would pass all other cases."""
     differences = 0
     for number in range(NUM_PROMPTS):
         prompt, other = worker.prompt(number), worker.prompt(number + 50)
@@ -65,7 +65,7 @@ def the_blocks_contents_matter(worker: Worker) -> None:
             try:
                 found = stream.generate(sequence, 3)
             except grpc.RpcError as error:
-                # A worker that checks plans, as the simulated one does, may see through this.
+                # A worker that checks plans, as the simulated one does, may detect this.
                 expect_true(
                     error.code() is grpc.StatusCode.INVALID_ARGUMENT,
                     f"expected other tokens or INVALID_ARGUMENT, got {error.code().name}",
@@ -77,7 +77,7 @@ def the_blocks_contents_matter(worker: Worker) -> None:
     if differences == 0:
         fail(
             f"none of {NUM_PROMPTS} sequences changed when given the blocks of another prompt:"
-            " the cache is not read, and what other cases say of it proves nothing"
+            " the cache is not read, so that the other cases prove nothing about it"
         )
 
 

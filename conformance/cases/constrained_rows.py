@@ -1,4 +1,4 @@
-"""Sequences with a constraint beside others, ahead of results, forked, recomputed, and failing."""
+"""Constrained sequences in batches, ahead of results, forked, recomputed, and failing."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ NUM_DRAWS = 24
 
 
 def letters(worker: Worker, **fields: Any) -> KnownConstraint:
-    """Twelve letters of the first ten: many ways to go on, and an end that is far away."""
+    """Twelve of the first ten letters: many continuations, and a distant end."""
     pattern = f"[{LETTERS[0]}-{LETTERS[-1]}]{{{NUM_LETTERS}}}"
     return known_constraint(worker, {"regex": pattern}, texts(*LETTERS), **fields)
 
 
 def expect_letters(worker: Worker, what: str, tokens: list[int]) -> None:
-    """Fail unless these tokens read as the beginning of what `letters` asks for."""
+    """Fail unless the text of these tokens is a prefix of a text that `letters` allows."""
     known = texts_of(worker)
     text = b"".join(known[token] for token in tokens if token != end_of(worker))
     is_right = len(text) <= NUM_LETTERS and set(text) <= set(LETTERS.encode())
@@ -87,7 +87,7 @@ def steps_planned_ahead_follow_the_constraint(worker: Worker) -> None:
 
 
 @case("sampling", "continues where the other worker stopped")
-def a_recomputed_sequence_goes_on_where_it_was(worker: Worker) -> None:
+def a_recomputed_sequence_continues_where_it_was(worker: Worker) -> None:
     params = letters(worker).params(seed=7, temperature=2.0)
     prompt = worker.prompt(3)
     alone = worker.alone(prompt, 5, params)
@@ -150,7 +150,7 @@ def log_probabilities_are_those_of_before_the_constraint(worker: Worker) -> None
 
 
 @case("sampling", "Tokens after such a token are irrelevant.")
-def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
+def a_step_beyond_the_end_affects_no_other_row(worker: Worker) -> None:
     end, prompt = end_of(worker), worker.prompt(0)
     known = texts_of(worker)
     asked = known_constraint(worker, choice("ab"), texts("ab"))
@@ -166,7 +166,7 @@ def a_step_beyond_the_end_harms_nobody(worker: Worker) -> None:
 
 
 @case("plan", "or tokens generated on another worker do not match it.")
-def an_output_that_does_not_follow_fails_alone(worker: Worker) -> None:
+def an_output_that_does_not_match_fails_alone(worker: Worker) -> None:
     known, prompt = texts_of(worker), worker.prompt(0)
     wrong = [*worker.prompt(1), *spell(known, "zz")]
     with worker.open() as stream:
@@ -181,7 +181,7 @@ def an_output_that_does_not_follow_fails_alone(worker: Worker) -> None:
 
 
 @case("plan", "Every token was excluded by the request's own constraints.")
-def bad_words_may_leave_nothing_of_what_is_allowed(worker: Worker) -> None:
+def bad_words_may_exclude_everything_allowed(worker: Worker) -> None:
     known = texts_of(worker)
     asked = known_constraint(worker, choice("a"), texts("a"))
     (letter,) = spell(known, "a")

@@ -1,4 +1,4 @@
-"""Random tokens, predicted: the draw is Philox's, and the filters are those of the contract."""
+"""Predicted random tokens: draws by Philox, and the filters of the contract."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from conformance.sequence import sampler_params
 from conformance.worker import Worker
 
 TOP_K = 16
-"""Tokens kept; with their log probabilities the kit can follow the draw."""
+"""Tokens kept; their log probabilities suffice to predict the draw."""
 
 NUM_SEQUENCES = 32
 NUM_TOKENS = 3
 MIN_PREDICTED = NUM_SEQUENCES
-"""Draws that must not have been too close to an edge to tell, of three times as many."""
+"""Of three times as many draws, those that must be far enough from an edge to be predicted."""
 
 
 def check_draws(worker: Worker, **fields: Any) -> None:
@@ -47,7 +47,7 @@ def check_draws(worker: Worker, **fields: Any) -> None:
                 expect(f"the token drawn ({where})", step.token, expected)
     if tokens_predicted < MIN_PREDICTED:
         fail(f"only {tokens_predicted} draws could be predicted: are log probabilities falling?")
-    expect_true(len(tokens_seen) > 1, "all draws brought the same token")
+    expect_true(len(tokens_seen) > 1, "all draws gave the same token")
 
 
 @case("sampling", "the draw is the upper 53 bits of w0 * 2^32 + w1, divided by 2^53")

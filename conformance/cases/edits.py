@@ -1,6 +1,6 @@
-"""Biases, penalties, bad words and held-back tokens, each shown by a choice that it turns.
+"""Biases, penalties, bad words and suppressed tokens, each shown by a choice that it changes.
 
-The log probabilities that come with a token tell by how much the best leads. A bias a little below
+The log probabilities that come with a token show by how much the best leads. A bias a little below
 that lead must change nothing, one a little above it must change the choice. A penalty needs a token
 that has occurred and is among the most probable: the kit looks for one, then lifts it by a bias.
 """
@@ -33,7 +33,7 @@ class Lead(NamedTuple):
 
 
 def lead(worker: Worker, prompt: list[int]) -> Lead:
-    """How the choice after a prompt stands."""
+    """The choice after a prompt."""
     step = worker.alone(prompt, 1).steps[0]
     first, second = step.top_ids[:2]
     return Lead(first, second, step.top_logprobs[0] - step.top_logprobs[1])
@@ -92,7 +92,7 @@ def min_tokens_holds_suppressed_tokens_back(worker: Worker) -> None:
 
 
 @case("sampling", "Tokens that would complete a bad word and suppressed tokens are excluded")
-def a_bad_word_of_one_token_never_comes(worker: Worker) -> None:
+def a_bad_word_of_one_token_never_appears(worker: Worker) -> None:
     for number in range(3):
         prompt = worker.prompt(number)
         first, second, _ = lead(worker, prompt)
@@ -133,7 +133,7 @@ class Repeat(NamedTuple):
 
 
 def find_repeat(worker: Worker) -> Repeat:
-    """Looks until it is found; skips the case if the model never repeats itself."""
+    """Search for it; skip the case if the model never repeats itself."""
     width = min(MANY_LOGPROBS, worker.vocab_size)
     sampling = sampler_params(temperature=0.0, logprobs=width)
     with worker.open() as stream:
@@ -158,7 +158,7 @@ def find_repeat(worker: Worker) -> Repeat:
 
 
 def lifted(worker: Worker, repeat: Repeat, num_prompt_tokens: int, by: float, **fields: Any) -> int:
-    """The token chosen when the repeated token's bias makes it lead its rival by so much."""
+    """The token chosen when a bias makes the repeated token lead its rival by `lead`."""
     biases = bias(**{f"t{repeat.token}": repeat.gap + by})
     return chosen(worker, repeat.prompt, num_prompt_tokens, logit_bias=biases, **fields)
 
@@ -186,7 +186,7 @@ def the_prompt_does_not_count_for_frequency_and_presence(worker: Worker) -> None
     repeat = find_repeat(worker)
     fields = {"frequency_penalty": 2.0, "presence_penalty": 2.0}
     got = lifted(worker, repeat, len(repeat.prompt), 1.0, **fields)
-    expect("the token chosen, its occurrences being prompt", got, repeat.token)
+    expect("the token chosen, which occurs only in the prompt", got, repeat.token)
 
 
 @case("sampling", "Logits of tokens in prompt or output are divided by this where positive")

@@ -1,4 +1,4 @@
-"""Fencing: whoever comes with a greater epoch takes over."""
+"""Fencing: a stream with a greater epoch takes over."""
 
 import grpc
 
@@ -51,7 +51,7 @@ def a_second_stream_of_an_epoch_is_refused(worker: Worker) -> None:
 
 
 @case("worker_service", "An epoch has one stream")
-def an_epoch_does_not_come_back_after_its_stream(worker: Worker) -> None:
+def an_epoch_cannot_be_reused_after_its_stream(worker: Worker) -> None:
     with worker.open() as first:
         first.step(first.new(worker.prompt(1)).row())
         first.finish()
@@ -85,7 +85,7 @@ def sequences_of_an_older_epoch_are_unknown(worker: Worker) -> None:
 
 
 @case("worker_service", "However a stream ends, its sequences are forgotten")
-def a_stream_that_was_broken_off_leaves_nothing(worker: Worker) -> None:
+def a_cancelled_stream_leaves_no_sequences(worker: Worker) -> None:
     with worker.open() as broken:
         sequence = broken.new(worker.prompt(1))
         broken.step(sequence.row())

@@ -29,7 +29,7 @@ def a_row_without_candidates_fails(worker: Worker) -> None:
 
 
 @case("plan", "Rows that failed; the rest of the batch is unaffected.")
-def the_rest_of_the_batch_goes_on(worker: Worker) -> None:
+def the_rest_of_the_batch_continues(worker: Worker) -> None:
     prompts = [worker.prompt(number) for number in range(3)]
     with worker.open() as stream:
         good = [stream.new(prompts[0]), stream.new(prompts[2])]
@@ -52,7 +52,7 @@ def a_failed_sequence_fails_again_until_forgotten(worker: Worker) -> None:
         stream.send(bad.row(), good.row())
         stream.receive()
         second = stream.receive()
-        expect("the error of the plan on its way", second.errors, {bad.seq_id: NO_CANDIDATES})
+        expect("the error of the plan in flight", second.errors, {bad.seq_id: NO_CANDIDATES})
         expect("its token", second.token(bad), -1)
         found = stream.generate(good, 2, forget=[bad])
     worker.expect_as_alone("a row beside a failed one", found, prompt, start=2)

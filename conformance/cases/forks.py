@@ -34,7 +34,7 @@ def forks_draw_for_themselves(worker: Worker) -> None:
         forks = [stream.fork(parent, sampling=sampling, choice_index=1 + i) for i in range(3)]
         family = [parent, *forks]
         results = [stream.step(parent.row(), *(fork.row(0) for fork in forks))]
-        # Each goes on in a last block of its own: copy-on-write.
+        # Each continues in a last block of its own: copy-on-write.
         copies = []
         for fork in forks:
             target = stream.take_blocks(1)[0]
@@ -53,7 +53,7 @@ def forks_draw_for_themselves(worker: Worker) -> None:
 
 
 @case("plan", "the sequence whose tokens and computed tokens it takes over")
-def a_fork_with_rows_of_its_own_goes_on_where_its_parent_stands(worker: Worker) -> None:
+def a_fork_with_its_own_rows_continues_where_its_parent_stands(worker: Worker) -> None:
     prompt = worker.prompt(3)
     sampling = sampler_params(seed=SEED)
     with worker.open() as stream:
@@ -89,7 +89,7 @@ def a_forks_own_tokens_follow_its_parents(worker: Worker) -> None:
 
 
 @case("plan", "as they are before this step's forward pass")
-def a_parent_goes_on_undisturbed_by_its_forks(worker: Worker) -> None:
+def a_parent_is_not_disturbed_by_its_forks(worker: Worker) -> None:
     prompt = worker.prompt(1)
     with worker.open() as stream:
         parent = stream.new(prompt)

@@ -1,4 +1,4 @@
-"""Who the worker is, and what it serves beside its own service."""
+"""The worker's identity, and the standard services that it offers."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ LIST_SERVICES = b"\x3a\x00"
 
 
 @case("worker_service", "Returns the worker's identity and its model.")
-def get_info_tells_who_the_worker_is(worker: Worker) -> None:
+def get_info_returns_the_workers_identity(worker: Worker) -> None:
     info = worker.get_info()
     expect_true(bool(info.worker_id), "worker_id is empty")
     expect("worker_id of a second call", info.worker_id, worker.info.worker_id)
@@ -48,13 +48,13 @@ def special_tokens_are_in_the_vocabulary(worker: Worker) -> None:
 
 
 @case("worker_service", "The greatest epoch seen, 0 if none.")
-def get_info_tells_the_greatest_epoch(worker: Worker) -> None:
+def get_info_returns_the_greatest_epoch(worker: Worker) -> None:
     with worker.open():
         expect("last_epoch after InitializeCache", worker.get_info().last_epoch, worker.epoch)
 
 
 @case("model", "The chunks of one file arrive in order")
-def the_models_files_come_in_pieces(worker: Worker) -> None:
+def the_models_files_are_sent_in_chunks(worker: Worker) -> None:
     complete: set[str] = set()
     current = ""
     call = worker.stub.GetModelAssets(

@@ -1,4 +1,4 @@
-"""Step numbers, and several plans on their way."""
+"""Step numbers, and several plans in flight."""
 
 import grpc
 

@@ -95,7 +95,7 @@ def those_known_before_are_left_out(worker: Worker) -> None:
 
 
 @case("sampling", "The same for prompt tokens. Absent: none.")
-def nothing_is_reported_unasked_or_of_output_tokens(worker: Worker) -> None:
+def nothing_is_reported_without_a_request_or_for_output_tokens(worker: Worker) -> None:
     with worker.open() as stream:
         silent = stream.new(worker.prompt(1))
         expect("entries unasked", len(stream.step(silent.row()).message.prompt_logprobs), 0)

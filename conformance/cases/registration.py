@@ -1,4 +1,4 @@
-"""The worker as the core's member. Needs `--core-listen`; at the end the worker is told to stop."""
+"""The worker's registration. Requires `--core-listen`; at the end the worker is stopped."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ END_TIMEOUT_S = 20.0
 
 
 def registration_server_of(worker: Worker) -> RegistrationServer:
-    """Where the worker registered; skips the case if it did not."""
+    """The worker's registration; skips the case without one."""
     if worker.registration_server is None:
         raise Skipped("needs --core-listen and a worker that registers there")
     return worker.registration_server
@@ -78,7 +78,7 @@ def a_worker_that_serves_says_ready(worker: Worker) -> None:
 
 
 @case("scheduler_service", "Finish running sequences and accept no new ones.")
-def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
+def a_draining_worker_finishes_running_sequences(worker: Worker) -> None:
     server = registration_server_of(worker)
     prompt = worker.prompt(1)
     worker.alone(prompt, 4)  # while new caches can still be made
@@ -87,7 +87,7 @@ def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
         first = stream.generate(sequence, 2)
         so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
         server.send(pb.WorkerDirective(drain=pb.Drain()))
-        # One heartbeat may have been on its way.
+        # One heartbeat may have been in flight.
         states = [
             each.heartbeat.state
             for each in server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[so_far:]
@@ -95,11 +95,11 @@ def a_worker_told_to_drain_finishes_what_runs(worker: Worker) -> None:
         expect("state after the directive", states[-1], status_pb2.WORKER_STATE_DRAINING)
         rest = stream.generate(sequence, 2)
     found = Generation([*first.steps, *rest.steps])
-    worker.expect_as_alone("what ran when the worker was told to drain", found, prompt)
+    worker.expect_as_alone("a sequence that ran when the worker was drained", found, prompt)
 
 
 @case("scheduler_service", "Exit.")
-def a_worker_told_to_stop_ends_its_stream(worker: Worker) -> None:
+def a_stopping_worker_ends_its_stream(worker: Worker) -> None:
     server = registration_server_of(worker)
     server.send(pb.WorkerDirective(stop=pb.Stop(reason="the conformance kit is done")))
     ended = server.wait_for_end(END_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Whatever a core does wrong, the worker stays ready for the next."""
+"""After any error of a core, the worker is ready for the next one."""
 
 import grpc
 
@@ -27,7 +27,7 @@ def after_a_wrong_plan_a_new_epoch_works(worker: Worker) -> None:
 
 
 @case("worker_service", "However a stream ends, its sequences are forgotten")
-def after_a_stream_that_broke_off_a_new_epoch_works(worker: Worker) -> None:
+def after_a_cancelled_stream_a_new_epoch_works(worker: Worker) -> None:
     for num_plans in (0, 1, 8):
         with worker.open() as stream:
             sequence = stream.new(worker.prompt(1))
@@ -45,7 +45,7 @@ def a_stream_without_a_plan_ends_well(worker: Worker) -> None:
 
 
 @case("worker_service", "the worker is ready for a greater epoch")
-def bytes_that_are_no_message_end_the_stream_alone(worker: Worker) -> None:
+def malformed_bytes_end_only_the_stream(worker: Worker) -> None:
     with worker.open():
         raw = worker.channel.stream_stream(
             "/pagewire.v1.WorkerService/ExecuteSteps", request_serializer=bytes
@@ -83,7 +83,7 @@ def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker) -> None:
 
 
 @case("plan", "Sequences whose state the worker drops.")
-def sequences_come_and_go_for_long(worker: Worker) -> None:
+def many_sequences_are_added_and_forgotten(worker: Worker) -> None:
     prompt = worker.prompt(1, 4)
     with worker.open() as stream:
         blocks = stream.take_blocks(-(-8 // worker.block_size))
@@ -96,7 +96,7 @@ def sequences_come_and_go_for_long(worker: Worker) -> None:
 
 
 @case("worker_service", "Creates the KV caches and forgets all sequences.")
-def calls_may_come_beside_a_step_stream(worker: Worker) -> None:
+def other_calls_may_be_made_during_a_step_stream(worker: Worker) -> None:
     prompt = worker.prompt(1)
     with worker.open() as stream:
         sequence = stream.new(prompt)

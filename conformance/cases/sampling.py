@@ -1,4 +1,4 @@
-"""Greedy tokens, and what a random one may depend on: seed, choice, position and context."""
+"""Greedy tokens, and random ones, which depend on seed, choice, position and context only."""
 
 from conformance.assertions import expect, expect_true
 from conformance.case import case
@@ -58,8 +58,8 @@ def seeds_and_choices_draw_differently(worker: Worker) -> None:
         tuple(worker.alone(prompt, num_tokens, sampler_params(seed=1, **hot), choice).tokens)
         for choice in range(3)
     }
-    expect_true(len(by_seed) > 1, f"three seeds brought the same {num_tokens} tokens")
-    expect_true(len(by_choice) > 1, f"three choices brought the same {num_tokens} tokens")
+    expect_true(len(by_seed) > 1, f"three seeds gave the same {num_tokens} tokens")
+    expect_true(len(by_choice) > 1, f"three choices gave the same {num_tokens} tokens")
 
 
 @case("sampling", "the draw for a sequence at output position p")

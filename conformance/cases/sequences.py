@@ -1,4 +1,4 @@
-"""What the worker remembers of sequences: coming, going, and what may be said of them."""
+"""The worker's state of sequences: added, forgotten, and invalid updates."""
 
 from collections.abc import Callable
 
@@ -79,7 +79,7 @@ def forgetting_an_unknown_sequence_is_refused(worker: Worker) -> None:
 
 
 @case("plan", "Order: forget sequences, swap out, swap in, copy, take in new sequences")
-def an_id_may_be_forgotten_and_given_anew_in_one_plan(worker: Worker) -> None:
+def an_id_may_be_forgotten_and_reused_in_one_plan(worker: Worker) -> None:
     with worker.open() as stream:
         first = _known(stream, worker)
         prompt = worker.prompt(2)

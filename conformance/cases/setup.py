@@ -11,7 +11,7 @@ from pagewire.v1 import worker_service_pb2 as pb
 @case("worker_service", "and so is a stream before the first InitializeCache")
 def a_stream_before_the_first_cache_is_refused(worker: Worker) -> None:
     if not worker.is_fresh:
-        raise Skipped("the worker has had caches; start it anew to see this")
+        raise Skipped("the worker has had caches; restart it to run this case")
     with worker.stream(worker.next_epoch()) as stream:
         stream.send(stream.new(worker.prompt(1)).row())
         stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)

@@ -1,4 +1,4 @@
-"""Plans and results in the plain case: prefill, decode, chunks, and what a result tells."""
+"""Plans and results without cache operations: prefill, decode, chunks, fields of results."""
 
 from conformance.assertions import expect, expect_true
 from conformance.case import case
@@ -6,7 +6,7 @@ from conformance.worker import Worker
 
 
 @case("plan", "The sampled token of each sampling row, in row order")
-def a_prefill_and_decodes_bring_one_token_each(worker: Worker) -> None:
+def a_prefill_and_decodes_return_one_token_each(worker: Worker) -> None:
     with worker.open() as stream:
         sequence = stream.new(worker.prompt(1))
         tokens = stream.generate(sequence, 5).tokens
@@ -15,7 +15,7 @@ def a_prefill_and_decodes_bring_one_token_each(worker: Worker) -> None:
 
 
 @case("model", "bitwise independent of the rest of the batch and of how its tokens were computed")
-def the_same_sequence_brings_the_same_tokens(worker: Worker) -> None:
+def the_same_sequence_gives_the_same_tokens(worker: Worker) -> None:
     prompt = worker.prompt(1)
     expected = worker.alone(prompt, 6)
     with worker.open() as stream:
@@ -58,7 +58,7 @@ def a_row_that_does_not_sample_appends_nothing(worker: Worker) -> None:
 
 
 @case("plan", "Prompt, then tokens generated so far (after a preemption or the loss of a worker).")
-def a_recomputed_sequence_goes_on_as_before(worker: Worker) -> None:
+def a_recomputed_sequence_continues_as_before(worker: Worker) -> None:
     for number in range(2):
         prompt = worker.prompt(number)
         with worker.open() as stream:

@@ -1,4 +1,4 @@
-"""Which tokens a constraint allows, told from the texts of the model's tokens."""
+"""Which tokens a constraint allows, derived from the texts of the model's tokens."""
 
 from conformance import columns
 from conformance.assertions import Skipped, expect_true
@@ -24,7 +24,7 @@ OBJECT = """{"type": "object", "additionalProperties": false, "required": ["b", 
 
 
 @case("model", "Whether the worker implements SamplerParams.constraint.")
-def who_keeps_to_constraints_has_a_tokenizer(worker: Worker) -> None:
+def a_worker_with_constraints_has_a_tokenizer(worker: Worker) -> None:
     expect_true(any(texts_of(worker)), "no token of tokenizer.json has a text")
 
 
@@ -129,7 +129,7 @@ def min_tokens_holds_the_end_back_while_there_is_more(worker: Worker) -> None:
 
 
 @case("sampling", "suppressed_token_ids therefore has no meaning with a constraint")
-def suppressed_tokens_are_not_looked_at(worker: Worker) -> None:
+def suppressed_tokens_are_ignored(worker: Worker) -> None:
     suppressed = {"suppressed_token_ids": columns.pack([end_of(worker)])}
     asked = known_constraint(worker, choice("ab"), texts("ab"), min_tokens=9, others=suppressed)
     expect_allowed(worker, asked, "ab")

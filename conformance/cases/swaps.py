@@ -1,4 +1,4 @@
-"""Blocks that go to the host and come back. Skipped where the worker has no host blocks."""
+"""Blocks that are swapped out and in. Skipped if the worker has no host blocks."""
 
 from conformance.assertions import Skipped, expect
 from conformance.case import case
@@ -52,7 +52,7 @@ def a_block_swapped_out_may_be_written_in_the_same_step(worker: Worker) -> None:
         companion = stream.new(worker.prompt(3))
         out = list(zip(second.blocks[:count], parked, strict=True))
         stream.step(companion.row(), forget=[second], swap_out=out)
-        # Now out goes the first one, and into its place comes the second.
+        # Now the first one is swapped out, and the second one into its place.
         stream.step(
             companion.row(),
             forget=[first],
@@ -137,7 +137,7 @@ def a_swap_in_reads_what_its_own_step_swapped_out(worker: Worker) -> None:
         stream.step(companion.row(), forget=[first])
         overwrite(stream, worker, first.blocks, companion)
         found = stream.generate(borrowed(stream, worker, prompt, back), 3)
-    worker.expect_as_alone("a sequence that went out and in at once", found, prompt)
+    worker.expect_as_alone("a sequence swapped out and in by one step", found, prompt)
 
 
 @case("plan", "The source of a swap-out may be read by a row of this step")
@@ -159,7 +159,7 @@ def a_block_may_be_read_while_it_is_swapped_out(worker: Worker) -> None:
 
 @case("plan", "Blocks that are swapped in may be used from the next step on")
 def the_next_step_finds_what_was_swapped_in(worker: Worker) -> None:
-    """The plans are sent without waiting, so that a worker has every chance to overlap them."""
+    """The plans are sent without waiting, so that a worker may overlap them."""
     prompt, other = worker.prompt(1), worker.prompt(2)
     count = full_blocks(worker, prompt)
     with worker.open() as stream:
@@ -180,7 +180,7 @@ def the_next_step_finds_what_was_swapped_in(worker: Worker) -> None:
 
 
 @case("plan", "A host block that this frees may be a target of swap_out from the next plan on.")
-def a_host_block_serves_again_in_the_next_step(worker: Worker) -> None:
+def a_host_block_is_reusable_in_the_next_step(worker: Worker) -> None:
     first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
     count = full_blocks(worker, first_prompt)
     with worker.open() as stream:

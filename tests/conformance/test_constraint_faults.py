@@ -140,7 +140,7 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
             "a token without a text",
             "steps planned ahead",
             "a fork follows",
-            "an output that does not follow",
+            "an output that does not match",
         ],
     ),
     "ignores choices": (_ignores("choice"), ["a choice allows", "a character may come"]),
@@ -160,13 +160,13 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     "ignores min_tokens": (lambda: on_params(_ignores_min_tokens), ["min tokens holds the end"]),
     "ignores last tokens": (lambda: on_params(_ignores_last_tokens), ["a last token"]),
     "suppresses tokens": (lambda: on_params(_suppresses), ["suppressed tokens"]),
-    "begins anew": (
+    "starts again": (
         lambda: Fault(plan=_begins_anew),
-        ["a recomputed sequence goes on where", "an output that does not follow"],
+        ["a recomputed sequence continues where", "an output that does not match"],
     ),
-    "tells no errors": (
+    "reports no errors": (
         lambda: Fault(result=_tells_no_errors),
-        ["an output that does not follow", "bad words may leave"],
+        ["an output that does not match", "bad words may exclude"],
     ),
     "reports what is allowed alone": (lambda: Fault(result=_normalises), ["those of before"]),
     "draws otherwise": (lambda: on_params(_is_greedy), ["a draw is among"]),
@@ -207,7 +207,7 @@ def test_it_finds_a_worker_that(name: str, healthy: str) -> None:
 
 def test_every_case_finds_a_fault_and_a_proxy_without_one_passes(healthy: str) -> None:
     found = {case.name for _, names in FAULTS.values() for case in named(*names)}
-    assert {case.name for case in CASES} - found == {"who keeps to constraints has a tokenizer"}
+    assert {case.name for case in CASES} - found == {"a worker with constraints has a tokenizer"}
     with mutant(healthy, Fault) as address:
         outcomes = list(run(CASES, Worker(address, timeout_s=TIMEOUT_S)))
     failed = [each.case.name for each in outcomes if each.verdict is not Verdict.PASS]
@@ -222,7 +222,7 @@ def test_who_says_so_without_a_tokenizer_is_found_out(tmp_path: Path) -> None:
     with running(node_worker("--listen", address), tmp_path):
         Worker(address)
         with mutant(address, lambda: Fault(info=boast)) as proxy:
-            case = named("who keeps to constraints")
+            case = named("a worker with constraints")
             (outcome,) = run(case, Worker(proxy, timeout_s=TIMEOUT_S))
     assert outcome.verdict is Verdict.FAIL
     assert "tokenizer.json" in outcome.explanation

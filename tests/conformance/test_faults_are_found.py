@@ -212,7 +212,7 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     # Sequences.
     "ignores what to forget": (
         ignores("forget_seq_ids"),
-        ["a forgotten sequence is unknown", "an id may be forgotten and given anew"],
+        ["a forgotten sequence is unknown", "an id may be forgotten and reused"],
     ),
     "ignores forks' own tokens": (
         on_new(lambda new: _clears(new, "token_ids") if new.parent_seq_id else None),
@@ -257,11 +257,11 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
         on_result(_repeats_the_first_row),
         ["tokens do not depend on the rest of the batch"],
     ),
-    "tells no times": (
+    "reports no times": (
         on_result(lambda result: _clears(result, "timings")),
         ["a steps times follow each other"],
     ),
-    "tells no row errors": (
+    "reports no row errors": (
         on_result(lambda result: _clears(result, "errors")),
         ["a row without candidates fails", "fails again until forgotten"],
     ),
@@ -345,7 +345,7 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     ),
     "reports log probabilities unasked": (
         on_params(logprobs=_clamps(1), prompt_logprobs=_clamps(1)),
-        ["nothing is reported unasked", "only rows that asked get log probabilities"],
+        ["nothing is reported without a request", "only rows that asked get log probabilities"],
     ),
     "counts prompt positions from 0": (
         on_result(_counts_prompt_positions_from_0),

@@ -122,7 +122,7 @@ def test_a_file_without_a_token_is_an_error(tmp_path: Path) -> None:
     empty = tmp_path / "token"
     empty.write_text("\n")
     run = run_kit(f"unix:{tmp_path}/none.sock", "--cluster-token-file", str(empty))
-    assert (run.returncode, run.stderr) == (1, f"error: {empty} has no token in it\n")
+    assert (run.returncode, run.stderr) == (1, f"error: {empty} contains no token\n")
 
 
 def test_a_worker_that_is_loading_is_waited_for(tmp_path: Path) -> None:
