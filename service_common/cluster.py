@@ -39,12 +39,14 @@ class ClusterConfig:
     """Files of a member's credentials; all are optional."""
 
     token_file: Path | None = None
+    """The token that the services of the deployment present to each other; see
+    docs/security.md."""
     ca: Path | None = None
-    """The cluster's authority."""
+    """Authority of the services' certificates (PEM), for TLS between them."""
     cert: Path | None = None
-    """This member's certificate."""
+    """This service's certificate (PEM)."""
     key: Path | None = None
-    """That certificate's key."""
+    """That certificate's key (PEM)."""
 
     def __post_init__(self) -> None:
         given = [path is not None for path in (self.ca, self.cert, self.key)]

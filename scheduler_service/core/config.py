@@ -59,35 +59,37 @@ class SchedulerConfig:
     """Limits and switches of the scheduler core; checked when made."""
 
     max_num_seqs: int = 256
-    """Most sequences in a group's batch; a request with n choices takes n places."""
+    """Most sequences in a worker group's batch; a request with n choices takes n places."""
 
     max_num_batched_tokens: int = 2048
-    """Most tokens one step computes. At least `max_num_seqs`, so that every running
-    decode gets its token in every step."""
+    """Most tokens computed in one step. At least max_num_seqs, so that every running sequence gets
+    a token in every step."""
 
     enable_chunked_prefill: bool = True
-    """Whether a prompt may be computed in pieces beside the decodes. If not, a group must
-    allow its longest prompt beside a full batch; see `check_capacity`."""
+    """Compute long prompts in pieces, beside running sequences. Without it, a step must have room
+    for the longest prompt beside a full batch."""
 
     enable_prefix_caching: bool = True
-    """Whether sequences that begin alike share the KV blocks of what is alike, those of
-    sequences that have ended included, as long as nothing else needs the memory."""
+    """Reuse the KV blocks of prompts and answers that share a prefix, as long as nothing else
+    needs the memory."""
 
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    """What becomes of a request's blocks when there are too few for all that run."""
+    """What becomes of a request's KV blocks when memory runs out: swap moves them to host memory,
+    recompute drops them, auto does what costs less."""
 
     watermark: float = 0.01
-    """Fraction of a group's blocks kept free when admitting, so that what runs can grow."""
+    """Share of a worker group's blocks kept free when admitting, so that running sequences can
+    grow."""
 
     pipeline_depth: int = 2
     """Most steps planned before the first one's result is in."""
 
     max_steps_together: int = 8
-    """Most steps whose plans and results travel together, where all requests of a batch let their
+    """Most steps whose plans and results travel together, if all requests of a batch let their
     tokens wait; one more may then be planned before the first one's result is in. 1: none do."""
 
     max_queue_requests: int = 4096
-    """Most requests waiting for a place; more are refused."""
+    """Most waiting requests; more are refused."""
 
     max_queue_tokens: int = 4_194_304
     """Most prompt tokens of waiting requests; more are refused unless nothing waits."""
@@ -97,7 +99,7 @@ class SchedulerConfig:
     tells better."""
 
     policy: PolicyName = PolicyName.FCFS
-    """Who is served first."""
+    """Order of service: by arrival, by priority, or in fair shares for tenants."""
 
     default_tenant: TenantConfig = field(default_factory=TenantConfig)
     """What every tenant may have that is not among `tenants`; each for itself."""
@@ -106,11 +108,12 @@ class SchedulerConfig:
     """What tenants may have, by name."""
 
     isolate_tenants: bool = False
-    """Whether the prefix cache keeps tenants apart: none can find, or learn by the time that an
-    answer takes, what others have sent."""
+    """Share no KV blocks between tenants: none can find, or infer from response times, what others
+    have sent."""
 
     max_worker_losses: int = 3
-    """A request that was on a worker at its death this many times fails: it may be the cause."""
+    """Fail a request after this many worker losses while it was running, as it may be their
+    cause."""
 
     def __post_init__(self) -> None:
         """Refuse contradictory limits with a ValueError that names the field."""

@@ -20,34 +20,37 @@ class CoreServiceConfig:
     """Address and patience of one scheduler core."""
 
     listen: str = "127.0.0.1:7610"
-    """Where frontends and workers call. Loopback by default, as there are no credentials."""
+    """Where frontends and workers call. Without credentials, keep it on loopback."""
 
     health_listen: str | None = None
-    """Where to answer health checks besides, of anybody."""
+    """Answer health checks here as well, without TLS or credentials."""
 
     cluster: ClusterConfig = NO_CLUSTER
     """What members of the deployment show each other."""
 
     lease_ms: int = 2000
-    """Time without a heartbeat after which a worker counts as lost."""
+    """Milliseconds without a heartbeat after which a worker counts as lost."""
 
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
     """When a step counts as hung, though its worker's heartbeats go on."""
 
     otlp_endpoint: str | None = None
-    """Where requests' spans are exported to; None: as OpenTelemetry's variables say, if at all."""
+    """Where requests' spans are exported (OTLP over gRPC), such as http://127.0.0.1:4317; by
+    default as OpenTelemetry's own variables say."""
 
     metrics: str | None = None
-    """Where Prometheus asks, HOST:PORT; None: nowhere."""
+    """Where Prometheus asks for /metrics; without a host on 127.0.0.1."""
 
     grace_period_s: float = 30.0
-    """Seconds in which running requests may finish when the service is told to end."""
+    """Seconds in which running requests may finish after SIGTERM."""
 
     record: Path | None = None
-    """Where to record all that the core is told, prompts included; see docs/replay.md."""
+    """Record all input of the core, prompts included, for `pagewire replay`; compressed if the
+    name ends in .gz. An existing file is kept: the next free number is put into the name. See
+    docs/replay.md."""
 
     record_plans: bool = False
-    """Whether a recording holds whole plans, and not only their hashes."""
+    """Record whole plans, not only their hashes."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Sizes of batches and queues, and how far planning runs ahead."""

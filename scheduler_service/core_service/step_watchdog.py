@@ -28,14 +28,15 @@ class StepTimeout:
     """How much longer than expected a step may take; checked when made."""
 
     floor_s: float = 10.0
-    """No step is overdue sooner than this. 0: none ever is."""
+    """Seconds that any step may take before its worker counts as hung, even if its heartbeats
+    continue; 0 disables the limit."""
 
     first_floor_s: float = 300.0
-    """The same for the first steps of a size, which may compile or record, and of which nothing is
-    known: a large model on few cores takes minutes for a batch of prompts."""
+    """The same for the first steps of each size, which may compile kernels or record graphs: a
+    large model on few cores takes minutes for a batch of prompts."""
 
     factor: float = 10.0
-    """How many times the expected time a step may take."""
+    """How many times longer a step may take than the steps before it let expect."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers with a ValueError that names the flag."""

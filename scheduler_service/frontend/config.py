@@ -17,19 +17,21 @@ class FrontendConfig:
     """Addresses and limits of one frontend."""
 
     core: str = "127.0.0.1:7610"
-    """Address of the scheduler core."""
+    """Where the scheduler core listens."""
 
     listen: str = "127.0.0.1:7600"
-    """Where clients call. Loopback by default: without keys, whoever reaches it may call."""
+    """Where clients call. Without keys, anybody who reaches the address may call."""
 
     health_listen: str | None = None
-    """Where to answer health checks besides, of anybody."""
+    """Answer health checks here as well, without TLS or credentials."""
 
     api_keys: Path | None = None
-    """File of the keys that clients may bring; without it and `api_key` everybody may call."""
+    """Keys that clients may present, as TOML; without them everybody may call. See
+    docs/security.md."""
 
     api_key: str | None = field(default=None, repr=False)
-    """The one key that clients may bring, where there are no tenants to tell apart."""
+    """The one key that clients may present. Other users of this machine can read it on a command
+    line, but not in the environment."""
 
     tls: TlsFiles | None = None
     """What clients are shown, and what they must show."""
@@ -38,34 +40,35 @@ class FrontendConfig:
     """What to show the core."""
 
     max_connections: int = 16_384
-    """Connections of clients; more are refused."""
+    """Most connections of clients; more are refused."""
 
     http: str | None = None
     """Where HTTP clients call, HOST:PORT; None: nowhere."""
 
     http_share_port: bool = False
-    """Whether other frontends on this machine may listen for HTTP at the same address."""
+    """Let other frontends on this machine listen for HTTP at the same address; connections are
+    spread."""
 
     otlp_endpoint: str | None = None
-    """Where requests' spans are exported to; None: as OpenTelemetry's variables say, if at all."""
+    """Where requests' spans are exported (OTLP over gRPC), such as http://127.0.0.1:4317; by
+    default as OpenTelemetry's own variables say."""
 
     metrics: str | None = None
-    """Where Prometheus asks, HOST:PORT; None: over HTTP only, if there is any."""
+    """Where Prometheus asks for /metrics; without a host on 127.0.0.1. HTTP, if enabled, answers
+    it as well."""
 
     max_concurrent_requests: int = 4096
-    """Open requests after which new ones are refused; bounds memory, while the core's own queue
-    bounds waiting."""
+    """Most open requests; more are refused."""
 
     max_tenant_requests: int | None = None
-    """Open requests of one tenant, and of one call, after which its new ones are refused, so that
-    nobody fills the frontend alone; None: half of `max_concurrent_requests`. Where keys name no
-    tenants, only calls have a share."""
+    """Most open requests of one tenant, and of one call; by default half of
+    --max-concurrent-requests. Where keys name no tenants, only calls have a share."""
 
     default_timeout_s: float | None = None
-    """Deadline of requests that bring none, in seconds; None leaves them without."""
+    """Deadline of requests that bring none; by default they have none."""
 
     grace_period_s: float = 30.0
-    """Seconds in which open requests may finish when the service is told to end."""
+    """Time in which open requests may finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         check_addresses(core=self.core, listen=self.listen, health_listen=self.health_listen)
