@@ -121,6 +121,7 @@ FLAGS = (
     Flag("tls_client_ca", str, ("frontend",), "Authority of clients' certificates (PEM)."),
     Flag("max_connections", int, ("frontend",), "Most connections of clients per frontend."),
     Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
+    Flag("max_tenant_requests", int, ("frontend",), "Most open requests of one tenant or call."),
     Flag("default_timeout", float, ("frontend",), "Seconds for requests without a deadline."),
     Flag("cluster_token_file", str, _ALL, "File of the token that the services send each other."),
     Flag("cluster_ca", str, _ALL, "Authority of the services' certificates (PEM)."),
