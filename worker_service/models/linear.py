@@ -1,16 +1,21 @@
 """Linear layers: packed for a CPU's vector units; plain, or in a fixed order, on GPUs.
 
 Packed weights are laid out once, after loading. The native kernels take float32, and bfloat16 where
-they were built. oneDNN takes the rest, and bfloat16 where the processor multiplies matrices in
-tiles (AMX), which the native kernels do not use. Both compute a row to the same bits whatever rows
-are beside it; torch's own `linear` does not.
+they were built; oneDNN takes the rest. Both compute a row to the same bits whatever the other rows
+are; torch's own `linear` does not.
 
-oneDNN's products are two to three times as fast as torch's own for few rows, and batch-invariant: a
-row's result is bitwise the same for any number of rows from two on (measured with torch 2.13 from 1
-to 4096 rows; torch's own `linear` chooses its kernel, and with it the order of sums, by the number
-of rows). A single row takes another path, so it is computed twice. For each number of rows oneDNN
-makes a kernel and keeps the last thousand: some milliseconds and some hundred kilobytes each, which
-prompts of every length would cost again and again. So large numbers of rows are rounded up to few.
+oneDNN's packed products are two to three times as fast as torch's own for few rows. With vector
+instructions a row's result is bitwise the same for any number of rows from two on (measured with
+torch 2.13 from 1 to 4096 rows). A single row takes another path, so it is computed twice. For each
+number of rows oneDNN makes a kernel and keeps the last thousand: some milliseconds and some hundred
+kilobytes each, which prompts of every length would cost again and again. So large numbers of rows
+are rounded up to a few sizes.
+
+With AMX that does not hold: oneDNN splits the sum over the inputs differently for different numbers
+of rows, and about one output in 20,000 rounds to another bfloat16. There, half-precision products
+are computed in batches of exactly 32 rows, whose results were the same bits for every position of a
+row and for 1 to 8 threads. `docs/model-execution.md` compares the speed of these with the native
+kernels, which are the default on such CPUs too, because they can be recorded.
 
 Sharded layers. A column-parallel linear layer is an ordinary one with fewer outputs: each rank has
 the rows of its weight that belong to its heads or inner columns. The layer after it takes those as
@@ -40,6 +45,9 @@ from worker_service.models.interface import ModelContext
 MIN_ROWS = 2
 """Fewer rows are padded up to this."""
 
+TILED_ROWS = 32
+"""Rows of every half-precision product where oneDNN uses AMX."""
+
 MAX_EXACT_ROWS = 64
 """More rows are padded up to a number of four significant bits: by an eighth at most."""
 
@@ -53,10 +61,11 @@ def num_padded_rows(num_rows: int) -> int:
 
 
 class OneDNNWeight:
-    """A packed weight of float32, bfloat16 or float16; see `packed_weight.PackedWeight`."""
+    """A packed weight of float32, bfloat16 or float16. Implements `PackedWeight`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
+        self._is_tiled = weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
 
     @staticmethod
@@ -75,11 +84,21 @@ class OneDNNWeight:
     ) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
         num_rows = rows.shape[0]
-        num_more = num_padded_rows(num_rows) - num_rows
-        if num_more:
-            rows = torch.cat([rows, rows[:num_more]])
-        product = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
+        if self._is_tiled:
+            padded = nn.functional.pad(rows, (0, 0, 0, -num_rows % TILED_ROWS))
+            batches = padded.split(TILED_ROWS)
+            product = torch.cat([self._multiply(batch, bias) for batch in batches])
+        else:
+            num_more = num_padded_rows(num_rows) - num_rows
+            padded = torch.cat([rows, rows[:num_more]]) if num_more else rows
+            product = self._multiply(padded, bias)
         return product[:num_rows].to(output_dtype or product.dtype)
+
+    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._packed, bias, "none", [], ""
+        )
+        return product
 
 
 class PackedWeight(Protocol):
@@ -123,8 +142,7 @@ def pack_gated(weight: Tensor, activation: str) -> NativeGatedWeight | None:
 
 
 def _native_library(dtype: torch.dtype) -> Library | None:
-    tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-    return library() if dtype in native.DTYPES and not tiles else None
+    return library() if dtype in native.DTYPES else None
 
 
 @cache

@@ -50,14 +50,21 @@ def test_a_packed_product_has_the_same_bits_for_any_number_of_rows(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_product_by_onednn_has_the_same_bits_for_any_number_of_rows(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("in_features", "out_features"), [(60, 100), (768, 2304), (2048, 257)])
+def test_a_product_by_onednn_has_the_same_bits_for_any_number_of_rows(
+    in_features: int, out_features: int, dtype: torch.dtype
+) -> None:
     if not OneDNNWeight.can_pack(dtype):
         pytest.skip(f"oneDNN has no packed product for {dtype} on this CPU")
-    packed = OneDNNWeight(torch.randn(100, 60).to(dtype))
-    rows = torch.randn(300, 60).to(dtype)
+    packed = OneDNNWeight(torch.randn(out_features, in_features).to(dtype))
+    rows = torch.randn(300, in_features).to(dtype)
     expected = packed.apply(rows)
     for num_rows in [*range(1, 71), 96, 128, 257]:
         assert torch.equal(packed.apply(rows[:num_rows]), expected[:num_rows]), num_rows
+    for start in range(0, 60, 7):
+        assert torch.equal(packed.apply(rows[start : start + 5]), expected[start : start + 5]), (
+            start
+        )
 
 
 def test_rows_are_padded_to_few_numbers_and_little() -> None:
