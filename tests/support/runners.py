@@ -45,10 +45,10 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
     return DeviceRunner(model, cache, block_size, state, grammars=grammars(model.vocab_size))
 
 
-def recorded(model: Model, cache: CacheEngine, block_size: int, num_slots: int = 4) -> DeviceRunner:
+def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 4) -> DeviceRunner:
     """Replays decodes in padded batches, on a device that is as late as can be, and which at first
     has room for few sequences."""
-    state = DeviceState(model, cache, block_size, EagerRecorder(), SIZES, num_slots)
+    state = DeviceState(model, cache, block_size, EagerRecorder(), SIZES, num_rows)
     known = grammars(model.vocab_size)
     return DeviceRunner(model, cache, block_size, state, make_event=LateEvent, grammars=known)
 

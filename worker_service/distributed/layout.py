@@ -5,7 +5,7 @@ Ranks are numbered stage by stage: with tensor_parallel_size 2 and pipeline_para
     stage 0 (first layers)   rank 0   rank 1
     stage 1 (last layers)    rank 2   rank 3
 
-Within a stage every rank computes its share of each layer; rank 2, the first of the last stage,
+Within a stage every rank computes its shard of each layer; rank 2, the first of the last stage,
 samples.
 """
 
@@ -15,20 +15,20 @@ from worker_service.errors import InvalidOption
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """A rank's range of something that several ranks divide."""
 
     start: int
     size: int
     total: int
 
-    def times(self, factor: int) -> "Share":
+    def times(self, factor: int) -> "Shard":
         """The same range where each unit is `factor` elements wide."""
-        return Share(self.start * factor, self.size * factor, self.total * factor)
+        return Shard(self.start * factor, self.size * factor, self.total * factor)
 
-    def within(self, offset: int, total: int) -> "Share":
+    def within(self, offset: int, total: int) -> "Shard":
         """The same range where it begins at `offset` of something larger."""
-        return Share(offset + self.start, self.size, total)
+        return Shard(offset + self.start, self.size, total)
 
     @property
     def is_whole(self) -> bool:
@@ -93,7 +93,7 @@ class Layout:
         """Whether this is the rank that picks the tokens."""
         return self.rank == self.sampler
 
-    def even_share(self, total: int, what: str) -> Share:
+    def even_shard(self, total: int, what: str) -> Shard:
         """This rank's part of `total` units. Raises InvalidOption unless all parts are equal."""
         size, rest = divmod(total, self.tensor_parallel_size)
         if rest:
@@ -101,29 +101,29 @@ class Layout:
                 f"tensor_parallel_size: {self.tensor_parallel_size} ranks cannot share the"
                 f" model's {total} {what} evenly; expected a divisor of {total}"
             )
-        return Share(self.tensor_rank * size, size, total)
+        return Shard(self.tensor_rank * size, size, total)
 
-    def kv_head_share(self, num_kv_heads: int) -> Share:
+    def kv_head_shard(self, num_kv_heads: int) -> Shard:
         """This rank's key and value heads; where there are fewer than ranks, several hold one."""
         num_ranks = self.tensor_parallel_size
         if num_kv_heads >= num_ranks:
-            return self.even_share(num_kv_heads, "key and value heads")
+            return self.even_shard(num_kv_heads, "key and value heads")
         if num_ranks % num_kv_heads:
             raise InvalidOption(
                 f"tensor_parallel_size: {num_ranks} ranks cannot share the model's {num_kv_heads}"
                 f" key and value heads; expected a multiple or a divisor of {num_kv_heads}"
             )
-        return Share(self.tensor_rank * num_kv_heads // num_ranks, 1, num_kv_heads)
+        return Shard(self.tensor_rank * num_kv_heads // num_ranks, 1, num_kv_heads)
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary's matrices on every rank; the last ones' may be padding."""
         return -(-vocab_size // self.tensor_parallel_size)
 
-    def vocab_share(self, vocab_size: int) -> Share:
+    def vocab_shard(self, vocab_size: int) -> Shard:
         """This rank's tokens."""
         rows = self.vocab_rows(vocab_size)
         start = min(self.tensor_rank * rows, vocab_size)
-        return Share(start, min(rows, vocab_size - start), vocab_size)
+        return Shard(start, min(rows, vocab_size - start), vocab_size)
 
     def layer_range(self, num_layers: int) -> range:
         """This rank's layers; the first stages have one more where they do not divide evenly."""

@@ -80,7 +80,7 @@ class LoadedModel:
     tokens were computed."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
-    """The others that have a share of the model; mostly there are none."""
+    """The others that have a shard of the model; mostly there are none."""
 
 
 def attention_needs(
@@ -235,8 +235,8 @@ def _build(
     whole = model
     if config.layout.world_size > 1:
         whole = _outline(config, hf_config, context, kernels)
-    names = {slot.name for slot in whole.weight_targets()}
-    model.num_parameters = sum(slot.target.numel() for slot in whole.weight_targets())
+    names = {weight.name for weight in whole.weight_targets()}
+    model.num_parameters = sum(weight.target.numel() for weight in whole.weight_targets())
     packing = EagerPacking(model)
     if config.load_format == "dummy":
         fill_dummy_weights(model.weight_targets(), on_filled=packing)
@@ -264,7 +264,7 @@ def _outline(
     """The whole model without memory for its weights: what all ranks have together."""
     outline = ModelContext(dtype=context.dtype, device=torch.device("meta"))
     model = build_native_model(hf_config, config.max_model_len, outline, kernels)
-    assert model is not None, "a rank's share of it was built"
+    assert model is not None, "a rank's shard of it was built"
     return model
 
 

@@ -47,7 +47,7 @@ Wanted = tuple[str, WeightTarget]
 OnFilled = Callable[[WeightTarget], None]
 
 
-def _nothing(slot: WeightTarget) -> None:
+def _nothing(weight: WeightTarget) -> None:
     """Nobody wants to know."""
 
 
@@ -121,25 +121,27 @@ def load_weights(
     on_filled: OnFilled = _nothing,
     show_progress: bool | None,
 ) -> int:
-    """Fill the model's slots from the checkpoint; returns the bytes read.
+    """Fill the model's targets from the checkpoint; returns the bytes read.
 
     Of a tensor that several ranks share, only this rank's part is read. Missing, unexpected and
     misshapen tensors are all named in one error before anything is read. others: canonical names
-    of tensors that are other ranks'. on_filled: called with each slot, which is let go then.
+    of tensors that are other ranks'. on_filled: called with each target, which is let go then.
     """
-    slots: dict[str, list[WeightTarget]] = {}
-    for slot in model.weight_targets():
-        slots.setdefault(slot.name, []).append(slot)
+    targets: dict[str, list[WeightTarget]] = {}
+    for weight in model.weight_targets():
+        targets.setdefault(weight.name, []).append(weight)
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
-    _check_names(model, slots, sources, others)
+    _check_names(model, targets, sources, others)
     by_file: dict[Path, deque[Wanted]] = {file: deque() for file in checkpoint.files}
-    for name, same_named in slots.items():
+    for name, same_named in targets.items():
         wanted = by_file[checkpoint.file_of[sources[name]]]
-        wanted.extend((sources[name], slot) for slot in same_named)
+        wanted.extend((sources[name], weight) for weight in same_named)
     _check_shapes(by_file)
 
-    num_bytes = sum(slot.target.nbytes for same_named in slots.values() for slot in same_named)
-    slots.clear()  # or their memory would be held until the end
+    num_bytes = sum(
+        weight.target.nbytes for same_named in targets.values() for weight in same_named
+    )
+    targets.clear()  # or their memory would be held until the end
     num_read = 0
     with _progress_bar(num_bytes, show_progress) as advance:
         for file, wanted in by_file.items():
@@ -149,7 +151,7 @@ def load_weights(
 
 
 def _fill_some(file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: "_Advance") -> int:
-    """Fill the next slots that a file has tensors for; returns the bytes read.
+    """Fill the next targets that a file has tensors for; returns the bytes read.
 
     What was read of a mapped file counts as this process's memory until it is closed, which it is
     after a while.
@@ -157,23 +159,23 @@ def _fill_some(file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: 
     num_read = 0
     with _open(file) as tensors:
         while wanted and num_read < _MAX_MAPPED_BYTES:
-            name, slot = wanted.popleft()
-            part = tensors.get_slice(name)[slot.source_index or ...]
-            slot.target.copy_(part)
+            name, weight = wanted.popleft()
+            part = tensors.get_slice(name)[weight.source_index or ...]
+            weight.target.copy_(part)
             num_read += part.nbytes
-            advance(slot.target.nbytes)
-            on_filled(slot)
+            advance(weight.target.nbytes)
+            on_filled(weight)
     return num_read
 
 
 def _check_names(
     model: NativeModel,
-    slots: Mapping[str, list[WeightTarget]],
+    targets: Mapping[str, list[WeightTarget]],
     sources: Mapping[str, str],
     others: Container[str],
 ) -> None:
-    missing = [name for name in slots if name not in sources]
-    unknown = [name for name in sources if name not in slots and name not in others]
+    missing = [name for name in targets if name not in sources]
+    unknown = [name for name in sources if name not in targets and name not in others]
     unexpected = [name for name in unknown if not model.optional_names.fullmatch(name)]
     faults = []
     if missing:
@@ -188,8 +190,8 @@ def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
     wrong = []
     for file, wanted in by_file.items():
         with _open(file) as tensors:
-            for name, slot in wanted:
-                found, expected = tensors.get_slice(name).get_shape(), slot.source_shape
+            for name, weight in wanted:
+                found, expected = tensors.get_slice(name).get_shape(), weight.source_shape
                 if found != expected:
                     wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
@@ -197,23 +199,23 @@ def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
 
 
 def fill_dummy_weights(
-    slots: Iterator[WeightTarget], seed: int = 0, on_filled: OnFilled = _nothing
+    targets: Iterator[WeightTarget], seed: int = 0, on_filled: OnFilled = _nothing
 ) -> None:
     """Small random numbers, the same for the same seed: weights for benchmarks.
 
     A tensor's numbers depend on its name, so that ranks fill in parts of the same. Vectors, such as
     norms and biases, are 1 where a norm needs them to be and 0 elsewhere. on_filled: called with
-    each slot.
+    each target.
     """
     generator = torch.Generator()
-    for slot in slots:
-        if slot.target.dim() == 1:
-            slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
+    for weight in targets:
+        if weight.target.dim() == 1:
+            weight.target.fill_(0.0 if weight.name.endswith("bias") else 1.0)
         else:
-            generator.manual_seed(seed + zlib.crc32(slot.name.encode()))
-            values = torch.empty(slot.source_shape).uniform_(-0.05, 0.05, generator=generator)
-            slot.target.copy_(values[slot.source_index])
-        on_filled(slot)
+            generator.manual_seed(seed + zlib.crc32(weight.name.encode()))
+            values = torch.empty(weight.source_shape).uniform_(-0.05, 0.05, generator=generator)
+            weight.target.copy_(values[weight.source_index])
+        on_filled(weight)
 
 
 class _Advance:
@@ -273,19 +275,19 @@ def _read(checkpoint: Checkpoint, name: str) -> float:
 
 
 class EagerPacking:
-    """Counts what each weight still lacks; called with every slot that has been filled."""
+    """Counts what each weight still lacks; called with every target that has been filled."""
 
     def __init__(self, model: NativeModel) -> None:
-        self._num_missing = Counter(_memory_of(slot.target) for slot in model.weight_targets())
+        self._num_missing = Counter(_memory_of(weight.target) for weight in model.weight_targets())
         self._linears: dict[int, list[Linear]] = defaultdict(list)
         """By the memory of their weights, which a tied head shares with the embedding."""
         for module in model.modules():
             if isinstance(module, Linear) and module.weight is not None:
                 self._linears[_memory_of(module.weight)].append(module)
 
-    def __call__(self, slot: WeightTarget) -> None:
-        """Pack the layers whose weight is complete with this slot."""
-        memory = _memory_of(slot.target)
+    def __call__(self, weight: WeightTarget) -> None:
+        """Pack the layers whose weight is complete with this target."""
+        memory = _memory_of(weight.target)
         self._num_missing[memory] -= 1
         if self._num_missing[memory] == 0:
             for linear in self._linears.pop(memory, ()):

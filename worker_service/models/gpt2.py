@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.select import Kernels
-from worker_service.distributed.layout import Share
+from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention
@@ -56,10 +56,10 @@ class GPT2Layer(nn.Module):
         """layer: of the whole model's."""
         super().__init__()
         s, size, layout = settings, settings.hidden_size, context.communicator.layout
-        heads = layout.even_share(s.num_heads, "attention heads")
+        heads = layout.even_shard(s.num_heads, "attention heads")
         self._heads_shape = (3, heads.size, s.head_dim)
         self._attended = heads.times(s.head_dim)
-        self._inner = layout.even_share(s.inner_size, "columns of the MLP")
+        self._inner = layout.even_shard(s.inner_size, "columns of the MLP")
         self.attention_norm = LayerNorm(size, s.norm_eps, context, kernels.layers)
         self.qkv = Linear(size, 3 * self._attended.size, bias=True, **context.as_kwargs())
         self.output = RowParallelLinear(self._attended, size, bias=True, context=context)
@@ -82,7 +82,7 @@ class GPT2Layer(nn.Module):
         inner = self.up(self.mlp_norm(residual, x))
         return self.down(self._kernels.activate(inner, self._activation))
 
-    def slots(self, name: str) -> Iterator[WeightTarget]:
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         size = self._attended.total
         qkv = [self._attended.within(offset, 3 * size) for offset in (0, size, 2 * size)]
         yield from norm_targets(f"{name}.ln_1", self.attention_norm)
@@ -117,7 +117,7 @@ class GPT2Model(NativeModel):
         self._layer_range = layout.layer_range(s.num_layers)
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
-            num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
+            num_kv_heads=layout.even_shard(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
             dtype=context.kv_dtype,
         )
@@ -165,7 +165,7 @@ class GPT2Model(NativeModel):
             yield WeightTarget("transformer.wpe.weight", self.position_embedding)
         for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, GPT2Layer)
-            yield from layer.slots(f"transformer.h.{i}")
+            yield from layer.weight_targets(f"transformer.h.{i}")
         if self.norm is not None:
             yield from norm_targets("transformer.ln_f", self.norm)
 
@@ -189,21 +189,21 @@ def gpt2_settings(config: Mapping[str, Any]) -> GPT2Settings:
     )
 
 
-def _column_targets(name: str, linear: Linear, shares: list[Share]) -> Iterator[WeightTarget]:
-    """Slots of a layer stored as [in_features, out_features]; `shares` are of its outputs."""
+def _column_targets(name: str, linear: Linear, shards: list[Shard]) -> Iterator[WeightTarget]:
+    """Targets of a layer stored as [in_features, out_features]; `shards` are of its outputs."""
     assert linear.weight is not None
     assert linear.bias is not None
-    sizes = [share.size for share in shares]
-    for weight, bias, share in zip(
-        linear.weight.split(sizes), linear.bias.split(sizes), shares, strict=True
+    sizes = [shard.size for shard in shards]
+    for weight, bias, shard in zip(
+        linear.weight.split(sizes), linear.bias.split(sizes), shards, strict=True
     ):
-        yield WeightTarget(f"{name}.weight", weight.t(), axis=1, share=share)
-        yield WeightTarget(f"{name}.bias", bias, share=share)
+        yield WeightTarget(f"{name}.weight", weight.t(), axis=1, shard=shard)
+        yield WeightTarget(f"{name}.bias", bias, shard=shard)
 
 
-def _row_targets(name: str, linear: Linear, share: Share) -> Iterator[WeightTarget]:
-    """Slots of a layer stored as [in_features, out_features]; `share` is of its inputs."""
+def _row_targets(name: str, linear: Linear, shard: Shard) -> Iterator[WeightTarget]:
+    """Targets of a layer stored as [in_features, out_features]; `shard` is of its inputs."""
     assert linear.weight is not None
     assert linear.bias is not None
-    yield WeightTarget(f"{name}.weight", linear.weight.t(), share=share)
+    yield WeightTarget(f"{name}.weight", linear.weight.t(), shard=shard)
     yield WeightTarget(f"{name}.bias", linear.bias)

@@ -39,7 +39,7 @@ from pagewire_kernels.cpu.native import (
 )
 from pagewire_kernels.cpu.native import linear as native
 from pagewire_kernels.interface import LayerKernels
-from worker_service.distributed.layout import Share
+from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext
 
 MIN_ROWS = 2
@@ -253,7 +253,7 @@ class RowParallelLinear(Linear):
     """y = x W^T + b, where each rank has some columns of x and of W; every rank gets y."""
 
     def __init__(
-        self, inputs: Share, out_features: int, *, bias: bool, context: ModelContext
+        self, inputs: Shard, out_features: int, *, bias: bool, context: ModelContext
     ) -> None:
         super().__init__(inputs.size, out_features, bias=bias, **context.as_kwargs())
         self._is_shared = not inputs.is_whole
@@ -274,10 +274,10 @@ class VocabEmbedding(nn.Module):
         self, vocab_size: int, size: int, context: ModelContext, kernels: LayerKernels
     ) -> None:
         super().__init__()
-        self.share = context.communicator.layout.vocab_share(vocab_size)
+        self.shard = context.communicator.layout.vocab_shard(vocab_size)
         num_rows = context.communicator.layout.vocab_rows(vocab_size)
         self.weight: Tensor | None = torch.empty(num_rows, size, **context.as_kwargs())
-        self.weight[self.share.size :] = 0
+        self.weight[self.shard.size :] = 0
         self.packed: NativeWeight | None = None
         self._kernels = kernels
         self._communicator = context.communicator
@@ -289,10 +289,10 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [num_tokens]; returns [num_tokens, size]."""
-        if self.share.is_whole:
+        if self.shard.is_whole:
             return self._rows(token_ids)
-        rows = token_ids - self.share.start
-        is_ours = (rows >= 0) & (rows < self.share.size)
+        rows = token_ids - self.shard.start
+        is_ours = (rows >= 0) & (rows < self.shard.size)
         found = self._rows(torch.where(is_ours, rows, 0))
         # One rank has a row's numbers and the others zeros, so the sum is exact.
         return self._communicator.sum(found.masked_fill_(~is_ours.unsqueeze(1), 0))
@@ -312,12 +312,12 @@ class VocabHead(nn.Module):
     ) -> None:
         """tied_to: the embedding whose table is the head's weight too, if this rank has it."""
         super().__init__()
-        self.share = context.communicator.layout.vocab_share(vocab_size)
+        self.shard = context.communicator.layout.vocab_shard(vocab_size)
         num_rows = context.communicator.layout.vocab_rows(vocab_size)
         if tied_to is None:
             self.linear = Linear(size, num_rows, bias=False, **context.as_kwargs())
             assert self.linear.weight is not None
-            self.linear.weight[self.share.size :] = 0
+            self.linear.weight[self.shard.size :] = 0
         else:
             assert tied_to.weight is not None
             self.linear = TiedLinear(tied_to.weight, tied_to.share_packed)
@@ -326,7 +326,7 @@ class VocabHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
         logits = self.linear.multiply(hidden, None, torch.float32)
-        if self.share.is_whole:
+        if self.shard.is_whole:
             return logits
         # Only the last ranks' rows are padded, so the padding is at the end.
-        return self._communicator.gather_columns(logits)[:, : self.share.total].contiguous()
+        return self._communicator.gather_columns(logits)[:, : self.shard.total].contiguous()

@@ -72,8 +72,8 @@ class LlamaAttention(nn.Module):
         """layer: of the whole model's."""
         super().__init__()
         s, layout = settings, context.communicator.layout
-        heads = layout.even_share(s.num_heads, "attention heads")
-        kv_heads = layout.kv_head_share(s.num_kv_heads)
+        heads = layout.even_shard(s.num_heads, "attention heads")
+        kv_heads = layout.kv_head_shard(s.num_kv_heads)
         self._num_heads, self._num_kv_heads = heads.size, kv_heads.size
         self._head_dim = s.head_dim
         self._inner, self._kv_inner = heads.times(s.head_dim), kv_heads.times(s.head_dim)
@@ -123,7 +123,7 @@ class LlamaAttention(nn.Module):
         )
         return self.output(self.attention.attend(query, kv_cache, metadata))
 
-    def slots(self, name: str) -> Iterator[WeightTarget]:
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         names = [f"{name}.{part}_proj" for part in "qkv"]
         yield from column_targets(names, self.qkv, [self._inner, self._kv_inner, self._kv_inner])
         yield from row_targets(f"{name}.o_proj", self.output, self._inner)
@@ -140,7 +140,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         s = settings
-        inner = context.communicator.layout.even_share(s.intermediate_size, "columns of the MLP")
+        inner = context.communicator.layout.even_shard(s.intermediate_size, "columns of the MLP")
         self.gate_up = GatedLinear(
             s.hidden_size,
             inner.size,
@@ -155,7 +155,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x))
 
-    def slots(self, name: str) -> Iterator[WeightTarget]:
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
         yield from column_targets(names, self.gate_up, [self._inner, self._inner])
         yield from row_targets(f"{name}.down_proj", self.down, self._inner)
@@ -192,11 +192,11 @@ class LlamaLayer(nn.Module):
         x = self.attention(x, positions, kv_cache, metadata)
         return self.mlp(self.mlp_norm(residual, x))
 
-    def slots(self, name: str) -> Iterator[WeightTarget]:
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         yield from norm_targets(f"{name}.input_layernorm", self.attention_norm)
-        yield from self.attention.slots(f"{name}.self_attn")
+        yield from self.attention.weight_targets(f"{name}.self_attn")
         yield from norm_targets(f"{name}.post_attention_layernorm", self.mlp_norm)
-        yield from self.mlp.slots(f"{name}.mlp")
+        yield from self.mlp.weight_targets(f"{name}.mlp")
 
 
 class LlamaModel(NativeModel):
@@ -229,7 +229,7 @@ class LlamaModel(NativeModel):
         )
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
-            num_kv_heads=layout.kv_head_share(s.num_kv_heads).size,
+            num_kv_heads=layout.kv_head_shard(s.num_kv_heads).size,
             head_dim=s.head_dim,
             dtype=context.kv_dtype,
         )
@@ -267,7 +267,7 @@ class LlamaModel(NativeModel):
         yield from vocab_targets(self, "model.embed_tokens.weight", "lm_head.weight", tied=tied)
         for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, LlamaLayer)
-            yield from layer.slots(f"model.layers.{i}")
+            yield from layer.weight_targets(f"model.layers.{i}")
         if self.norm is not None:
             yield from norm_targets("model.norm", self.norm)
 

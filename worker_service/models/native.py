@@ -13,7 +13,7 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.communicator import Communicator
-from worker_service.distributed.layout import Share
+from worker_service.distributed.layout import Shard
 from worker_service.models.interface import KVCacheSpec, ModelContext
 from worker_service.models.layers import PagedAttention
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
@@ -27,29 +27,29 @@ class WeightTarget:
     """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
 
     name: str
-    """As in the checkpoint, in the model's canonical form. Several slots may share a tensor."""
+    """As in the checkpoint, in the model's canonical form. Several targets may share a tensor."""
 
     target: Tensor
     """Of the part's shape."""
 
     axis: int = 0
-    share: Share | None = None
+    shard: Shard | None = None
     """Which part of the checkpoint's tensor along `axis` it is; None: all of it."""
 
     @property
     def source_shape(self) -> list[int]:
         """Of the checkpoint's tensor."""
         shape = list(self.target.shape)
-        if self.share is not None:
-            shape[self.axis] = self.share.total
+        if self.shard is not None:
+            shape[self.axis] = self.shard.total
         return shape
 
     @property
     def source_index(self) -> tuple[slice, ...]:
         """Where the part is in the checkpoint's tensor."""
-        if self.share is None:
+        if self.shard is None:
             return ()
-        part = slice(self.share.start, self.share.start + self.share.size)
+        part = slice(self.shard.start, self.shard.start + self.shard.size)
         return (slice(None),) * self.axis + (part,)
 
 
@@ -60,7 +60,7 @@ class NativeModel(nn.Module, ABC):
     """
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"lm_head\.weight")
-    """Canonical names that a checkpoint may hold though there is no slot for them, such as that of
+    """Canonical names that a checkpoint may hold without a target for them, such as that of
     a head that is tied to the embedding."""
 
     kv_cache_spec: KVCacheSpec
@@ -90,7 +90,7 @@ class NativeModel(nn.Module, ABC):
 
     @abstractmethod
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """Where each tensor of a checkpoint goes; every slot must be filled."""
+        """Where each tensor of a checkpoint goes; every target must be filled."""
 
     def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
         """(canonical name, the layer's attention) of the layers here whose keys and values a
@@ -99,7 +99,7 @@ class NativeModel(nn.Module, ABC):
 
     @abstractmethod
     def canonical_name(self, name: str) -> str:
-        """The name a slot has for what a checkpoint calls `name`."""
+        """The name a target has for what a checkpoint calls `name`."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class NativeModel(nn.Module, ABC):
         return self.head(hidden_states)
 
     def finish_loading(self) -> None:
-        """Lay the weights out for the device. To be called once, with all slots filled."""
+        """Lay the weights out for the device. To be called once, with all targets filled."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -184,28 +184,28 @@ class NativeModel(nn.Module, ABC):
 
 
 def linear_targets(name: str, linear: Linear) -> Iterator[WeightTarget]:
-    """Slots of a linear layer that the checkpoint holds as one."""
+    """Targets of a linear layer that the checkpoint holds as one."""
     assert linear.weight is not None
     yield WeightTarget(f"{name}.weight", linear.weight)
     if linear.bias is not None:
         yield WeightTarget(f"{name}.bias", linear.bias)
 
 
-def column_targets(names: list[str], linear: Linear, shares: list[Share]) -> Iterator[WeightTarget]:
-    """Slots of several linear layers that we compute as one; `shares` are of their outputs."""
+def column_targets(names: list[str], linear: Linear, shards: list[Shard]) -> Iterator[WeightTarget]:
+    """Targets of several linear layers that we compute as one; `shards` are of their outputs."""
     assert linear.weight is not None
-    sizes = [share.size for share in shares]
-    for name, part, share in zip(names, linear.weight.split(sizes), shares, strict=True):
-        yield WeightTarget(f"{name}.weight", part, share=share)
+    sizes = [shard.size for shard in shards]
+    for name, part, shard in zip(names, linear.weight.split(sizes), shards, strict=True):
+        yield WeightTarget(f"{name}.weight", part, shard=shard)
     if linear.bias is not None:
-        for name, part, share in zip(names, linear.bias.split(sizes), shares, strict=True):
-            yield WeightTarget(f"{name}.bias", part, share=share)
+        for name, part, shard in zip(names, linear.bias.split(sizes), shards, strict=True):
+            yield WeightTarget(f"{name}.bias", part, shard=shard)
 
 
-def row_targets(name: str, linear: Linear, share: Share) -> Iterator[WeightTarget]:
-    """Slots of a linear layer of which each rank has a share of the inputs."""
+def row_targets(name: str, linear: Linear, shard: Shard) -> Iterator[WeightTarget]:
+    """Targets of a linear layer of which each rank has a shard of the inputs."""
     assert linear.weight is not None
-    yield WeightTarget(f"{name}.weight", linear.weight, axis=1, share=share)
+    yield WeightTarget(f"{name}.weight", linear.weight, axis=1, shard=shard)
     if linear.bias is not None:
         yield WeightTarget(f"{name}.bias", linear.bias)
 
@@ -213,20 +213,20 @@ def row_targets(name: str, linear: Linear, share: Share) -> Iterator[WeightTarge
 def vocab_targets(
     model: NativeModel, embedding_name: str, head_name: str, *, tied: bool
 ) -> Iterator[WeightTarget]:
-    """Slots of embedding and head; a tied head of a later stage takes the embedding's numbers."""
+    """Targets of embedding and head; a tied head of a later stage takes the embedding's numbers."""
     if model.embedding is not None:
-        share, weight = model.embedding.share, model.embedding.weight
+        shard, weight = model.embedding.shard, model.embedding.weight
         assert weight is not None
-        yield WeightTarget(embedding_name, weight[: share.size], share=share)
+        yield WeightTarget(embedding_name, weight[: shard.size], shard=shard)
     if model.head is not None and not (tied and model.embedding is not None):
-        share, weight = model.head.share, model.head.linear.weight
+        shard, weight = model.head.shard, model.head.linear.weight
         assert weight is not None
         name = embedding_name if tied else head_name
-        yield WeightTarget(name, weight[: share.size], share=share)
+        yield WeightTarget(name, weight[: shard.size], shard=shard)
 
 
 def norm_targets(name: str, norm: nn.Module) -> Iterator[WeightTarget]:
-    """Slots of an RMSNorm or a LayerNorm."""
+    """Targets of an RMSNorm or a LayerNorm."""
     for part in ("weight", "bias"):
         tensor = getattr(norm, part, None)
         if tensor is not None:

@@ -67,10 +67,10 @@ class OPTLayer(nn.Module):
         super().__init__()
         s, size, layout = settings, settings.hidden_size, context.communicator.layout
         self._settings = s
-        heads = layout.even_share(s.num_heads, "attention heads")
+        heads = layout.even_shard(s.num_heads, "attention heads")
         self._heads_shape = (3, heads.size, s.head_dim)
         self._attended = heads.times(s.head_dim)
-        self._inner = layout.even_share(s.ffn_size, "columns of the MLP")
+        self._inner = layout.even_shard(s.ffn_size, "columns of the MLP")
         self.qkv = Linear(size, 3 * self._attended.size, bias=s.bias, **context.as_kwargs())
         self.output = RowParallelLinear(self._attended, size, bias=s.bias, context=context)
         self.attention_norm = _norm(s, context, kernels.layers)
@@ -101,7 +101,7 @@ class OPTLayer(nn.Module):
     def _mlp(self, x: Tensor) -> Tensor:
         return self.down(self._kernels.activate(self.up(x), self._activation))
 
-    def slots(self, name: str) -> Iterator[WeightTarget]:
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         yield from column_targets(names, self.qkv, [self._attended] * 3)
         yield from row_targets(f"{name}.self_attn.out_proj", self.output, self._attended)
@@ -130,7 +130,7 @@ class OPTModel(NativeModel):
         self._layer_range = layout.layer_range(s.num_layers)
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
-            num_kv_heads=layout.even_share(s.num_heads, "attention heads").size,
+            num_kv_heads=layout.even_shard(s.num_heads, "attention heads").size,
             head_dim=s.head_dim,
             dtype=context.kv_dtype,
         )
@@ -208,7 +208,7 @@ class OPTModel(NativeModel):
                 yield from linear_targets(f"model.decoder.{name}", linear)
         for i, layer in zip(self._layer_range, self.layers, strict=True):
             assert isinstance(layer, OPTLayer)
-            yield from layer.slots(f"model.decoder.layers.{i}")
+            yield from layer.weight_targets(f"model.decoder.layers.{i}")
         if self.norm is not None:
             yield from norm_targets("model.decoder.final_layer_norm", self.norm)
 

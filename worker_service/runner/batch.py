@@ -34,7 +34,7 @@ _NO_ROWS = np.empty(0, np.int64)
 class StepRows:
     """The rows of a plan, checked against what the worker knows; arrays are [num_rows]."""
 
-    slots: Int64Array
+    row_ids: Int64Array
     num_tokens: Int32Array
     sample: BoolArray
 
@@ -52,19 +52,19 @@ class StepRows:
 
 
 def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
-    """The plan's rows by slot. Raises InvalidPlan where they contradict the sequences' state."""
-    slots = table.slots(plan.seq_ids, "seq_ids")
-    if len(set(slots.tolist())) != len(slots):
+    """The plan's rows and their table rows. Raises InvalidPlan if they contradict the table."""
+    row_ids = table.row_ids(plan.seq_ids, "seq_ids")
+    if len(set(row_ids.tolist())) != len(row_ids):
         raise InvalidPlan("seq_ids", "a sequence has two rows")
     computes = plan.num_tokens > 0
     forks = parents = _NO_ROWS
     if table.failures or not computes.all():
-        stands_still = np.isin(slots, list(table.failures))
+        stands_still = np.isin(row_ids, list(table.failures))
         forks = np.flatnonzero(~computes & ~stands_still)
         parents = np.array([_parent_row(plan, row, table) for row in forks.tolist()], np.int64)
         computes &= ~stands_still
     rows = StepRows(
-        slots=slots,
+        row_ids=row_ids,
         num_tokens=plan.num_tokens,
         sample=plan.sample,
         computes=computes,
@@ -87,9 +87,9 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
     if len(rows) == 0 or plan.num_tokens[rows[0]] == 0:
         problem = f"row {row} is a fork of {parent}, which computes nothing in a row before it"
         raise InvalidPlan("num_tokens", problem)
-    slot, parent_slot = table.slot(seq_id), table.slot(parent)
-    end = table.num_computed_tokens[parent_slot] + plan.num_tokens[rows[0]]
-    if table.num_tokens[slot] != end or table.num_tokens[parent_slot] != end:
+    row_id, parent_row_id = table.row_id(seq_id), table.row_id(parent)
+    end = table.num_computed_tokens[parent_row_id] + plan.num_tokens[rows[0]]
+    if table.num_tokens[row_id] != end or table.num_tokens[parent_row_id] != end:
         problem = f"row {row} is a fork of {parent}, which does not compute up to its last token"
         raise InvalidPlan("num_tokens", problem)
     return int(rows[0])
@@ -97,10 +97,10 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
 
 def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
     """Rows compute tokens that exist, into blocks that exist, and sample from the last token."""
-    slots = rows.slots[rows.computes]
-    end = table.num_computed_tokens[slots] + rows.num_tokens[rows.computes]
-    known = table.num_tokens[slots]
-    limit = np.minimum(table.max_model_len, table.num_blocks[slots] * table.block_size)
+    row_ids = rows.row_ids[rows.computes]
+    end = table.num_computed_tokens[row_ids] + rows.num_tokens[rows.computes]
+    known = table.num_tokens[row_ids]
+    limit = np.minimum(table.max_model_len, table.num_blocks[row_ids] * table.block_size)
     is_early = rows.sample[rows.computes] & (end != known)
     if not (is_early | (end > known) | (end > limit)).any():
         return
@@ -119,7 +119,7 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
 class HostInputs:
     """The flattened inputs of a forward pass, on the host. A worked example is above."""
 
-    slots: Int64Array
+    row_ids: Int64Array
     """[num_seqs]."""
 
     token_ids: Int64Array
@@ -143,25 +143,25 @@ class HostInputs:
     """Entries of the longest block table."""
 
 
-def lay_out(slots: Int64Array, num_tokens: Int32Array, table: SequenceTable) -> HostInputs:
+def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -> HostInputs:
     """Flattened inputs for sequences that compute `num_tokens` tokens each, all positive."""
     query_lens = num_tokens.astype(np.int64)
-    query_start = np.zeros(len(slots) + 1, np.int64)
+    query_start = np.zeros(len(row_ids) + 1, np.int64)
     np.cumsum(query_lens, out=query_start[1:])
-    computed = table.num_computed_tokens[slots]
+    computed = table.num_computed_tokens[row_ids]
     context_lens = computed + query_lens
     max_query_len = int(query_lens.max())
-    positions, token_slots = computed, slots
+    positions, token_row_ids = computed, row_ids
     if max_query_len > 1:
         # Row r of the batch belongs to sequence s and stands at computed[s] + r - query_start[s].
         positions = np.repeat(computed - query_start[:-1], query_lens) + np.arange(query_start[-1])
-        token_slots = np.repeat(slots, query_lens)
+        token_row_ids = np.repeat(row_ids, query_lens)
     block_size = table.block_size
-    blocks = table.block_tables[token_slots, positions // block_size].astype(np.int64)
+    blocks = table.block_tables[token_row_ids, positions // block_size].astype(np.int64)
     max_context_len = int(context_lens.max())
     return HostInputs(
-        slots=slots,
-        token_ids=table.token_ids[token_slots, positions].astype(np.int64),
+        row_ids=row_ids,
+        token_ids=table.token_ids[token_row_ids, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,
         query_start=query_start,
@@ -187,7 +187,7 @@ class ForwardInputs:
 
 def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device) -> ForwardInputs:
     """What was laid out, on the device; with a GPU that waits for it."""
-    block_tables = table.block_tables[inputs.slots, : inputs.max_blocks]
+    block_tables = table.block_tables[inputs.row_ids, : inputs.max_blocks]
     return ForwardInputs(
         token_ids=torch.from_numpy(inputs.token_ids).to(device),
         positions=torch.from_numpy(inputs.positions).to(device),
@@ -224,10 +224,10 @@ class DecodeInputs:
         self._width = 0
         self._make_room(_LEAST_ROOM, 1, 1)
 
-    def build(self, slots: Int64Array, table: SequenceTable) -> ForwardInputs:
-        """For the sequences in these slots; each computes its first token that is not computed."""
-        num_rows, block_size = len(slots), table.block_size
-        computed = table.num_computed_tokens[slots]
+    def build(self, row_ids: Int64Array, table: SequenceTable) -> ForwardInputs:
+        """For these rows of the table; each computes its first token that is not computed."""
+        num_rows, block_size = len(row_ids), table.block_size
+        computed = table.num_computed_tokens[row_ids]
         longest = int(computed.max())
         max_blocks = longest // block_size + 1
         if num_rows > len(self._token_ids) or max_blocks > self._width:
@@ -236,11 +236,11 @@ class DecodeInputs:
         self._positions[:num_rows] = computed
         self._context_lens[:num_rows] = computed
         self._context_lens[:num_rows] += 1
-        self._token_ids[:num_rows] = table.token_ids[slots, computed]
-        self._slot_mapping[:num_rows] = table.block_tables[slots, blocks]
+        self._token_ids[:num_rows] = table.token_ids[row_ids, computed]
+        self._slot_mapping[:num_rows] = table.block_tables[row_ids, blocks]
         self._slot_mapping[:num_rows] *= block_size
         self._slot_mapping[:num_rows] += offsets
-        self._block_tables[:num_rows] = table.block_tables[slots, : self._width]
+        self._block_tables[:num_rows] = table.block_tables[row_ids, : self._width]
         views = self._of_size.get(num_rows)
         if views is None:
             views = self._of_size[num_rows] = self._views(num_rows)

@@ -3,10 +3,10 @@
 A decode step of a small model is hundreds of kernels of a few microseconds each, and launching one
 takes the host as long as the device to run it. Replaying a recording takes one launch. A recording
 reads its inputs where they were when it was made: `landing`, in which every step's inputs arrive,
-and the tensors by slot.
+and the tensors by row.
 
-A batch is filled up to the next size with rows that belong to no sequence: they have slot
-`padding_slot`, write to no place (slot mapping -1) and attend over nothing (context length 0).
+A batch is filled up to the next size with rows that belong to no sequence: they have row
+`padding_row`, write to no place (slot mapping -1) and attend over nothing (context length 0).
 """
 
 import logging
@@ -113,14 +113,14 @@ class DecodeGraphs:
         self,
         model: Model,
         kv_cache: Tensor,
-        slots: DeviceRows,
+        device_rows: DeviceRows,
         sampler: DeviceSampler,
         sizes: Sequence[int],
     ) -> None:
         """Nothing is recorded yet."""
         self._model = model
         self._kv_cache = kv_cache
-        self._slots = slots
+        self._device_rows = device_rows
         self._sampler = sampler
         self._sizes = sorted(sizes)
         device, largest = kv_cache.device, self._sizes[-1]
@@ -162,12 +162,12 @@ class DecodeGraphs:
     def columns(self, inputs: HostInputs, positions: Int64Array, size: int) -> Int32Array:
         """[6, size]: a decode step's inputs and each row's output position, filled up."""
         columns = np.zeros((_NUM_COLUMNS, size), np.int32)
-        columns[0] = self._slots.padding_slot
+        columns[0] = self._device_rows.padding_row
         columns[4] = -1
-        num_rows = len(inputs.slots)
+        num_rows = len(inputs.row_ids)
         for column, values in enumerate(
             (
-                inputs.slots,
+                inputs.row_ids,
                 inputs.token_ids,
                 inputs.positions,
                 inputs.context_lens,
@@ -189,7 +189,7 @@ class DecodeGraphs:
     def rows(self, size: int, num_rows: int) -> SamplingRows:
         """The rows that landed, without those that fill up."""
         landed = self._landed(size)
-        return SamplingRows(slots=landed[0, :num_rows].long(), positions=landed[5, :num_rows])
+        return SamplingRows(row_ids=landed[0, :num_rows].long(), positions=landed[5, :num_rows])
 
     def logits(self, num_rows: int) -> Tensor:
         """Logits of the first rows, float32 [num_rows, vocab_size], not recorded."""
@@ -202,13 +202,13 @@ class DecodeGraphs:
     def _fill_with_padding(self, size: int) -> None:
         landed = self._landed(size)
         landed.zero_()
-        landed[0] = self._slots.padding_slot
+        landed[0] = self._device_rows.padding_row
         landed[4] = -1
 
     def _forward(self, size: int) -> None:
-        row_slots, token_ids, positions, context_lens, slot_mapping, _ = self._landed(size)
-        slots = row_slots.long()
-        latest = self._slots.known_tokens(slots)
+        sampling_row_ids, token_ids, positions, context_lens, slot_mapping, _ = self._landed(size)
+        row_ids = sampling_row_ids.long()
+        latest = self._device_rows.known_tokens(row_ids)
         hidden = self._model.forward(
             torch.where(token_ids == UNKNOWN_TOKEN, latest, token_ids.long()),
             positions.long(),
@@ -216,7 +216,7 @@ class DecodeGraphs:
             AttentionMetadata(
                 query_start=self._query_start[: size + 1],
                 context_lens=context_lens,
-                block_tables=self._slots.block_tables.index_select(0, slots),
+                block_tables=self._device_rows.block_tables.index_select(0, row_ids),
                 slot_mapping=slot_mapping.long(),
                 max_query_len=1,
                 max_context_len=self._model.max_model_len,

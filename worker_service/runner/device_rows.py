@@ -1,6 +1,6 @@
-"""What the device knows of the sequences, by slot: the same slots as the host's table.
+"""Sequence state on the device, with the same rows as the host's `SequenceTable`.
 
-A step brings only what changed since the last one, and gathers what it needs by slot. Tokens are
+A step brings only what changed since the last one, and gathers what it needs by row. Tokens are
 not among it: of all tokens the device needs one a sequence, the latest that it sampled itself; the
 others come with the steps that compute them.
 """
@@ -36,27 +36,27 @@ _MIN_INITIAL_ROWS = 64
 class DeviceRows:
     """Block tables, sampling parameters and latest tokens on the device.
 
-    One slot more than sequences can have: `padding_slot`, which has no blocks and belongs to the
+    One row more than sequences can have: `padding_row`, which has no blocks and belongs to the
     rows that fill up a batch.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
-        self.padding_slot = num_slots
-        shape = (num_slots + 1, max_blocks)
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.padding_row = num_rows
+        shape = (num_rows + 1, max_blocks)
         self.block_tables = torch.full(shape, NO_BLOCK, dtype=torch.int32, device=device)
-        self.latest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.latest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         """The token sampled last; once a sequence has failed, the reason, one of `FAILURES`."""
-        self._params = torch.zeros((num_slots + 1, _NUM_PARAMS), dtype=torch.int64, device=device)
+        self._params = torch.zeros((num_rows + 1, _NUM_PARAMS), dtype=torch.int64, device=device)
         self._new: list[int] = []
         self._changed: list[npt.NDArray[np.integer]] = []
 
-    def note_new(self, slot: int) -> None:
-        """A sequence has come into a slot; whatever the device has of it is out of date."""
-        self._new.append(slot)
+    def note_new(self, row_id: int) -> None:
+        """A sequence was added in this row: whatever the device has of it is out of date."""
+        self._new.append(row_id)
 
-    def note_blocks(self, slots: Int64Array, indices: npt.NDArray[np.integer]) -> None:
-        """These entries of these slots' block tables have changed."""
-        self._changed.append(np.stack([slots, indices], axis=1))
+    def note_blocks(self, row_ids: Int64Array, indices: npt.NDArray[np.integer]) -> None:
+        """These entries of these rows' block tables have changed."""
+        self._changed.append(np.stack([row_ids, indices], axis=1))
 
     def forget(self) -> None:
         """What was noted is of no interest."""
@@ -87,27 +87,27 @@ class DeviceRows:
         """Take in what `changes` gave, once it is on the device."""
         if not changes:
             return
-        new, params, slots, indices, blocks = changes
+        new, params, row_ids, indices, blocks = changes
         if len(new):
             self.block_tables.index_fill_(0, new, NO_BLOCK)
             self._params.index_copy_(0, new, params)
             self.latest.index_fill_(0, new, 0)
-        if len(slots):
-            self.block_tables.index_put_((slots, indices), blocks)
+        if len(row_ids):
+            self.block_tables.index_put_((row_ids, indices), blocks)
 
-    def fill_in(self, token_ids: Tensor, unknown: Tensor, slots: Tensor) -> None:
-        """Put the latest tokens of these slots at these places; any token for a sequence that has
-        failed. token_ids: int64; unknown, slots: int64 [n]."""
+    def fill_in(self, token_ids: Tensor, unknown: Tensor, row_ids: Tensor) -> None:
+        """Put the latest tokens of these rows at these places; any token for a sequence that has
+        failed. token_ids: int64; unknown, rows: int64 [n]."""
         if len(unknown):
-            token_ids.index_copy_(0, unknown, self.known_tokens(slots))
+            token_ids.index_copy_(0, unknown, self.known_tokens(row_ids))
 
-    def known_tokens(self, slots: Tensor) -> Tensor:
+    def known_tokens(self, row_ids: Tensor) -> Tensor:
         """The latest tokens, int64 [n]; 0 where a sequence has failed."""
-        return self.latest.index_select(0, slots).clamp_min(0)
+        return self.latest.index_select(0, row_ids).clamp_min(0)
 
-    def sampling(self, slots: Tensor, positions: Tensor) -> SamplingMetadata:
-        """How these slots' sequences are sampled. slots: int64 [n]; positions: int32 [n]."""
-        rows = self._params.index_select(0, slots).t().contiguous()
+    def sampling(self, row_ids: Tensor, positions: Tensor) -> SamplingMetadata:
+        """How these rows' sequences are sampled. rows: int64 [n]; positions: int32 [n]."""
+        rows = self._params.index_select(0, row_ids).t().contiguous()
         floats = rows[:3].view(torch.float64)
         return SamplingMetadata(
             temperature=floats[0].float(),
@@ -119,31 +119,31 @@ class DeviceRows:
             positions=positions,
         )
 
-    def settle(self, slots: Tensor, drawn: Tensor) -> Tensor:
+    def settle(self, row_ids: Tensor, drawn: Tensor) -> Tensor:
         """What becomes of the tokens drawn: a sequence that failed before stays failed, with the
         same reason. Both int64 [n]; returns tokens or failures."""
-        before = self.latest.index_select(0, slots)
+        before = self.latest.index_select(0, row_ids)
         outcome = torch.where(before < 0, before, drawn)
-        self.latest.index_copy_(0, slots, outcome)
+        self.latest.index_copy_(0, row_ids, outcome)
         return outcome
 
 
 def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
-    """Slots to begin with: enough for most, as long as the block tables stay small, and in any case
+    """Rows to begin with: enough for most, as long as the block tables stay small, and in any case
     for so many sequences, whose host table doubles until it holds them."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
     needed = 1 << (num_seqs - 1).bit_length()
     return max(_MIN_INITIAL_ROWS, min(_MAX_INITIAL_ROWS, affordable), needed)
 
 
-def _pack(table: SamplingTable, slots: Int64Array) -> Int64Array:
+def _pack(table: SamplingTable, row_ids: Int64Array) -> Int64Array:
     """[n, _NUM_PARAMS]: three float64 and three integers a row, by their bits."""
-    packed = np.empty((len(slots), _NUM_PARAMS), np.int64)
+    packed = np.empty((len(row_ids), _NUM_PARAMS), np.int64)
     floats = packed.view(np.float64)
-    floats[:, 0] = table.temperature[slots]
-    floats[:, 1] = table.top_p[slots]
-    floats[:, 2] = table.min_p[slots]
-    packed[:, 3] = table.top_k[slots]
-    packed[:, 4] = table.seed[slots].view(np.int64)
-    packed[:, 5] = table.choice_index[slots].view(np.int32)
+    floats[:, 0] = table.temperature[row_ids]
+    floats[:, 1] = table.top_p[row_ids]
+    floats[:, 2] = table.min_p[row_ids]
+    packed[:, 3] = table.top_k[row_ids]
+    packed[:, 4] = table.seed[row_ids].view(np.int64)
+    packed[:, 5] = table.choice_index[row_ids].view(np.int32)
     return packed

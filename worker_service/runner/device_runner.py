@@ -65,7 +65,7 @@ class StepLaunch:
         self._model = model
         self._kv_cache = kv_cache
         self._state = state
-        self._slots = state.slots
+        self._device_rows = state.rows
         self._sampler = state.sampler
         self._graphs = state.graphs
         self._buffers = buffers
@@ -95,28 +95,32 @@ class StepLaunch:
             inputs.slot_mapping,
             inputs.query_start.astype(np.int32),
             inputs.context_lens.astype(np.int32),
-            inputs.slots,
+            inputs.row_ids,
             unknown,
-            inputs.slots[sequences],
+            inputs.row_ids[sequences],
             last_states,
-            batch.slots,
+            batch.row_ids,
             batch.positions.astype(np.int32),
         ]
         sent = self._buffers.staging.send([*columns, *changes.columns])
         self._state.apply(changes, sent[len(columns) :])
-        token_ids, positions, slot_mapping, query_start, context_lens, slots = sent[:6]
-        unknown_at, unknown_slots, last, row_slots, row_positions = sent[6 : len(columns)]
-        self._slots.fill_in(token_ids, unknown_at, unknown_slots)
+        token_ids, positions, slot_mapping, query_start, context_lens, row_ids = sent[:6]
+        unknown_at, unknown_row_ids, last, sampling_row_ids, row_positions = sent[6 : len(columns)]
+        self._device_rows.fill_in(token_ids, unknown_at, unknown_row_ids)
+        block_tables = self._device_rows.block_tables[:, : inputs.max_blocks]
+        block_tables = block_tables.index_select(0, row_ids)
         metadata = AttentionMetadata(
             query_start=query_start,
             context_lens=context_lens,
-            block_tables=self._slots.block_tables[:, : inputs.max_blocks].index_select(0, slots),
+            block_tables=self._device_rows.block_tables[:, : inputs.max_blocks].index_select(
+                0, row_ids
+            ),
             slot_mapping=slot_mapping,
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
         )
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
-        self._rows = SamplingRows(slots=row_slots, positions=row_positions)
+        self._rows = SamplingRows(row_ids=sampling_row_ids, positions=row_positions)
         # Without a way back to this launch: a circle would keep hidden states and caches, which are
         # memory of the device, until the garbage collector comes.
         model = self._model
@@ -126,7 +130,7 @@ class StepLaunch:
         self, inputs: HostInputs, batch: SamplingBatch, changes: RowChanges, size: int
     ) -> None:
         """Compute a batch of decodes that all sample, by the recording of a padded size."""
-        graphs, num_rows = self._graphs, len(batch.slots)
+        graphs, num_rows = self._graphs, len(batch.row_ids)
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, batch.positions, size)
         sent = self._buffers.staging.send([columns, *changes.columns], graphs.landing)
@@ -142,7 +146,7 @@ class StepLaunch:
 
         wanted: the rows that ask for log probabilities, with `num_top` of the most probable tokens.
         """
-        num_rows = len(batch.slots)
+        num_rows = len(batch.row_ids)
         if num_rows == 0:
             return np.empty(0, np.int64), None
         if self._replayed_size:
@@ -219,85 +223,89 @@ class DeviceRunner(ModelRunner):
             self._pending.resolve_all(self._sequences)
             begun = begun.later(monotonic_us() - waiting_since_us)
             result = self._finish(plan, begun)
-            for slot in rows.slots.tolist():
-                self._state.penalties.note(slot, self._sequences.sampling)
+            for row_id in rows.row_ids.tolist():
+                self._state.penalties.note(row_id, self._sequences.sampling)
             return FinishedStep(result)
         step = self._launch(plan, rows, begun)
         self._pending.add(step)
         return step
 
     def _forget(self, plan: StepPlan) -> None:
-        slots = self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids")
-        self._pending.forget(slots)
-        for slot in slots.tolist():
-            self._state.penalties.release(slot)
+        row_ids = self._sequences.row_ids(plan.forget_seq_ids, "forget_seq_ids")
+        self._pending.forget(row_ids)
+        for row_id in row_ids.tolist():
+            self._state.penalties.release(row_id)
         super()._forget(plan)
 
     def _admit(self, plan: StepPlan) -> None:
         table = self._sequences
         seq_ids = [new.parent_seq_id for new in plan.new_sequences if new.parent_seq_id is not None]
         seq_ids += plan.appended_tokens[:, 0].tolist()
-        needed = [table.slot(seq_id) for seq_id in seq_ids if seq_id in table]
+        needed = [table.row_id(seq_id) for seq_id in seq_ids if seq_id in table]
         self._pending.resolve(np.array(needed, np.int64), table)
         super()._admit(plan)
-        if table.num_slots > self._state.slots.padding_slot:
+        if table.num_rows > self._state.rows.padding_row:
             self._pending.resolve_all(table)
             self._state.grow(table)
             return
-        slots = self._state.slots
+        row_ids = self._state.rows
         for new in plan.new_sequences:
-            self._state.note_new(table.slot(new.seq_id), table)
+            self._state.note_new(table.row_id(new.seq_id), table)
         if len(plan.block_updates):
-            changed = table.slots(plan.block_updates[:, 0], "block_updates")
-            slots.note_blocks(changed, plan.block_updates[:, 1])
+            changed = table.row_ids(plan.block_updates[:, 0], "block_updates")
+            row_ids.note_blocks(changed, plan.block_updates[:, 1])
 
     def _needs_the_host(self, plan: StepPlan, rows: StepRows) -> bool:
         """Whether the step is one for `ModelRunner`; see the module's docstring."""
         table = self._sequences
-        slots = rows.slots[rows.computes]
-        if len(slots) == 0 or len(plan.appended_tokens):
+        row_ids = rows.row_ids[rows.computes]
+        if len(row_ids) == 0 or len(plan.appended_tokens):
             return True
-        if (table.sampling.num_candidates[rows.slots] > 0).any():
+        if (table.sampling.num_candidates[rows.row_ids] > 0).any():
             return True
         asking = table.prompt_logprobs
-        in_prompt = table.num_computed_tokens[slots] < table.num_prompt_tokens[slots]
-        return bool(asking) and any(slot in asking for slot in slots[in_prompt].tolist())
+        in_prompt = table.num_computed_tokens[row_ids] < table.num_prompt_tokens[row_ids]
+        return bool(asking) and any(row_id in asking for row_id in row_ids[in_prompt].tolist())
 
     def _launch(self, plan: StepPlan, rows: StepRows, begun: StepStart) -> InFlightStep:
         """Queue a step's work. Nothing here may wait for the device, but for what edits need."""
         table = self._sequences
         errors = self._start(rows).errors
         sampling = self._sampling_rows(rows)
-        slots = rows.slots[sampling]
-        self._pending.resolve(self._slots_to_read(slots), table)
+        row_ids = rows.row_ids[sampling]
+        self._pending.resolve(self._row_ids_to_read(row_ids), table)
         batch = SamplingBatch(
-            slots=slots,
-            positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
-            edited=table.edited_rows(slots),
+            row_ids=row_ids,
+            positions=table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids],
+            edited=table.edited_rows(row_ids),
         )
         buffers = self._pending.buffers()
         begin = self._make_event()
         launch = StepLaunch(self._model, self._cache.device_cache, self._state, buffers)
-        inputs = lay_out(rows.slots[rows.computes], rows.num_tokens[rows.computes], table)
+        inputs = lay_out(rows.row_ids[rows.computes], rows.num_tokens[rows.computes], table)
         changes = self._state.changes(table)
         size = None
-        if inputs.max_query_len == 1 and len(slots) == len(inputs.slots) and not len(rows.forks):
-            size = launch.recorded_size(len(slots), changes)
+        if (
+            inputs.max_query_len == 1
+            and len(row_ids) == len(inputs.row_ids)
+            and not len(rows.forks)
+        ):
+            size = launch.recorded_size(len(row_ids), changes)
         if size is None:
             launch.forward(inputs, self._last_states(sampling, rows), batch, changes)
         else:
             launch.replay(inputs, batch, changes, size)
         computed = self._make_event()
-        batch = replace(batch, masked=self._masks_of(slots))
-        num_top = table.sampling.num_logprobs[slots]
+        batch = replace(batch, masked=self._masks_of(row_ids))
+        num_top = table.sampling.num_logprobs[row_ids]
         wanted = np.flatnonzero(num_top != NO_LOGPROBS)
         numbers, logprobs = launch.sample(batch, wanted, num_top[wanted])
         self._advance(rows)
         return InFlightStep(
             plan=plan,
             rows=sampling,
-            slots=slots,
-            positions=table.expect_tokens(slots),
+            row_ids=row_ids,
+            positions=table.expect_tokens(row_ids),
             errors=errors,
             numbers=numbers,
             logprobs=logprobs,
@@ -311,24 +319,26 @@ class DeviceRunner(ModelRunner):
             last_finish=self._last_finish,
         )
 
-    def _masks_of(self, slots: Int64Array) -> MaskedRows | None:
+    def _masks_of(self, row_ids: Int64Array) -> MaskedRows | None:
         """What constraints allow after tokens that the steps before may just be sampling: waits for
         those, and then computes while the device is at the forward pass launched last."""
         if self._masks is None:
             return None
-        constrained = [slot for _, slot in self._masks.constrained(slots)]
+        constrained = [row_id for _, row_id in self._masks.constrained(row_ids)]
         self._pending.resolve(np.array(constrained, np.int64), self._sequences)
-        rows = self._constrained_rows(slots)
+        rows = self._constrained_rows(row_ids)
         return self._masks.compute(rows) if rows else None
 
-    def _slots_to_read(self, slots: Int64Array) -> Int64Array:
+    def _row_ids_to_read(self, row_ids: Int64Array) -> Int64Array:
         """Those of the sequences whose tokens the host has to know before it edits their logits."""
         edits, counted = self._sequences.sampling.edits, self._state.penalties
         reading = [
-            slot
-            for slot in (slots.tolist() if edits else ())
-            if (found := edits.get(slot)) is not None
-            and (found.reads_last_tokens or (found.occurrences is not None and slot not in counted))
+            row_id
+            for row_id in (row_ids.tolist() if edits else ())
+            if (found := edits.get(row_id)) is not None
+            and (
+                found.reads_last_tokens or (found.occurrences is not None and row_id not in counted)
+            )
         ]
         return np.array(reading, np.int64)
 

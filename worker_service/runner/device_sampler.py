@@ -53,7 +53,7 @@ class PenalizedRows:
 
 
 class DevicePenalties:
-    """Counts of tokens by slot, for the slots that have a row."""
+    """Counts of tokens, for some rows of the sequence table; each has a row of counts."""
 
     def __init__(
         self, vocab_size: int, device: torch.device, max_bytes: int = MAX_COUNT_BYTES
@@ -66,46 +66,46 @@ class DevicePenalties:
         self._free = list(range(len(self._counts)))
         self._outdated: set[int] = set()
 
-    def __contains__(self, slot: int) -> bool:
-        """Whether a slot's tokens are counted here."""
-        return slot in self._row_of
+    def __contains__(self, row_id: int) -> bool:
+        """Whether the tokens of this table row are counted here."""
+        return row_id in self._row_of
 
-    def note(self, slot: int, table: SamplingTable) -> None:
-        """What is counted for a slot is out of date: a sequence has come, or the host has sampled
+    def note(self, row_id: int, table: SamplingTable) -> None:
+        """The counts of a table row are out of date: a sequence has come, or the host has sampled
         for it."""
-        edits = table.edits.get(slot)
+        edits = table.edits.get(row_id)
         if edits is None or edits.occurrences is None:
-            self.release(slot)
+            self.release(row_id)
             return
-        if slot not in self._row_of:
+        if row_id not in self._row_of:
             if not self._free and len(self._counts) < self._max_rows:
                 self._grow()
             if not self._free:
                 return
-            self._row_of[slot] = self._free.pop()
-        self._outdated.add(slot)
+            self._row_of[row_id] = self._free.pop()
+        self._outdated.add(row_id)
 
-    def release(self, slot: int) -> None:
-        """A slot's tokens need no counting."""
-        self._outdated.discard(slot)
-        row = self._row_of.pop(slot, None)
+    def release(self, row_id: int) -> None:
+        """Stop counting the tokens of this table row."""
+        self._outdated.discard(row_id)
+        row = self._row_of.pop(row_id, None)
         if row is not None:
             self._free.append(row)
 
     def forget(self) -> None:
-        """No slot's do."""
-        for slot in list(self._row_of):
-            self.release(slot)
+        """Stop counting the tokens of all rows."""
+        for row_id in list(self._row_of):
+            self.release(row_id)
 
     def changes(self, table: SamplingTable) -> list[Column]:
         """What was noted since the last time, to be sent and given to `apply`: the counts that the
         host has now. Empty if there is nothing."""
         if not self._outdated:
             return []
-        slots = sorted(self._outdated)
+        row_ids = sorted(self._outdated)
         self._outdated.clear()
-        found = [table.edits[slot].occurrences for slot in slots]
-        rows = np.array([self._row_of[slot] for slot in slots], np.int64)
+        found = [table.edits[row_id].occurrences for row_id in row_ids]
+        rows = np.array([self._row_of[row_id] for row_id in row_ids], np.int64)
         occurrences = [each for each in found if each is not None]
         counts = np.concatenate([each.output_counts for each in occurrences])
         return [
@@ -124,21 +124,21 @@ class DevicePenalties:
         self._counts.index_put_((entry_rows, token_ids), values)
 
     def select(
-        self, edited: Sequence[EditedRow], slots: npt.NDArray[np.int64]
+        self, edited: Sequence[EditedRow], row_ids: npt.NDArray[np.int64]
     ) -> tuple[list[EditedRow], PenalizedRows | None]:
         """Of a batch's edited rows those with penalties: from the host's counts, and from these."""
         penalised = [each for each in edited if each.edits.occurrences is not None]
-        ours = [each for each in penalised if int(slots[each.row]) in self._row_of]
+        ours = [each for each in penalised if int(row_ids[each.row]) in self._row_of]
         if not ours:
             return penalised, None
-        others = [each for each in penalised if int(slots[each.row]) not in self._row_of]
+        others = [each for each in penalised if int(row_ids[each.row]) not in self._row_of]
         params = [each.edits.params for each in ours]
         factors = [
             (each.repetition_penalty, each.frequency_penalty, each.presence_penalty)
             for each in params
         ]
         rows = np.array([each.row for each in ours], np.int64)
-        counts = np.array([self._row_of[slot] for slot in slots[rows].tolist()], np.int64)
+        counts = np.array([self._row_of[row_id] for row_id in row_ids[rows].tolist()], np.int64)
         return others, PenalizedRows(
             rows=upload(rows, self._device),
             counts=upload(counts, self._device),
@@ -208,7 +208,7 @@ def sampling_kernels(device: torch.device) -> SamplingKernels:
 class SamplingRows:
     """The rows that sample in a step, on the device; columns of [n]."""
 
-    slots: Tensor
+    row_ids: Tensor
     """int64."""
 
     positions: Tensor
@@ -230,21 +230,21 @@ class LogprobTensors:
 
 
 class DeviceSampler:
-    """Samples for the sequences of some slots."""
+    """Samples for the sequences in some table rows."""
 
     def __init__(
-        self, slots: DeviceRows, penalties: DevicePenalties, kernels: SamplingKernels
+        self, device_rows: DeviceRows, penalties: DevicePenalties, kernels: SamplingKernels
     ) -> None:
-        self._slots = slots
+        self._device_rows = device_rows
         self._penalties = penalties
         self._kernels = kernels
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """One token or failure per row, int64 [n], which its slot takes note of.
+        """One token or failure per row, int64 [n], also written to the device's rows.
 
         logits: float32 [n, vocab_size]. Uses no memory of the host, so that it can be captured.
         """
-        return self._slots.settle(rows.slots, self._draw(logits, rows))
+        return self._device_rows.settle(rows.row_ids, self._draw(logits, rows))
 
     def sample_changed(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch) -> Tensor:
         """The same after a batch's edits and masks, which are applied in place."""
@@ -252,7 +252,7 @@ class DeviceSampler:
         index = upload(changed, logits.device)
         was_sound = logits.index_select(0, index).amax(dim=-1).isfinite()
         apply_constraints(logits, batch.edited)
-        others, penalised = self._penalties.select(batch.edited, batch.slots)
+        others, penalised = self._penalties.select(batch.edited, batch.row_ids)
         apply_penalties(logits, others)
         if penalised is not None:
             self._penalties.penalise(logits, penalised)
@@ -261,7 +261,7 @@ class DeviceSampler:
         failed = drawn.index_select(0, index)
         why = upload(_why_nothing_is_left(changed, batch.masked), logits.device)
         reasons = torch.where((failed < 0) & was_sound, why, failed)
-        outcome = self._slots.settle(rows.slots, drawn.index_copy(0, index, reasons))
+        outcome = self._device_rows.settle(rows.row_ids, drawn.index_copy(0, index, reasons))
         if penalised is not None:
             self._penalties.count(outcome, penalised)
         return outcome
@@ -281,7 +281,9 @@ class DeviceSampler:
             self._kernels.apply_bitmask(logits, rows, upload(masked.bitmask, logits.device))
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        return self._kernels.sample(logits, self._slots.sampling(rows.slots, rows.positions))
+        return self._kernels.sample(
+            logits, self._device_rows.sampling(rows.row_ids, rows.positions)
+        )
 
 
 def _why_nothing_is_left(changed: Int64Array, masked: MaskedRows | None) -> Int64Array:

@@ -194,7 +194,7 @@ class ModelRunner:
 
     def _forget(self, plan: StepPlan) -> None:
         if self._masks is not None:
-            self._masks.remove(self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids"))
+            self._masks.remove(self._sequences.row_ids(plan.forget_seq_ids, "forget_seq_ids"))
         self._sequences.forget(plan.forget_seq_ids)
 
     def _compute(self, plan: StepPlan) -> StepOutcome:
@@ -203,7 +203,7 @@ class ModelRunner:
         rows = resolve_rows(plan, self._sequences)
         outcome = self._start(rows)
         sampling = self._sampling_rows(rows)
-        masks = self._begin_masks(rows.slots[sampling])
+        masks = self._begin_masks(rows.row_ids[sampling])
         forward = self._forward(rows, sampling)
         logits = self._last_logits(sampling, rows, forward)
         outcome.forward_us = monotonic_us() - started_us
@@ -227,50 +227,50 @@ class ModelRunner:
             return
         if self._masks is None:
             raise InvalidPlan(f"{field}.sampling.constraint", "expected none: not supported here")
-        parent = None if new.parent_seq_id is None else table.slot(new.parent_seq_id)
+        parent = None if new.parent_seq_id is None else table.row_id(new.parent_seq_id)
         try:
-            self._masks.add(table.slot(new.seq_id), params.constraint, params.min_tokens, parent)
+            self._masks.add(table.row_id(new.seq_id), params.constraint, params.min_tokens, parent)
         except ValueError as error:
             raise InvalidPlan(f"{field}.sampling.constraint", str(error)) from error
 
-    def _constrained_rows(self, slots: Int64Array) -> list[ConstrainedRow]:
+    def _constrained_rows(self, row_ids: Int64Array) -> list[ConstrainedRow]:
         """Those of a batch's rows that have a constraint, and have not failed."""
         if self._masks is None:
             return []
         table = self._sequences
         return [
-            ConstrainedRow(row, slot, table.output(slot))
-            for row, slot in self._masks.constrained(slots)
-            if slot not in table.failures
+            ConstrainedRow(row, row_id, table.output(row_id))
+            for row, row_id in self._masks.constrained(row_ids)
+            if row_id not in table.failures
         ]
 
-    def _begin_masks(self, slots: Int64Array) -> "Future[MaskedRows] | None":
+    def _begin_masks(self, row_ids: Int64Array) -> "Future[MaskedRows] | None":
         """What constraints allow in a batch's rows, to be computed beside the forward pass."""
-        rows = self._constrained_rows(slots)
+        rows = self._constrained_rows(row_ids)
         return self._masks.begin(rows) if rows and self._masks is not None else None
 
     def _start(self, rows: StepRows) -> StepOutcome:
         """An outcome in which sequences that failed in an earlier step fail again."""
         errors = {}
         if failures := self._sequences.failures:
-            slots = enumerate(rows.slots.tolist())
-            errors = {row: failures[slot] for row, slot in slots if slot in failures}
-        tokens = np.full(len(rows.slots), NO_TOKEN, np.int64)
+            row_ids = enumerate(rows.row_ids.tolist())
+            errors = {row: failures[row_id] for row, row_id in row_ids if row_id in failures}
+        tokens = np.full(len(rows.row_ids), NO_TOKEN, np.int64)
         return StepOutcome(
             tokens=tokens, logprobs={}, prompt_logprobs={}, candidates={}, errors=errors
         )
 
     def _forward(self, rows: StepRows, sampling: Int64Array) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
-        if rows.are_decodes and self._decode_inputs is not None and len(rows.slots):
+        if rows.are_decodes and self._decode_inputs is not None and len(rows.row_ids):
             return self._decode(rows, self._decode_inputs)
         num_tokens = np.where(rows.computes, rows.num_tokens, 0)
         ends = np.cumsum(num_tokens)
         if len(ends) == 0 or ends[-1] == 0:
             return None
         table = self._sequences
-        slots, lengths = rows.slots[rows.computes], rows.num_tokens[rows.computes]
-        inputs = build_inputs(lay_out(slots, lengths, table), table, self._device)
+        row_ids, lengths = rows.row_ids[rows.computes], rows.num_tokens[rows.computes]
+        inputs = build_inputs(lay_out(row_ids, lengths, table), table, self._device)
         # A fork samples from its parent's last state, which is then named twice.
         is_plain = len(sampling) > 0 and len(rows.forks) == 0
         last = self._index(ends[sampling] - 1) if is_plain else None
@@ -278,8 +278,8 @@ class ModelRunner:
 
     def _decode(self, rows: StepRows, decode_inputs: DecodeInputs) -> ForwardPass:
         """Compute rows of one token each, which all sample."""
-        inputs = decode_inputs.build(rows.slots, self._sequences)
-        numbers = decode_inputs.numbers(len(rows.slots))
+        inputs = decode_inputs.build(rows.row_ids, self._sequences)
+        numbers = decode_inputs.numbers(len(rows.row_ids))
         starts = numbers.numpy()
         return self._pass(inputs, numbers, starts, starts + 1)
 
@@ -329,13 +329,13 @@ class ModelRunner:
         if not table.prompt_logprobs:
             return
         for row in np.flatnonzero(rows.computes).tolist():
-            slot = int(rows.slots[row])
-            asked = table.prompt_logprobs.get(slot)
+            row_id = int(rows.row_ids[row])
+            asked = table.prompt_logprobs.get(row_id)
             if asked is None:
                 continue
-            first = int(table.num_computed_tokens[slot])
+            first = int(table.num_computed_tokens[row_id])
             start = max(first + 1, asked.start)
-            end = min(first + 1 + int(rows.num_tokens[row]), int(table.num_prompt_tokens[slot]))
+            end = min(first + 1 + int(rows.num_tokens[row]), int(table.num_prompt_tokens[row_id]))
             if start >= end:
                 continue
             # The hidden state at position p predicts the token at p + 1.
@@ -343,7 +343,7 @@ class ModelRunner:
             entry = prompt_logprobs(
                 self._model,
                 forward.hidden[offset + start : offset + end],
-                table.token_ids[slot, start:end],
+                table.token_ids[row_id, start:end],
                 start,
                 asked.num_top,
             )
@@ -355,8 +355,8 @@ class ModelRunner:
     def _advance(self, rows: StepRows) -> None:
         """The rows' tokens are computed now, and those of a parent also in its new forks."""
         computed = self._sequences.num_computed_tokens
-        computed[rows.slots[rows.computes]] += rows.num_tokens[rows.computes]
-        computed[rows.slots[rows.forks]] = computed[rows.slots[rows.parents]]
+        computed[rows.row_ids[rows.computes]] += rows.num_tokens[rows.computes]
+        computed[rows.row_ids[rows.forks]] = computed[rows.row_ids[rows.parents]]
 
     def _sample(
         self,
@@ -367,12 +367,12 @@ class ModelRunner:
         masks: "Future[MaskedRows] | None",
     ) -> None:
         table = self._sequences
-        slots = rows.slots[sampling]
+        row_ids = rows.row_ids[sampling]
         masked = masks.result() if masks is not None else None
         batch = SamplingBatch(
-            slots=slots,
-            positions=table.num_tokens[slots] - table.num_prompt_tokens[slots],
-            edited=table.edited_rows(slots),
+            row_ids=row_ids,
+            positions=table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids],
+            edited=table.edited_rows(row_ids),
             masked=masked,
         )
         samples = sample(logits.values, batch, table.sampling, logits.largest)
@@ -393,7 +393,7 @@ class ModelRunner:
         sampled = sampling
         if outcome.errors or outcome.candidates:
             sampled = sampling[outcome.tokens[sampling] != NO_TOKEN]
-        table.append_tokens(rows.slots[sampled], outcome.tokens[sampled])
+        table.append_tokens(rows.row_ids[sampled], outcome.tokens[sampled])
 
     def _note_failures(
         self, outcome: StepOutcome, samples: Samples, sampling: Int64Array, rows: StepRows
@@ -407,7 +407,7 @@ class ModelRunner:
     def _fail(self, outcome: StepOutcome, rows: StepRows, row: int, reason: RowErrorReason) -> None:
         """End a row; its sequence stands still until it is forgotten."""
         outcome.errors[row] = reason
-        self._sequences.failures[int(rows.slots[row])] = reason
+        self._sequences.failures[int(rows.row_ids[row])] = reason
 
     def _index(self, rows: Int64Array) -> Tensor:
         return torch.from_numpy(rows).to(self._device)

@@ -180,7 +180,7 @@ class InFlightStep:
     rows: Int64Array
     """[n]: the plan's rows that sample."""
 
-    slots: Int64Array
+    row_ids: Int64Array
     """[n]: theirs; the model thread's alone, _FORGOTTEN once a sequence is forgotten."""
 
     positions: Int64Array
@@ -271,13 +271,13 @@ class PendingTokens:
                 return
             _resolve(step, table)
 
-    def resolve(self, slots: Int64Array, table: SequenceTable) -> None:
+    def resolve(self, row_ids: Int64Array, table: SequenceTable) -> None:
         """Wait until all tokens of these sequences are known."""
-        if len(slots) == 0:
+        if len(row_ids) == 0:
             return
         unresolved = self._unresolved()
         last = max(
-            (i for i, f in enumerate(unresolved) if np.isin(f.slots, slots).any()), default=-1
+            (i for i, f in enumerate(unresolved) if np.isin(f.row_ids, row_ids).any()), default=-1
         )
         for step in unresolved[: last + 1]:
             _resolve(step, table)
@@ -287,10 +287,10 @@ class PendingTokens:
         for step in self._unresolved():
             _resolve(step, table)
 
-    def forget(self, slots: Int64Array) -> None:
+    def forget(self, row_ids: Int64Array) -> None:
         """What is still to come of these sequences is of no interest."""
         for step in self._unresolved():
-            step.slots[np.isin(step.slots, slots)] = _FORGOTTEN
+            step.row_ids[np.isin(step.row_ids, row_ids)] = _FORGOTTEN
 
     def forget_all(self) -> None:
         """Nothing that is still to come is."""
@@ -304,11 +304,13 @@ class PendingTokens:
 def _resolve(step: InFlightStep, table: SequenceTable) -> None:
     step.end.wait()
     step.is_resolved = True
-    is_known = step.slots != _FORGOTTEN
+    is_known = step.row_ids != _FORGOTTEN
     has_token = is_known & (step.numbers >= 0)
-    table.resolve_tokens(step.slots[has_token], step.positions[has_token], step.numbers[has_token])
+    table.resolve_tokens(
+        step.row_ids[has_token], step.positions[has_token], step.numbers[has_token]
+    )
     for index in np.flatnonzero(is_known & (step.numbers < 0)).tolist():
-        table.take_back(int(step.slots[index]), FAILURES[int(step.numbers[index])])
+        table.take_back(int(step.row_ids[index]), FAILURES[int(step.numbers[index])])
 
 
 _NO_TOKEN = -1
@@ -332,7 +334,7 @@ class _PendingMessage:
 
     step_id: int
     transfer: Transfer
-    slots: Int64Array
+    row_ids: Int64Array
     """Of the rows; _FORGOTTEN where nothing will be resolved, or the sequence is forgotten."""
 
     has_placeholder: npt.NDArray[np.bool_]
@@ -355,49 +357,50 @@ class RankPendingTokens:
         message = torch.from_numpy(np.concatenate([[step_id], numbers]))
         self._sent.append(self._groups.share_with_all(message))
 
-    def expect(self, step_id: int, slots: Int64Array, sampling: npt.NDArray[np.bool_]) -> None:
+    def expect(self, step_id: int, row_ids: Int64Array, sampling: npt.NDArray[np.bool_]) -> None:
         """On the others: these rows' sequences have a placeholder now where they are `sampling`."""
         while self._messages and self._messages[0].transfer.is_done:
             self._resolve_next()
-        waits = slots[sampling]
+        waits = row_ids[sampling]
         self._table.append_tokens(waits, np.zeros(len(waits), np.int64))
         # Only rows that sample, or report what the model makes of their prompt, can fail.
-        may_fail = sampling | np.isin(slots, list(self._table.prompt_logprobs))
-        message = torch.empty(1 + len(slots), dtype=torch.int64)
+        may_fail = sampling | np.isin(row_ids, list(self._table.prompt_logprobs))
+        message = torch.empty(1 + len(row_ids), dtype=torch.int64)
         self._messages.append(
             _PendingMessage(
                 step_id=step_id,
                 transfer=self._groups.share_with_all(message),
-                slots=np.where(may_fail, slots, _FORGOTTEN),
+                row_ids=np.where(may_fail, row_ids, _FORGOTTEN),
                 has_placeholder=sampling,
             )
         )
 
-    def resolve(self, slots: Int64Array) -> None:
+    def resolve(self, row_ids: Int64Array) -> None:
         """Wait until nothing is awaited of these sequences. Raises GroupBroken."""
         last = max(
-            (i for i, e in enumerate(self._messages) if np.isin(e.slots, slots).any()), default=-1
+            (i for i, e in enumerate(self._messages) if np.isin(e.row_ids, row_ids).any()),
+            default=-1,
         )
         for _ in range(last + 1):
             self._resolve_next()
 
-    def forget(self, slots: Int64Array) -> None:
+    def forget(self, row_ids: Int64Array) -> None:
         """What is still to come of these sequences is of no interest."""
         for pending in self._messages:
-            pending.slots[np.isin(pending.slots, slots)] = _FORGOTTEN
+            pending.row_ids[np.isin(pending.row_ids, row_ids)] = _FORGOTTEN
 
     def _resolve_next(self) -> None:
         pending = self._messages.popleft()
         step_id, *numbers = pending.transfer.wait().tolist()
         if step_id != pending.step_id:
             raise GroupBroken(f"rank at step {pending.step_id}, the sampling rank at {step_id}")
-        rows = zip(pending.slots.tolist(), pending.has_placeholder, numbers, strict=True)
-        for slot, has_placeholder, number in rows:
-            if slot == _FORGOTTEN:
+        rows = zip(pending.row_ids.tolist(), pending.has_placeholder, numbers, strict=True)
+        for row_id, has_placeholder, number in rows:
+            if row_id == _FORGOTTEN:
                 continue
             if number >= 0:
-                self._table.token_ids[slot, self._table.num_tokens[slot] - 1] = number
+                self._table.token_ids[row_id, self._table.num_tokens[row_id] - 1] = number
             elif has_placeholder:
-                self._table.num_tokens[slot] -= 1
+                self._table.num_tokens[row_id] -= 1
             if number <= _FIRST_ERROR:
-                self._table.failures[slot] = _REASONS[_FIRST_ERROR - number]
+                self._table.failures[row_id] = _REASONS[_FIRST_ERROR - number]

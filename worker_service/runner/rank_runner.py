@@ -49,7 +49,7 @@ def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64A
     """(rows of the plan, a plan of these rows) of each part that has rows; a row that was cut is in
     several, and samples in the last of them.
 
-    The same on every rank: slots, and with them parts, follow from the plans alone. A fork that
+    The same on every rank: rows, and with them parts, follow from the plans alone. A fork that
     samples from its parent's logits is where its parent samples. Raises InvalidPlan if a sequence
     has two rows.
     """
@@ -74,11 +74,11 @@ def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64A
 
 def _divide(plan: StepPlan, table: SequenceTable) -> tuple[Int32Array, Int64Array]:
     """[num_parts, num_rows]: each row's tokens in each part; [num_rows]: the part it ends in."""
-    slots = table.slots(plan.seq_ids, "seq_ids")
-    if len(np.unique(slots)) != len(slots):
+    row_ids = table.row_ids(plan.seq_ids, "seq_ids")
+    if len(np.unique(row_ids)) != len(row_ids):
         raise InvalidPlan("seq_ids", "a sequence has two rows")
-    ends = table.parts(slots)
-    shares = np.zeros((table.num_parts, len(slots)), np.int32)
+    ends = table.parts(row_ids)
+    shares = np.zeros((table.num_parts, len(row_ids)), np.int32)
     is_long = plan.num_tokens > LEAST_TOKENS
     short = np.flatnonzero(~is_long)
     shares[ends[short], short] = plan.num_tokens[short]
@@ -165,7 +165,7 @@ class RankRunner(ModelRunner):
         return replace(result, token_ids=result.token_ids[:0])
 
     def _forget(self, plan: StepPlan) -> None:
-        self._pending.forget(self._sequences.slots(plan.forget_seq_ids, "forget_seq_ids"))
+        self._pending.forget(self._sequences.row_ids(plan.forget_seq_ids, "forget_seq_ids"))
         super()._forget(plan)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -173,8 +173,8 @@ class RankRunner(ModelRunner):
         table = self._sequences
         seq_ids = [new.parent_seq_id for new in plan.new_sequences if new.parent_seq_id is not None]
         seq_ids += plan.appended_tokens[:, 0].tolist()
-        slots = [table.slot(seq_id) for seq_id in seq_ids if seq_id in table]
-        self._pending.resolve(np.array(slots, np.int64))
+        row_ids = [table.row_id(seq_id) for seq_id in seq_ids if seq_id in table]
+        self._pending.resolve(np.array(row_ids, np.int64))
         super()._admit(plan)
 
     def _compute(self, plan: StepPlan) -> StepOutcome:
@@ -191,16 +191,16 @@ class RankRunner(ModelRunner):
         return whole
 
     def _compute_part(self, plan: StepPlan) -> StepOutcome:
-        slots = self._sequences.slots(plan.seq_ids, "seq_ids")
+        row_ids = self._sequences.row_ids(plan.seq_ids, "seq_ids")
         if self._layout.samples:
             outcome = super()._compute(plan)
             self._pending.broadcast(plan.step_id, encode_outcome(outcome.tokens, outcome.errors))
             return outcome
-        self._pending.resolve(slots)
+        self._pending.resolve(row_ids)
         outcome = super()._compute(plan)
         sampling = plan.sample.copy()
         sampling[list(outcome.errors)] = False
-        self._pending.expect(plan.step_id, slots, sampling)
+        self._pending.expect(plan.step_id, row_ids, sampling)
         nothing = np.zeros(0, np.int64)
         return StepOutcome(
             tokens=nothing,
@@ -224,9 +224,9 @@ class RankRunner(ModelRunner):
         if self._layout.is_last_stage:
             super()._add_prompt_logprobs(outcome, rows, forward)
 
-    def _constrained_rows(self, slots: Int64Array) -> list[ConstrainedRow]:
+    def _constrained_rows(self, row_ids: Int64Array) -> list[ConstrainedRow]:
         """None where nothing is sampled: there tokens may still be unknown, too."""
-        return super()._constrained_rows(slots) if self._layout.samples else []
+        return super()._constrained_rows(row_ids) if self._layout.samples else []
 
     def _sample(
         self,

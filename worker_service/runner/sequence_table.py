@@ -1,8 +1,9 @@
-"""What the worker remembers of the sequences it was told of.
+"""State of the sequences that the worker knows.
 
 The core sends a sequence's tokens, blocks and parameters once; from then on a step names it by id.
-Everything lives in columns by *slot*, a row number given to a sequence when it comes and reused
-when it is forgotten, so that a step's inputs are a few gathers, whatever the sequences' lengths.
+Everything lives in columns by *row*. A sequence gets a row when it is added, and the row is reused
+when it is forgotten. So a step's inputs are a few gathers, whatever the sequences' lengths. A *row
+id* is a row of this table; a plain `row` elsewhere is a row of the step's batch.
 """
 
 from typing import Any, NamedTuple
@@ -34,13 +35,13 @@ class PromptLogprobsRequest(NamedTuple):
 
 
 class SequenceTable:
-    """Tokens, block tables, progress and sampling state by slot.
+    """Tokens, block tables, progress and sampling state by row.
 
-    Invariants, for a slot in use: num_computed_tokens <= num_tokens; the first num_blocks entries
-    of its block table are blocks of the cache, the others NO_BLOCK. A slot is in use or free, never
+    Invariants, for a row in use: num_computed_tokens <= num_tokens; the first num_blocks entries
+    of its block table are blocks of the cache, the others NO_BLOCK. A row is in use or free, never
     both.
 
-    Sequences divide into `num_parts` parts by their slots. A new one gets a slot of the smallest
+    Sequences divide into `num_parts` parts by their rows. A new one gets a row of the smallest
     part, so that parts stay even while sequences come and go.
     """
 
@@ -67,61 +68,61 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
-        """By slot, for the few that asked."""
+        """By row, for the few that asked."""
         self.failures: dict[int, RowErrorReason] = {}
-        """Why no token could be sampled, by slot: such a sequence stands still until forgotten."""
+        """Why no token could be sampled, by row: such a sequence stands still until forgotten."""
         self.sampling = SamplingTable(_INITIAL_ROWS)
-        self._slot_of: dict[int, int] = {}
-        self._free_slots: list[list[int]] = [[] for _ in range(num_parts)]
+        self._row_id_of: dict[int, int] = {}
+        self._free_rows: list[list[int]] = [[] for _ in range(num_parts)]
         """Of each part, the next to be taken last."""
         self._part_sizes = [0] * num_parts
-        self._add_slots(0, _INITIAL_ROWS)
+        self._add_rows(0, _INITIAL_ROWS)
 
     def __len__(self) -> int:
         """Number of sequences known."""
-        return len(self._slot_of)
+        return len(self._row_id_of)
 
     def __contains__(self, seq_id: int) -> bool:
         """Whether a sequence is known."""
-        return seq_id in self._slot_of
+        return seq_id in self._row_id_of
 
-    def slots(self, seq_ids: Int32Array, field: str) -> Int64Array:
-        """The slots of known sequences. Raises InvalidPlan, naming the plan's field."""
-        slot_of = self._slot_of
+    def row_ids(self, seq_ids: Int32Array, field: str) -> Int64Array:
+        """The rows of known sequences. Raises InvalidPlan, naming the plan's field."""
+        row_id_of = self._row_id_of
         try:
-            slots = [slot_of[seq_id] for seq_id in seq_ids.tolist()]
+            row_ids = [row_id_of[seq_id] for seq_id in seq_ids.tolist()]
         except KeyError as error:
             raise InvalidPlan(field, f"sequence {error.args[0]} is not known here") from None
-        return np.array(slots, np.int64)
+        return np.array(row_ids, np.int64)
 
     @property
     def num_parts(self) -> int:
         """Parts that the sequences divide into."""
-        return len(self._free_slots)
+        return len(self._free_rows)
 
-    def parts(self, slots: Int64Array) -> Int64Array:
+    def parts(self, row_ids: Int64Array) -> Int64Array:
         """The part that each of some sequences belongs to, for as long as it is known."""
-        return slots % self.num_parts
+        return row_ids % self.num_parts
 
-    def slot(self, seq_id: int) -> int:
-        """The slot of a known sequence."""
-        return self._slot_of[seq_id]
+    def row_id(self, seq_id: int) -> int:
+        """The row of a known sequence."""
+        return self._row_id_of[seq_id]
 
     def forget(self, seq_ids: Int32Array) -> None:
         """Drop all state of these sequences."""
         if len(seq_ids) == 0:
             return
-        slots = self.slots(seq_ids, "forget_seq_ids")
-        if len(np.unique(slots)) != len(slots):
+        row_ids = self.row_ids(seq_ids, "forget_seq_ids")
+        if len(np.unique(row_ids)) != len(row_ids):
             raise InvalidPlan("forget_seq_ids", "a sequence is named twice")
-        for seq_id, slot in zip(seq_ids.tolist(), slots.tolist(), strict=True):
-            del self._slot_of[seq_id]
-            self.block_tables[slot, : self.num_blocks[slot]] = NO_BLOCK
-            self.failures.pop(slot, None)
-            self.prompt_logprobs.pop(slot, None)
-            self.sampling.remove(slot)
-            part = slot % self.num_parts
-            self._free_slots[part].append(slot)
+        for seq_id, row_id in zip(seq_ids.tolist(), row_ids.tolist(), strict=True):
+            del self._row_id_of[seq_id]
+            self.block_tables[row_id, : self.num_blocks[row_id]] = NO_BLOCK
+            self.failures.pop(row_id, None)
+            self.prompt_logprobs.pop(row_id, None)
+            self.sampling.remove(row_id)
+            part = row_id % self.num_parts
+            self._free_rows[part].append(row_id)
             self._part_sizes[part] -= 1
 
     def add(self, new: NewSequence, field: str) -> None:
@@ -129,40 +130,40 @@ class SequenceTable:
         self._check_new(new, field)
         parent = None
         if new.parent_seq_id is not None:
-            parent = self._slot_of.get(new.parent_seq_id)
+            parent = self._row_id_of.get(new.parent_seq_id)
             if parent is None:
                 problem = f"sequence {new.parent_seq_id} is not known here"
                 raise InvalidPlan(f"{field}.parent_seq_id", problem)
-        slot = self._take_slot()
-        self._slot_of[new.seq_id] = slot
-        self._put_tokens(slot, new, parent, field)
-        self.block_tables[slot, : len(new.block_ids)] = new.block_ids
-        self.num_blocks[slot] = len(new.block_ids)
+        row_id = self._take_row()
+        self._row_id_of[new.seq_id] = row_id
+        self._put_tokens(row_id, new, parent, field)
+        self.block_tables[row_id, : len(new.block_ids)] = new.block_ids
+        self.num_blocks[row_id] = len(new.block_ids)
         if new.sampling.num_prompt_logprobs is not None:
-            self.prompt_logprobs[slot] = PromptLogprobsRequest(
+            self.prompt_logprobs[row_id] = PromptLogprobsRequest(
                 new.prompt_logprobs_start, new.sampling.num_prompt_logprobs
             )
         if parent is not None and parent in self.failures:
-            self.failures[slot] = self.failures[parent]
-        prompt_end, end = self.num_prompt_tokens[slot], self.num_tokens[slot]
-        tokens = self.token_ids[slot]
+            self.failures[row_id] = self.failures[parent]
+        prompt_end, end = self.num_prompt_tokens[row_id], self.num_tokens[row_id]
+        tokens = self.token_ids[row_id]
         self.sampling.put(
-            slot, new.sampling, new.choice_index, tokens[:prompt_end], tokens[prompt_end:end]
+            row_id, new.sampling, new.choice_index, tokens[:prompt_end], tokens[prompt_end:end]
         )
 
     def update_blocks(self, updates: Int32Array) -> None:
         """Set or append block table entries. updates: [n, 3] as in the plan."""
         if len(updates) == 0:
             return
-        slots = self.slots(updates[:, 0], "block_updates")
+        row_ids = self.row_ids(updates[:, 0], "block_updates")
         indices, blocks = updates[:, 1], updates[:, 2]
         self.check_blocks(blocks, "block_updates")
         if indices.min() < 0 or indices.max() >= self.block_tables.shape[1]:
             limit = self.block_tables.shape[1] - 1
             raise InvalidPlan("block_updates", f"expected table indices from 0 to {limit}")
-        self.block_tables[slots, indices] = blocks
-        np.maximum.at(self.num_blocks, slots, indices.astype(np.int64) + 1)
-        if (self.block_tables[slots, np.maximum(indices - 1, 0)] == NO_BLOCK).any():
+        self.block_tables[row_ids, indices] = blocks
+        np.maximum.at(self.num_blocks, row_ids, indices.astype(np.int64) + 1)
+        if (self.block_tables[row_ids, np.maximum(indices - 1, 0)] == NO_BLOCK).any():
             raise InvalidPlan("block_updates", "an entry lies more than one past its table's end")
 
     def append_chosen(self, chosen: Int32Array) -> None:
@@ -170,61 +171,61 @@ class SequenceTable:
         if len(chosen) == 0:
             return
         field = "appended_tokens"
-        slots, tokens = self.slots(chosen[:, 0], field), chosen[:, 1]
+        row_ids, tokens = self.row_ids(chosen[:, 0], field), chosen[:, 1]
         self._check_tokens(tokens, field)
-        if len(np.unique(slots)) != len(slots):
+        if len(np.unique(row_ids)) != len(row_ids):
             raise InvalidPlan(field, "a sequence is named twice")
-        if (self.sampling.num_candidates[slots] == 0).any():
+        if (self.sampling.num_candidates[row_ids] == 0).any():
             raise InvalidPlan(field, "a sequence whose tokens the worker chooses is named")
-        if self.num_tokens[slots].max() >= self.max_model_len:
+        if self.num_tokens[row_ids].max() >= self.max_model_len:
             raise InvalidPlan(field, f"expected at most {self.max_model_len} tokens in all")
-        self.append_tokens(slots, tokens.astype(np.int64))
+        self.append_tokens(row_ids, tokens.astype(np.int64))
 
-    def append_tokens(self, slots: Int64Array, tokens: Int64Array) -> None:
+    def append_tokens(self, row_ids: Int64Array, tokens: Int64Array) -> None:
         """Append one token to each of these sequences."""
-        self.token_ids[slots, self.num_tokens[slots]] = tokens
-        self.num_tokens[slots] += 1
-        self.sampling.append(slots, tokens)
+        self.token_ids[row_ids, self.num_tokens[row_ids]] = tokens
+        self.num_tokens[row_ids] += 1
+        self.sampling.append(row_ids, tokens)
 
-    def expect_tokens(self, slots: Int64Array) -> Int64Array:
+    def expect_tokens(self, row_ids: Int64Array) -> Int64Array:
         """Append an unknown token to each of these sequences. Returns the tokens' positions."""
-        places = self.num_tokens[slots]
-        self.token_ids[slots, places] = UNKNOWN_TOKEN
-        self.num_tokens[slots] += 1
+        places = self.num_tokens[row_ids]
+        self.token_ids[row_ids, places] = UNKNOWN_TOKEN
+        self.num_tokens[row_ids] += 1
         return places
 
-    def resolve_tokens(self, slots: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
+    def resolve_tokens(self, row_ids: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
         """Take note of tokens that were unknown, at the positions that `expect_tokens` gave."""
-        self.token_ids[slots, places] = tokens
-        self.sampling.append(slots, tokens)
+        self.token_ids[row_ids, places] = tokens
+        self.sampling.append(row_ids, tokens)
 
-    def take_back(self, slot: int, reason: RowErrorReason) -> None:
+    def take_back(self, row_id: int, reason: RowErrorReason) -> None:
         """There is no token where one was expected: the sequence has failed."""
-        self.num_tokens[slot] -= 1
-        self.failures[slot] = reason
+        self.num_tokens[row_id] -= 1
+        self.failures[row_id] = reason
 
     @property
-    def num_slots(self) -> int:
+    def num_rows(self) -> int:
         """Sequences there is room for before the columns grow."""
         return len(self.num_tokens)
 
-    def used_slots(self) -> list[int]:
-        """Slots that sequences have."""
-        return list(self._slot_of.values())
+    def used_rows(self) -> list[int]:
+        """Rows that sequences have."""
+        return list(self._row_id_of.values())
 
-    def output(self, slot: int) -> Int32Array:
+    def output(self, row_id: int) -> Int32Array:
         """A sequence's output tokens so far, unknown ones among them."""
-        return self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]
+        return self.token_ids[row_id, self.num_prompt_tokens[row_id] : self.num_tokens[row_id]]
 
-    def edited_rows(self, slots: Int64Array) -> list[EditedRow]:
+    def edited_rows(self, row_ids: Int64Array) -> list[EditedRow]:
         """Those of the batch's rows whose logits need edits."""
         edits = self.sampling.edits
         if not edits:
             return []
         return [
-            EditedRow(row, edits[slot], self.output(slot))
-            for row, slot in enumerate(slots.tolist())
-            if slot in edits
+            EditedRow(row, edits[row_id], self.output(row_id))
+            for row, row_id in enumerate(row_ids.tolist())
+            if row_id in edits
         ]
 
     def check_blocks(self, blocks: Int32Array, field: str) -> None:
@@ -236,7 +237,7 @@ class SequenceTable:
     def _check_new(self, new: NewSequence, field: str) -> None:
         if not 0 < new.seq_id < 2**31:
             raise InvalidPlan(f"{field}.seq_id", f"expected 1 to 2^31 - 1, got {new.seq_id}")
-        if new.seq_id in self._slot_of:
+        if new.seq_id in self._row_id_of:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
         self.check_blocks(new.block_ids, f"{field}.block_ids")
@@ -269,36 +270,36 @@ class SequenceTable:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
             raise InvalidPlan(field, f"expected token ids from 0 to {self.vocab_size - 1}")
 
-    def _put_tokens(self, slot: int, new: NewSequence, parent: int | None, field: str) -> None:
+    def _put_tokens(self, row_id: int, new: NewSequence, parent: int | None, field: str) -> None:
         inherited = 0 if parent is None else int(self.num_tokens[parent])
         end = inherited + len(new.token_ids)
         if end > self.max_model_len:
             problem = f"expected at most {self.max_model_len} tokens in all, got {end}"
             raise InvalidPlan(f"{field}.token_ids", problem)
         if parent is None:
-            self.num_prompt_tokens[slot] = new.num_prompt_tokens
-            self.num_computed_tokens[slot] = new.num_computed_tokens
+            self.num_prompt_tokens[row_id] = new.num_prompt_tokens
+            self.num_computed_tokens[row_id] = new.num_computed_tokens
         else:
-            self.token_ids[slot, :inherited] = self.token_ids[parent, :inherited]
-            self.num_prompt_tokens[slot] = self.num_prompt_tokens[parent]
-            self.num_computed_tokens[slot] = self.num_computed_tokens[parent]
-        self.token_ids[slot, inherited:end] = new.token_ids
-        self.num_tokens[slot] = end
+            self.token_ids[row_id, :inherited] = self.token_ids[parent, :inherited]
+            self.num_prompt_tokens[row_id] = self.num_prompt_tokens[parent]
+            self.num_computed_tokens[row_id] = self.num_computed_tokens[parent]
+        self.token_ids[row_id, inherited:end] = new.token_ids
+        self.num_tokens[row_id] = end
 
-    def _take_slot(self) -> int:
-        if not any(self._free_slots):
+    def _take_row(self) -> int:
+        if not any(self._free_rows):
             self._grow()
-        parts = [part for part, free in enumerate(self._free_slots) if free]
+        parts = [part for part, free in enumerate(self._free_rows) if free]
         part = min(parts, key=self._part_sizes.__getitem__)
         self._part_sizes[part] += 1
-        return self._free_slots[part].pop()
+        return self._free_rows[part].pop()
 
-    def _add_slots(self, start: int, end: int) -> None:
-        for slot in range(end - 1, start - 1, -1):
-            self._free_slots[slot % self.num_parts].append(slot)
+    def _add_rows(self, start: int, end: int) -> None:
+        for row_id in range(end - 1, start - 1, -1):
+            self._free_rows[row_id % self.num_parts].append(row_id)
 
     def _grow(self) -> None:
-        """Double the number of slots."""
+        """Double the number of rows."""
         old = len(self.num_tokens)
         self.token_ids = _grown(self.token_ids, 0)
         self.block_tables = _grown(self.block_tables, NO_BLOCK)
@@ -307,9 +308,9 @@ class SequenceTable:
         self.num_computed_tokens = _grown(self.num_computed_tokens, 0)
         self.num_blocks = _grown(self.num_blocks, 0)
         self.sampling.resize(2 * old)
-        self._add_slots(old, 2 * old)
+        self._add_rows(old, 2 * old)
 
 
 def _grown(column: Any, fill: int) -> Any:
-    """The column with twice as many slots."""
+    """The column with twice as many rows."""
     return np.concatenate([column, np.full_like(column, fill)])

@@ -40,7 +40,7 @@ _NO_ROWS = np.empty(0, np.int64)
 class SamplingBatch:
     """The rows that sample in this step; all arrays are [n]."""
 
-    slots: Int64Array
+    row_ids: Int64Array
     positions: Int64Array
     """Output tokens each row's sequence has so far."""
 
@@ -96,14 +96,14 @@ def sample(
     """Picks the tokens. logits: float32 [n, vocab_size], overwritten, as are `largest`'s columns;
     that is found here unless it is known already."""
     best, largest_values = largest = largest or _largest(logits)
-    if not batch.is_changed and table.is_plain[batch.slots].all() and _all_finite(largest):
+    if not batch.is_changed and table.is_plain[batch.row_ids].all() and _all_finite(largest):
         return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
-    num_logprobs = table.num_logprobs[batch.slots]
+    num_logprobs = table.num_logprobs[batch.row_ids]
     non_finite = np.flatnonzero(~np.isfinite(largest_values))
     _neutralise(logits, non_finite)
     wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     raw = logits[_tensor(wanted, logits)] if len(wanted) else None
-    num_candidates = table.num_candidates[batch.slots]
+    num_candidates = table.num_candidates[batch.row_ids]
     offering = np.flatnonzero(num_candidates)
     if len(offering):
         to_logprobs(logits, offering)
@@ -133,10 +133,10 @@ def _choose(
     logits: Tensor, tokens: Int64Array, batch: SamplingBatch, table: SamplingTable
 ) -> Int64Array:
     """One token per row, each kind of row by its own way; `tokens` has the greedy rows' own."""
-    is_random = table.temperature[batch.slots] > 0
+    is_random = table.temperature[batch.row_ids] > 0
     if not is_random.any():
         return tokens
-    is_filtered = table.is_filtered[batch.slots]
+    is_filtered = table.is_filtered[batch.row_ids]
     for kind, choose in (
         (is_random & ~is_filtered, _choose_unfiltered),
         (is_random & is_filtered, _choose_filtered),
@@ -144,28 +144,28 @@ def _choose(
         rows = np.flatnonzero(kind)
         if len(rows):
             part = logits if len(rows) == len(logits) else logits[_tensor(rows, logits)]
-            tokens[rows] = choose(part, batch.slots[rows], batch.positions[rows], table)
+            tokens[rows] = choose(part, batch.row_ids[rows], batch.positions[rows], table)
     return tokens
 
 
 def _choose_unfiltered(
-    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+    logits: Tensor, row_ids: Int64Array, positions: Int64Array, table: SamplingTable
 ) -> Int64Array:
-    uniforms = uniform(table.seed[slots], table.choice_index[slots], positions)
-    logits = logits / _tensor(table.temperature[slots], logits).unsqueeze(1)
+    uniforms = uniform(table.seed[row_ids], table.choice_index[row_ids], positions)
+    logits = logits / _tensor(table.temperature[row_ids], logits).unsqueeze(1)
     return draw_unfiltered(logits, _tensor(uniforms, logits)).cpu().numpy()
 
 
 def _choose_filtered(
-    logits: Tensor, slots: Int64Array, positions: Int64Array, table: SamplingTable
+    logits: Tensor, row_ids: Int64Array, positions: Int64Array, table: SamplingTable
 ) -> Int64Array:
-    uniforms = uniform(table.seed[slots], table.choice_index[slots], positions)
+    uniforms = uniform(table.seed[row_ids], table.choice_index[row_ids], positions)
     filters = Filters(
-        top_k=_tensor(table.top_k[slots], logits),
-        top_p=_tensor(table.top_p[slots], logits),
-        min_p=_tensor(table.min_p[slots], logits),
+        top_k=_tensor(table.top_k[row_ids], logits),
+        top_p=_tensor(table.top_p[row_ids], logits),
+        min_p=_tensor(table.min_p[row_ids], logits),
     )
-    logits = logits / _tensor(table.temperature[slots], logits).unsqueeze(1)
+    logits = logits / _tensor(table.temperature[row_ids], logits).unsqueeze(1)
     return draw(logits, filters, _tensor(uniforms, logits)).cpu().numpy()
 
 

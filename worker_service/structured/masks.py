@@ -125,7 +125,7 @@ class ConstrainedRow(NamedTuple):
     """A row of a batch whose sequence has a constraint."""
 
     row: int
-    slot: int
+    row_id: int
     output: Int32Array
     """Its output tokens so far."""
 
@@ -141,7 +141,7 @@ class _Asked(NamedTuple):
 
 
 class TokenMasks:
-    """The matchers of the sequences that a runner knows, by slot. Belongs to the model thread."""
+    """The matchers of the sequences that a runner knows, by row. Belongs to the model thread."""
 
     def __init__(self, grammars: "Grammars") -> None:
         self._grammars = grammars
@@ -150,31 +150,33 @@ class TokenMasks:
         """Of those that have sampled: ranks that never do have none."""
 
     def add(
-        self, slot: int, constraint: Constraint, min_tokens: int, parent_slot: int | None
+        self, row_id: int, constraint: Constraint, min_tokens: int, parent_row_id: int | None
     ) -> None:
-        """A sequence with a constraint has come into a slot, perhaps as a fork.
+        """Add a sequence with a constraint, perhaps a fork.
 
         Raises ValueError for a constraint that cannot be put into a grammar.
         """
         compiled = None
-        parent = None if parent_slot is None else self._matchers.get(parent_slot)
+        parent = None if parent_row_id is None else self._matchers.get(parent_row_id)
         if parent is not None:
-            self._matchers[slot] = parent.fork(constraint, min_tokens)
+            self._matchers[row_id] = parent.fork(constraint, min_tokens)
         else:
             compiled = self._grammars.expect(constraint)
-        self._asked[slot] = _Asked(constraint, min_tokens, compiled)
+        self._asked[row_id] = _Asked(constraint, min_tokens, compiled)
 
-    def remove(self, slots: Int64Array) -> None:
-        """The sequences in these slots are forgotten."""
-        for slot in slots.tolist() if self._asked else ():
-            self._asked.pop(slot, None)
-            self._matchers.pop(slot, None)
+    def remove(self, row_ids: Int64Array) -> None:
+        """The sequences in these rows are forgotten."""
+        for row_id in row_ids.tolist() if self._asked else ():
+            self._asked.pop(row_id, None)
+            self._matchers.pop(row_id, None)
 
-    def constrained(self, slots: Int64Array) -> list[tuple[int, int]]:
-        """(row, slot) of those of a batch's rows that have a constraint."""
+    def constrained(self, row_ids: Int64Array) -> list[tuple[int, int]]:
+        """(row of the batch, row id) of each constrained sequence."""
         if not self._asked:
             return []
-        return [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._asked]
+        return [
+            (row, row_id) for row, row_id in enumerate(row_ids.tolist()) if row_id in self._asked
+        ]
 
     def begin(self, rows: Sequence[ConstrainedRow]) -> "Future[MaskedRows]":
         """Compute beside what the caller does; the outputs must stay as they are meanwhile."""
@@ -203,12 +205,12 @@ class TokenMasks:
 
     def _follow(self, row: ConstrainedRow) -> OutputMatcher:
         """The row's matcher, where its output ends."""
-        matcher = self._matchers.get(row.slot)
+        matcher = self._matchers.get(row.row_id)
         if matcher is None:
-            asked = self._asked[row.slot]
+            asked = self._asked[row.row_id]
             assert asked.compiled is not None, "who has a matcher from the start keeps it"
             start = asked.compiled.result().deep_copy()
             matcher = OutputMatcher(asked.constraint, asked.min_tokens, start)
-            self._matchers[row.slot] = matcher
+            self._matchers[row.row_id] = matcher
         matcher.take_in(row.output)
         return matcher

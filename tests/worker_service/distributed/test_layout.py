@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker_service.distributed.layout import Layout, Share
+from worker_service.distributed.layout import Layout, Shard
 from worker_service.errors import InvalidOption
 
 
@@ -37,17 +37,17 @@ def test_stages_have_all_layers_between_them(num_layers: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 8, 300, 301])
 def test_ranks_have_all_tokens_between_them(vocab_size: int) -> None:
-    shares = [each.vocab_share(vocab_size) for each in layouts(4)]
-    tokens = [t for s in shares for t in range(s.start, s.start + s.size)]
+    shards = [each.vocab_shard(vocab_size) for each in layouts(4)]
+    tokens = [t for s in shards for t in range(s.start, s.start + s.size)]
     assert tokens == list(range(vocab_size))
-    assert all(s.size <= layouts(4)[0].vocab_rows(vocab_size) for s in shares)
+    assert all(s.size <= layouts(4)[0].vocab_rows(vocab_size) for s in shards)
 
 
 def test_kv_heads_are_divided_or_held_by_several_ranks() -> None:
-    assert [each.kv_head_share(8) for each in layouts(4)] == [
-        Share(2 * rank, 2, 8) for rank in range(4)
+    assert [each.kv_head_shard(8) for each in layouts(4)] == [
+        Shard(2 * rank, 2, 8) for rank in range(4)
     ]
-    assert [each.kv_head_share(2).start for each in layouts(4)] == [0, 0, 1, 1]
+    assert [each.kv_head_shard(2).start for each in layouts(4)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_rank_holds_the_kv_heads_that_its_queries_need(
     size: int, num_heads: int, num_kv_heads: int
 ) -> None:
     for each in layouts(size):
-        heads, kv_heads = each.even_share(num_heads, "heads"), each.kv_head_share(num_kv_heads)
+        heads, kv_heads = each.even_shard(num_heads, "heads"), each.kv_head_shard(num_kv_heads)
         queries = range(heads.start, heads.start + heads.size)
         needed = {head // (num_heads // num_kv_heads) for head in queries}
         assert needed == set(range(kv_heads.start, kv_heads.start + kv_heads.size))
@@ -66,9 +66,9 @@ def test_a_rank_holds_the_kv_heads_that_its_queries_need(
 def test_what_cannot_be_divided_is_an_error_that_names_the_numbers() -> None:
     last = layouts(4)[3]
     with pytest.raises(InvalidOption, match="4 ranks cannot share the model's 6 attention heads"):
-        last.even_share(6, "attention heads")
+        last.even_shard(6, "attention heads")
     with pytest.raises(InvalidOption, match="4 ranks cannot share the model's 3 key and value"):
-        last.kv_head_share(3)
+        last.kv_head_shard(3)
     with pytest.raises(InvalidOption, match="expected at most 2, the model's layers, got 3"):
         layouts(1, 3)[0].layer_range(2)
     with pytest.raises(InvalidOption, match="rank: expected 0 to 5 with 2 x 3 ranks, got 6"):

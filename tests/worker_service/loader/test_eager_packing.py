@@ -38,7 +38,7 @@ def linears(model: NativeModel) -> list[Linear]:
 
 
 class Watch:
-    """Called between two slots; the most originals that were filled and still there."""
+    """Called between two targets; the most originals that were filled and still there."""
 
     def __init__(self, model: NativeModel) -> None:
         self._packing = EagerPacking(model)
@@ -48,11 +48,11 @@ class Watch:
         self._filled: set[int] = set()
         self.most = 0
 
-    def __call__(self, slot: WeightTarget) -> None:
-        self._filled.add(slot.target.untyped_storage().data_ptr())
-        there = [weight for ref in self._originals if (weight := ref()) is not None]
+    def __call__(self, weight: WeightTarget) -> None:
+        self._filled.add(weight.target.untyped_storage().data_ptr())
+        there = [original for ref in self._originals if (original := ref()) is not None]
         self.most = max(self.most, sum(w.data_ptr() in self._filled for w in there))
-        self._packing(slot)
+        self._packing(weight)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])

@@ -38,7 +38,7 @@ def empty_model(folder: Path, layout: Layout) -> NativeModel:
 
 
 def names_of(folder: Path) -> set[str]:
-    return {slot.name for slot in empty_model(folder, Layout()).weight_targets()}
+    return {weight.name for weight in empty_model(folder, Layout()).weight_targets()}
 
 
 def num_bytes_read(folder: Path, layout: Layout) -> int:
@@ -61,10 +61,10 @@ def test_ranks_read_the_whole_between_them_and_each_its_part(
     folder = checkpoint(family)
     whole = num_bytes_read(folder, Layout())
     read = [num_bytes_read(folder, layout) for layout in layouts(tensor, pipeline)]
-    slots = list(empty_model(folder, Layout()).weight_targets())
-    small = sum(s.target.nbytes for s in slots if s.target.dim() == 1 or is_replicated(s.name))
-    tied = "lm_head.weight" not in {slot.name for slot in slots} and pipeline > 1
-    embedding = max(slot.target.nbytes for slot in slots) if tied else 0
+    targets = list(empty_model(folder, Layout()).weight_targets())
+    small = sum(s.target.nbytes for s in targets if s.target.dim() == 1 or is_replicated(s.name))
+    tied = "lm_head.weight" not in {weight.name for weight in targets} and pipeline > 1
+    embedding = max(weight.target.nbytes for weight in targets) if tied else 0
     assert whole <= sum(read) <= whole + (tensor - 1) * small + embedding
     assert max(read) < 0.75 * whole
 
@@ -76,14 +76,14 @@ def test_the_parts_are_those_of_the_whole(family: str) -> None:
     whole = empty_model(folder, Layout())
     load_weights(whole, weights, show_progress=False)
     tensors = {}
-    for slot in whole.weight_targets():
-        target = tensors.setdefault(slot.name, torch.full(slot.source_shape, float("nan")))
-        target[slot.source_index] = slot.target
+    for weight in whole.weight_targets():
+        target = tensors.setdefault(weight.name, torch.full(weight.source_shape, float("nan")))
+        target[weight.source_index] = weight.target
     for layout in layouts(2, 2):
         part = empty_model(folder, layout)
         load_weights(part, weights, others=names_of(folder), show_progress=False)
-        for slot in part.weight_targets():
-            assert torch.equal(slot.target, tensors[slot.name][slot.source_index])
+        for weight in part.weight_targets():
+            assert torch.equal(weight.target, tensors[weight.name][weight.source_index])
 
 
 def test_dummy_weights_are_parts_of_the_same() -> None:
@@ -94,8 +94,8 @@ def test_dummy_weights_are_parts_of_the_same() -> None:
     for layout in layouts(2, 1):
         part = empty_model(folder, layout)
         fill_dummy_weights(part.weight_targets())
-        (slot,) = [s for s in part.weight_targets() if s.name == "transformer.wte.weight"]
-        assert torch.equal(slot.target, expected[slot.source_index])
+        (weight,) = [s for s in part.weight_targets() if s.name == "transformer.wte.weight"]
+        assert torch.equal(weight.target, expected[weight.source_index])
 
 
 def test_a_rank_tells_the_parameters_of_all() -> None:

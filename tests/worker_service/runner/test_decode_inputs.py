@@ -11,7 +11,7 @@ BLOCK_SIZE, MAX_BLOCKS = 4, 25
 
 
 def _table(lengths: list[int], seed: int) -> SequenceTable:
-    """Sequences in slots 0, 1 …, whose last tokens are to be computed; blocks in any order."""
+    """Sequences in table rows 0, 1 …, whose last tokens are to be computed; blocks in any order."""
     table = SequenceTable(
         vocab_size=1000,
         max_model_len=BLOCK_SIZE * MAX_BLOCKS,
@@ -19,13 +19,13 @@ def _table(lengths: list[int], seed: int) -> SequenceTable:
         num_gpu_blocks=10_000,
     )
     rng = np.random.default_rng(seed)
-    for slot, length in enumerate(lengths):
+    for row_id, length in enumerate(lengths):
         num_blocks = -(-length // BLOCK_SIZE)
-        table.token_ids[slot, :length] = rng.integers(1000, size=length)
-        table.num_tokens[slot] = length
-        table.num_computed_tokens[slot] = length - 1
-        table.block_tables[slot] = -1
-        table.block_tables[slot, :num_blocks] = rng.permutation(10_000)[:num_blocks]
+        table.token_ids[row_id, :length] = rng.integers(1000, size=length)
+        table.num_tokens[row_id] = length
+        table.num_computed_tokens[row_id] = length - 1
+        table.block_tables[row_id] = -1
+        table.block_tables[row_id, :num_blocks] = rng.permutation(10_000)[:num_blocks]
     return table
 
 
@@ -42,10 +42,10 @@ def kept() -> DecodeInputs:
 )
 def test_they_are_those_of_any_batch(kept: DecodeInputs, lengths: list[int]) -> None:
     table = _table(lengths, seed=len(lengths))
-    slots = np.random.default_rng(0).permutation(len(lengths))
-    found = kept.build(slots, table)
+    row_ids = np.random.default_rng(0).permutation(len(lengths))
+    found = kept.build(row_ids, table)
     ones = np.ones(len(lengths), np.int32)
-    expected = build_inputs(lay_out(slots, ones, table), table, torch.device("cpu"))
+    expected = build_inputs(lay_out(row_ids, ones, table), table, torch.device("cpu"))
     for name in ("token_ids", "positions"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     for name in ("query_start", "context_lens", "slot_mapping"):

@@ -208,7 +208,7 @@ def test_forgotten_sequences_make_room_and_their_ids_may_return(make_bench: Make
     assert bench.runner.num_sequences == 1
 
 
-def test_more_sequences_than_slots_are_taken_in(make_bench: MakeBench) -> None:
+def test_more_sequences_than_rows_are_admitted(make_bench: MakeBench) -> None:
     bench = make_bench(block_size=1, num_cpu_blocks=0)
     bench.model.batches.clear()
     rows = []

@@ -151,7 +151,7 @@ def test_a_prompt_ends_in_its_own_part_where_that_keeps_parts_even() -> None:
     table, plan = plan_of(2, [Row(1, 100), Row(2, 100)])
     parts = [part for _, part in micro_batches(plan, table)]
     assert [part.num_tokens.tolist() for part in parts] == [[100], [100]]
-    assert [table.parts(table.slots(part.seq_ids, "")).tolist() for part in parts] == [[0], [1]]
+    assert [table.parts(table.row_ids(part.seq_ids, "")).tolist() for part in parts] == [[0], [1]]
 
 
 def test_a_fork_samples_where_the_last_piece_of_its_parent_does() -> None:
@@ -198,8 +198,8 @@ def test_a_new_sequence_joins_the_smallest_part(num_parts: int) -> None:
 
 
 def part_sizes(table: SequenceTable, seq_ids: list[int]) -> npt.NDArray[np.int64]:
-    slots = table.slots(np.array(seq_ids, np.int32), "seq_ids")
-    return np.bincount(table.parts(slots), minlength=table.num_parts)
+    row_ids = table.row_ids(np.array(seq_ids, np.int32), "seq_ids")
+    return np.bincount(table.parts(row_ids), minlength=table.num_parts)
 
 
 class Observed:

@@ -94,11 +94,11 @@ def test_neighbours_change_nothing_either_way() -> None:
     rows = mixed_rows()
     before = rows.sample()
     penalised = SamplerParams(num_candidates=7, repetition_penalty=1.3, num_logprobs=2)
-    slots = [rows.add(penalised, prompt=[4, 9], output=[5, 5]) for _ in range(3)]
+    row_ids = [rows.add(penalised, prompt=[4, 9], output=[5, 5]) for _ in range(3)]
     together = rows.sample()
     assert together.tokens[:32].tolist() == before.tokens.tolist()
     assert together.logprobs.keys() == before.logprobs.keys()
-    for slot in slots:
-        alone = rows.sample([slot]).candidates[0]
-        assert together.candidates[slot].token_ids.tolist() == alone.token_ids.tolist()
-        assert together.candidates[slot].logprobs.tobytes() == alone.logprobs.tobytes()
+    for row_id in row_ids:
+        alone = rows.sample([row_id]).candidates[0]
+        assert together.candidates[row_id].token_ids.tolist() == alone.token_ids.tolist()
+        assert together.candidates[row_id].logprobs.tobytes() == alone.logprobs.tobytes()

@@ -39,31 +39,31 @@ class Rows:
         output: Sequence[int] = (),
         choice_index: int = 0,
     ) -> int:
-        slot = len(self.logits)
-        self.table.put(slot, params, choice_index, int32(prompt), int32(output))
+        row_id = len(self.logits)
+        self.table.put(row_id, params, choice_index, int32(prompt), int32(output))
         self.outputs.append(int32(output))
         if logits is None:
-            generator = torch.Generator().manual_seed(slot)
+            generator = torch.Generator().manual_seed(row_id)
             logits = torch.randn(self.vocab_size, generator=generator) * 3
         self.logits.append(logits)
-        return slot
+        return row_id
 
     def sample(
         self, order: Sequence[int] | None = None, masked: MaskedRows | None = None
     ) -> Samples:
-        slots = np.array(range(len(self.logits)) if order is None else order)
+        row_ids = np.array(range(len(self.logits)) if order is None else order)
         edits = self.table.edits
         batch = SamplingBatch(
-            slots=slots,
-            positions=np.array([len(self.outputs[slot]) for slot in slots]),
+            row_ids=row_ids,
+            positions=np.array([len(self.outputs[row_id]) for row_id in row_ids]),
             edited=[
-                EditedRow(row, edits[slot], self.outputs[slot])
-                for row, slot in enumerate(slots.tolist())
-                if slot in edits
+                EditedRow(row, edits[row_id], self.outputs[row_id])
+                for row, row_id in enumerate(row_ids.tolist())
+                if row_id in edits
             ],
             masked=masked,
         )
-        return sample(torch.stack([self.logits[slot] for slot in slots]), batch, self.table)
+        return sample(torch.stack([self.logits[row_id] for row_id in row_ids]), batch, self.table)
 
 
 def mixed_rows(vocab_size: int = VOCAB_SIZE) -> Rows:
@@ -132,7 +132,7 @@ def test_many_draws_follow_the_filtered_distribution() -> None:
     rows = Rows()
     rows.add(params, logits)
     count = 4000
-    batch = SamplingBatch(slots=np.zeros(count, np.int64), positions=np.arange(count))
+    batch = SamplingBatch(row_ids=np.zeros(count, np.int64), positions=np.arange(count))
     samples = sample(logits.expand(count, -1).clone(), batch, rows.table)
     observed = np.bincount(samples.tokens, minlength=20)
     expected = np.array(reference.filtered(logits.tolist(), params)) * count

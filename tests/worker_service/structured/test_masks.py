@@ -24,10 +24,10 @@ OTHER_END, LAST = 3, 4
 def masks_after(
     masks: TokenMasks, outputs: dict[int, Sequence[int]]
 ) -> tuple[list[set[int]], list[bool]]:
-    """The tokens allowed after each slot's output, and whether its row has failed."""
+    """The tokens allowed after each row's output, and whether its row has failed."""
     rows = [
-        ConstrainedRow(row, slot, np.array(output, np.int32))
-        for row, (slot, output) in enumerate(outputs.items())
+        ConstrainedRow(row, row_id, np.array(output, np.int32))
+        for row, (row_id, output) in enumerate(outputs.items())
     ]
     masked = masks.compute(rows)
     assert masked.rows.tolist() == list(range(len(rows)))
@@ -146,8 +146,8 @@ def test_a_matcher_made_anew_allows_what_the_one_that_was_there_does(data: st.Da
 
 def test_rows_with_several_constraints_have_each_their_own() -> None:
     masks = TokenMasks(GRAMMARS)
-    for slot, text in enumerate(("ab", "b", "a b")):
-        masks.add(slot, constraint("choice", text), 0, None)
+    for row_id, text in enumerate(("ab", "b", "a b")):
+        masks.add(row_id, constraint("choice", text), 0, None)
     ids = {text: token for token, text in enumerate(TEXTS) if text}
     found, _ = masks_after(masks, {0: [], 1: [], 2: [ids[b"a"]]})
     assert found == [{ids[b"a"], ids[b"ab"]}, {ids[b"b"]}, {ids[b" "]}]
@@ -221,13 +221,13 @@ def test_of_more_constraints_than_are_kept_each_is_compiled_once(
     monkeypatch.setattr(
         grammars, "_compile", lambda text: (texts.append(text), compile_one(text))[1]
     )
-    masks, slots = TokenMasks(grammars), range(MAX_CACHED + 3)
-    for slot in slots:
-        masks.add(slot, constraint("choice", str(slot)), 0, None)
-    found, failed = masks_after(masks, {slot: [] for slot in slots})
+    masks, row_ids = TokenMasks(grammars), range(MAX_CACHED + 3)
+    for row_id in row_ids:
+        masks.add(row_id, constraint("choice", str(row_id)), 0, None)
+    found, failed = masks_after(masks, {row_id: [] for row_id in row_ids})
     assert all(found)
     assert not any(failed)
-    assert len(texts) == len(slots)
+    assert len(texts) == len(row_ids)
 
 
 def test_compiled_constraints_are_shared_and_bounded() -> None:

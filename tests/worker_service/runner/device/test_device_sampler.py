@@ -62,8 +62,8 @@ class Sequences:
             prompt_logprobs_start=0,
         )
         self.table.add(new, "new")
-        self.on_device.note_new(self.table.slot(seq_id))
-        self.penalties.note(self.table.slot(seq_id), self.table.sampling)
+        self.on_device.note_new(self.table.row_id(seq_id))
+        self.penalties.note(self.table.row_id(seq_id), self.table.sampling)
 
     def flush(self) -> None:
         self.on_device.apply(Staging(DEVICE).send(self.on_device.changes(self.table)))
@@ -71,11 +71,11 @@ class Sequences:
 
     @property
     def batch(self) -> SamplingBatch:
-        slots = np.array([self.table.slot(1 + i) for i in range(len(PARAMS))])
+        row_ids = np.array([self.table.row_id(1 + i) for i in range(len(PARAMS))])
         return SamplingBatch(
-            slots=slots,
-            positions=np.full(len(slots), 2),
-            edited=self.table.edited_rows(slots),
+            row_ids=row_ids,
+            positions=np.full(len(row_ids), 2),
+            edited=self.table.edited_rows(row_ids),
             masked=self.masked,
         )
 
@@ -91,7 +91,7 @@ class Sequences:
 
     def rows(self, batch: SamplingBatch) -> SamplingRows:
         return SamplingRows(
-            slots=torch.from_numpy(batch.slots).to(DEVICE),
+            row_ids=torch.from_numpy(batch.row_ids).to(DEVICE),
             positions=torch.from_numpy(batch.positions.astype(np.int32)).to(DEVICE),
         )
 
@@ -111,7 +111,7 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
     rows = sequences.rows(batch)
     outcome = sequences.sampler.sample_changed(logits.clone(), rows, batch)
     assert outcome.tolist() == expected.tokens.tolist()
-    num_top = sequences.table.sampling.num_logprobs[batch.slots]
+    num_top = sequences.table.sampling.num_logprobs[batch.row_ids]
     wanted = np.flatnonzero(num_top >= 0)
     tensors = sequences.sampler.logprobs(logits[wanted], outcome[wanted], int(num_top.max()))
     found = FetchedLogprobs.fetch(wanted, num_top[wanted], tensors)
@@ -138,13 +138,15 @@ def test_a_row_whose_constraint_has_failed_tells_so() -> None:
     assert reasons == {5: RowErrorReason.NO_CANDIDATES, 7: RowErrorReason.CONSTRAINT}
 
 
-def test_failures_keep_their_first_reason_until_the_slot_is_taken_again() -> None:
+def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
     sequences = Sequences()
     sequences.add(50, SamplerParams(temperature=0.0, bad_words=tuple((t,) for t in range(300))))
     sequences.flush()
-    slots = np.array([sequences.table.slot(1), sequences.table.slot(50), sequences.table.slot(2)])
+    row_ids = np.array(
+        [sequences.table.row_id(1), sequences.table.row_id(50), sequences.table.row_id(2)]
+    )
     batch = SamplingBatch(
-        slots=slots, positions=np.full(3, 2), edited=sequences.table.edited_rows(slots)
+        row_ids=row_ids, positions=np.full(3, 2), edited=sequences.table.edited_rows(row_ids)
     )
     rows = sequences.rows(batch)
     logits = sequences.logits[:3].to(DEVICE)
@@ -158,8 +160,8 @@ def test_failures_keep_their_first_reason_until_the_slot_is_taken_again() -> Non
     ]
     non_finite, nothing = RowErrorReason.NON_FINITE_LOGITS, RowErrorReason.NO_CANDIDATES
     assert reasons == [[non_finite, nothing, None]] * 2
-    for slot in slots[:2].tolist():
-        sequences.on_device.note_new(slot)
+    for row_id in row_ids[:2].tolist():
+        sequences.on_device.note_new(row_id)
     sequences.flush()
     assert (sequences.sampler.sample(logits.nan_to_num(0.0), rows) >= 0).all()
 
@@ -169,11 +171,11 @@ def test_the_device_has_the_tables_block_tables() -> None:
     sequences.flush()
     table = sequences.table
     table.update_blocks(np.array([[2, 2, 40], [3, 0, 41]], np.int32))
-    sequences.on_device.note_blocks(table.slots(np.array([2, 3]), "x"), np.array([2, 0]))
+    sequences.on_device.note_blocks(table.row_ids(np.array([2, 3]), "x"), np.array([2, 0]))
     table.forget(np.array([1, 4], np.int32))
     sequences.add(60, SamplerParams(temperature=0.0))
     sequences.flush()
-    used = sorted(table.used_slots())
+    used = sorted(table.used_rows())
     on_device = sequences.on_device.block_tables[used].cpu().numpy()
     np.testing.assert_array_equal(on_device, table.block_tables[used])
     assert sequences.on_device.changes(table) == []

@@ -284,8 +284,8 @@ def test_excluding_every_token_is_told_as_that() -> None:
         assert result.errors == {1: RowErrorReason.NO_CANDIDATES}
 
 
-def test_a_slot_may_have_a_new_sequence_while_the_old_ones_token_is_under_way() -> None:
-    pipeline = Pipeline(9, make_runner=partial(recorded, num_slots=64))
+def test_a_row_may_have_a_new_sequence_while_the_old_ones_token_is_in_flight() -> None:
+    pipeline = Pipeline(9, make_runner=partial(recorded, num_rows=64))
     pipeline.bench.plans.add(1, [1, 2, 3])
     pipeline.launch([Row(1, 3)])
     pipeline.launch([Row(1)])
