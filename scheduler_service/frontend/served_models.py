@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagewire.v1 import model_pb2
+from pagewire.v1.sampling_pb2 import SamplingParams
+from pagewire.validation import limits_of
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
 from scheduler_service.frontend.auth import Principal
@@ -42,15 +44,25 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-_HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "temperature": ("temperature", lambda v: _is_number(v) and (v == 0 or 0.01 <= v <= 100)),
-    "top_p": ("top_p", lambda v: _is_number(v) and 0 < v <= 1),
-    "top_k": ("top_k", _is_count),
-    "min_p": ("min_p", lambda v: _is_number(v) and 0 <= v <= 1),
-    "repetition_penalty": ("repetition_penalty", lambda v: _is_number(v) and 0 < v <= 100),
-    "max_new_tokens": ("max_tokens", lambda v: _is_count(v) and v > 0),
+_HONOURED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
 }
-"""Key in the file: our field, and whether a value is in its range."""
+"""Key in the file: the field of SamplingParams."""
+
+
+def _is_valid(field: str, value: Any) -> bool:
+    """Whether a value may stand in a field of SamplingParams."""
+    descriptor = SamplingParams.DESCRIPTOR.fields_by_name[field]
+    is_integer = descriptor.type == descriptor.TYPE_UINT32
+    if not (_is_count(value) if is_integer else _is_number(value)):
+        return False
+    limits = limits_of(SamplingParams.DESCRIPTOR).get(field)
+    return limits is None or limits.allows(value)
 
 
 def parse_generation_config(data: bytes | None) -> GenerationDefaults:
@@ -64,11 +76,11 @@ def parse_generation_config(data: bytes | None) -> GenerationDefaults:
         logger.warning("generation_config.json ignored error=not an object")
         return GenerationDefaults()
     values: dict[str, Any] = {}
-    for key, (field, is_valid) in _HONOURED.items():
+    for key, field in _HONOURED.items():
         value = config.get(key)
         if value is None:
             continue
-        if is_valid(value):
+        if _is_valid(field, value):
             values[field] = value
         else:
             logger.warning("generation default ignored key=%s value=%r", key, value)

@@ -150,7 +150,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     ) -> inference_pb.GetStatusResponse:
         """The core's snapshot."""
         tenant.check_operator()
-        validation.check_status_detail(request.detail)
+        validation.check_limits(request)
         try:
             response = await self._core.GetStatus(
                 scheduler_pb.SchedulerServiceGetStatusRequest(detail=request.detail),
@@ -166,8 +166,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     ) -> None:
         """The core's snapshots, for as long as the client and the core are there."""
         tenant.check_operator()
-        validation.check_status_interval(request)
-        validation.check_status_detail(request.detail)
+        validation.check_limits(request)
         watch = scheduler_pb.SchedulerServiceWatchStatusRequest(detail=request.detail)
         if request.HasField("interval_ms"):
             watch.interval_ms = request.interval_ms

@@ -21,11 +21,13 @@ from pagewire.v1 import (
     sampling_pb2,
     scheduler_service_pb2,
     status_pb2,
+    validation_pb2,
     worker_service_pb2,
 )
 
 STORE = Path(__file__).parent / "messages.json"
 FILES = [
+    validation_pb2,
     sampling_pb2,
     model_pb2,
     status_pb2,

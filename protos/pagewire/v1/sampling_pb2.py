@@ -22,29 +22,68 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pagewire.v1 import validation_pb2 as pagewire_dot_v1_dot_validation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apagewire/v1/sampling.proto\x12\x0bpagewire.v1\"\xa0\x08\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x02 \x01(\rH\x02\x88\x01\x01\x12,\n\x0b\x62\x65\x61m_search\x18\x03 \x01(\x0b\x32\x17.pagewire.v1.BeamSearch\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12*\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x16.pagewire.v1.LogitBias\x12\x11\n\x04seed\x18\x0c \x01(\x04H\n\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x17\n\nmin_tokens\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x17\n\nignore_eos\x18\x12 \x01(\x08H\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x0f\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x10\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x16 \x01(\x08H\x11\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x17 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x19 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x1a \x01(\x0b\x32\x17.pagewire.v1.ChoiceListH\x00\x12#\n\x16truncate_prompt_tokens\x18\x1b \x01(\rH\x12\x88\x01\x01\x42\x13\n\x11structured_outputB\x04\n\x02_nB\n\n\x08_best_ofB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x19\n\x17_include_stop_in_outputB\x19\n\x17_truncate_prompt_tokens\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\x7f\n\nBeamSearch\x12\r\n\x05width\x18\x01 \x01(\r\x12\x1b\n\x0elength_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x32\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x1a.pagewire.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\xf0\x03\n\rSamplerParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12*\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x16.pagewire.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x1c\n\x14suppressed_token_ids\x18\x0b \x01(\x0c\x12-\n\tbad_words\x18\x0c \x03(\x0b\x32\x1a.pagewire.v1.TokenSequence\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0enum_candidates\x18\x0f \x01(\rH\x02\x88\x01\x01\x12+\n\nconstraint\x18\x10 \x01(\x0b\x32\x17.pagewire.v1.ConstraintB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x11\n\x0f_num_candidates\"\xa9\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.pagewire.v1.ChoiceListH\x00\x12\x15\n\rend_token_ids\x18\x05 \x01(\x0c\x12\x16\n\x0elast_token_ids\x18\x06 \x01(\x0c\x42\x06\n\x04kind\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c*\x89\x01\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45\x41RLY_STOPPING_WHEN_FULL\x10\x01\x12 \n\x1c\x45\x41RLY_STOPPING_WHEN_HOPELESS\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apagewire/v1/sampling.proto\x12\x0bpagewire.v1\x1a\x1cpagewire/v1/validation.proto\"\xd5\n\n\x0eSamplingParams\x12&\n\x01n\x18\x01 \x01(\rB\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00\x00`@H\x01\x88\x01\x01\x12,\n\x07\x62\x65st_of\x18\x02 \x01(\rB\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00\x00`@H\x02\x88\x01\x01\x12,\n\x0b\x62\x65\x61m_search\x18\x03 \x01(\x0b\x32\x17.pagewire.v1.BeamSearch\x12\x39\n\x0btemperature\x18\x04 \x01(\x02\x42\x1f\x92\xdb\x18\x1b\t{\x14\xaeG\xe1z\x84?\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00H\x03\x88\x01\x01\x12*\n\x05top_p\x18\x05 \x01(\x02\x42\x16\x92\xdb\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x05\x88\x01\x01\x12*\n\x05min_p\x18\x07 \x01(\x02\x42\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xf0?H\x06\x88\x01\x01\x12\x37\n\x12repetition_penalty\x18\x08 \x01(\x02\x42\x16\x92\xdb\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00Y@H\x07\x88\x01\x01\x12\x35\n\x10presence_penalty\x18\t \x01(\x02\x42\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\xc0\x19\x00\x00\x00\x00\x00\x00\x00@H\x08\x88\x01\x01\x12\x36\n\x11\x66requency_penalty\x18\n \x01(\x02\x42\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\xc0\x19\x00\x00\x00\x00\x00\x00\x00@H\t\x88\x01\x01\x12\x33\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x16.pagewire.v1.LogitBiasB\x07\x92\xdb\x18\x03\x30\x80\x08\x12\x11\n\x04seed\x18\x0c \x01(\x04H\n\x88\x01\x01\x12\x19\n\x04stop\x18\r \x03(\tB\x0b\x92\xdb\x18\x07\x30\x10\x38\x01@\x80\x08\x12\x1f\n\x0estop_token_ids\x18\x0e \x03(\rB\x07\x92\xdb\x18\x03\x30\x80\x01\x12\x1f\n\tbad_words\x18\x0f \x03(\tB\x0c\x92\xdb\x18\x08\x30\x80\x01\x38\x01@\x80\x08\x12\x17\n\nmin_tokens\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12&\n\nmax_tokens\x18\x11 \x01(\rB\r\x92\xdb\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?H\x0c\x88\x01\x01\x12\x17\n\nignore_eos\x18\x12 \x01(\x08H\r\x88\x01\x01\x12-\n\x08logprobs\x18\x13 \x01(\rB\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\x34@H\x0e\x88\x01\x01\x12\x34\n\x0fprompt_logprobs\x18\x14 \x01(\rB\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\x34@H\x0f\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x10\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\x16 \x01(\x08H\x11\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x17 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x19 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x1a \x01(\x0b\x32\x17.pagewire.v1.ChoiceListH\x00\x12#\n\x16truncate_prompt_tokens\x18\x1b \x01(\rH\x12\x88\x01\x01\x42\x13\n\x11structured_outputB\x04\n\x02_nB\n\n\x08_best_ofB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x19\n\x17_include_stop_in_outputB\x19\n\x17_truncate_prompt_tokens\"C\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12$\n\x04\x62ias\x18\x02 \x01(\x02\x42\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00Y\xc0\x19\x00\x00\x00\x00\x00\x00Y@\"*\n\nChoiceList\x12\x1c\n\x07\x63hoices\x18\x01 \x03(\tB\x0b\x92\xdb\x18\x07(\x01\x30\x80\x08\x38\x01\"\xaf\x01\n\nBeamSearch\x12%\n\x05width\x18\x01 \x01(\rB\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00\x00P@\x12\x33\n\x0elength_penalty\x18\x02 \x01(\x02\x42\x16\x92\xdb\x18\x12\t\x00\x00\x00\x00\x00\x00\x14\xc0\x19\x00\x00\x00\x00\x00\x00\x14@H\x00\x88\x01\x01\x12\x32\n\x0e\x65\x61rly_stopping\x18\x03 \x01(\x0e\x32\x1a.pagewire.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"\xf0\x03\n\rSamplerParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12*\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x16.pagewire.v1.LogitBias\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x1c\n\x14suppressed_token_ids\x18\x0b \x01(\x0c\x12-\n\tbad_words\x18\x0c \x03(\x0b\x32\x1a.pagewire.v1.TokenSequence\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0enum_candidates\x18\x0f \x01(\rH\x02\x88\x01\x01\x12+\n\nconstraint\x18\x10 \x01(\x0b\x32\x17.pagewire.v1.ConstraintB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x11\n\x0f_num_candidates\"\xa9\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.pagewire.v1.ChoiceListH\x00\x12\x15\n\rend_token_ids\x18\x05 \x01(\x0c\x12\x16\n\x0elast_token_ids\x18\x06 \x01(\x0c\x42\x06\n\x04kind\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c*\x89\x01\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45\x41RLY_STOPPING_WHEN_FULL\x10\x01\x12 \n\x1c\x45\x41RLY_STOPPING_WHEN_HOPELESS\x10\x02\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.sampling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EARLYSTOPPING']._serialized_start=2015
-  _globals['_EARLYSTOPPING']._serialized_end=2152
-  _globals['_SAMPLINGPARAMS']._serialized_start=44
-  _globals['_SAMPLINGPARAMS']._serialized_end=1100
-  _globals['_LOGITBIAS']._serialized_start=1102
-  _globals['_LOGITBIAS']._serialized_end=1145
-  _globals['_CHOICELIST']._serialized_start=1147
-  _globals['_CHOICELIST']._serialized_end=1176
-  _globals['_BEAMSEARCH']._serialized_start=1178
-  _globals['_BEAMSEARCH']._serialized_end=1305
-  _globals['_SAMPLERPARAMS']._serialized_start=1308
-  _globals['_SAMPLERPARAMS']._serialized_end=1804
-  _globals['_CONSTRAINT']._serialized_start=1807
-  _globals['_CONSTRAINT']._serialized_end=1976
-  _globals['_TOKENSEQUENCE']._serialized_start=1978
-  _globals['_TOKENSEQUENCE']._serialized_end=2012
+  _globals['_SAMPLINGPARAMS'].fields_by_name['n']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['n']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\360?\031\000\000\000\000\000\000`@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['best_of']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['best_of']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\360?\031\000\000\000\000\000\000`@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._serialized_options = b'\222\333\030\033\t{\024\256G\341z\204?\031\000\000\000\000\000\000Y@!\000\000\000\000\000\000\000\000'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._serialized_options = b'\222\333\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_p']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['min_p']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000\360?'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['repetition_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['repetition_penalty']._serialized_options = b'\222\333\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000Y@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['presence_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['presence_penalty']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\000\300\031\000\000\000\000\000\000\000@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['frequency_penalty']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['frequency_penalty']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\000\300\031\000\000\000\000\000\000\000@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logit_bias']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logit_bias']._serialized_options = b'\222\333\030\0030\200\010'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop']._serialized_options = b'\222\333\030\0070\0208\001@\200\010'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\222\333\030\0030\200\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['bad_words']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['bad_words']._serialized_options = b'\222\333\030\0100\200\0018\001@\200\010'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['max_tokens']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['max_tokens']._serialized_options = b'\222\333\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['logprobs']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\0004@'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['prompt_logprobs']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\000\000\031\000\000\000\000\000\0004@'
+  _globals['_LOGITBIAS'].fields_by_name['bias']._loaded_options = None
+  _globals['_LOGITBIAS'].fields_by_name['bias']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000Y\300\031\000\000\000\000\000\000Y@'
+  _globals['_CHOICELIST'].fields_by_name['choices']._loaded_options = None
+  _globals['_CHOICELIST'].fields_by_name['choices']._serialized_options = b'\222\333\030\007(\0010\200\0108\001'
+  _globals['_BEAMSEARCH'].fields_by_name['width']._loaded_options = None
+  _globals['_BEAMSEARCH'].fields_by_name['width']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\360?\031\000\000\000\000\000\000P@'
+  _globals['_BEAMSEARCH'].fields_by_name['length_penalty']._loaded_options = None
+  _globals['_BEAMSEARCH'].fields_by_name['length_penalty']._serialized_options = b'\222\333\030\022\t\000\000\000\000\000\000\024\300\031\000\000\000\000\000\000\024@'
+  _globals['_EARLYSTOPPING']._serialized_start=2440
+  _globals['_EARLYSTOPPING']._serialized_end=2577
+  _globals['_SAMPLINGPARAMS']._serialized_start=74
+  _globals['_SAMPLINGPARAMS']._serialized_end=1439
+  _globals['_LOGITBIAS']._serialized_start=1441
+  _globals['_LOGITBIAS']._serialized_end=1508
+  _globals['_CHOICELIST']._serialized_start=1510
+  _globals['_CHOICELIST']._serialized_end=1552
+  _globals['_BEAMSEARCH']._serialized_start=1555
+  _globals['_BEAMSEARCH']._serialized_end=1730
+  _globals['_SAMPLERPARAMS']._serialized_start=1733
+  _globals['_SAMPLERPARAMS']._serialized_end=2229
+  _globals['_CONSTRAINT']._serialized_start=2232
+  _globals['_CONSTRAINT']._serialized_end=2401
+  _globals['_TOKENSEQUENCE']._serialized_start=2403
+  _globals['_TOKENSEQUENCE']._serialized_end=2437
 # @@protoc_insertion_point(module_scope)

@@ -321,6 +321,7 @@ def _tokenize(
     most = _most_tokens(model)
     try:
         if request.HasField("chat"):
+            validation.check_limits(request)
             check_chat(request.chat)
             text = chat_text(request.chat, model)
             token_ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=most)

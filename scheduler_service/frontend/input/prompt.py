@@ -1,7 +1,7 @@
 """A request's prompt as token ids: given, tokenized, or rendered from a chat."""
 
 import json
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -10,10 +10,6 @@ from scheduler_service.errors import InvalidArgument, PromptTooLong
 from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.served_models import FrontendModel
 
-MAX_CHAT_MESSAGES = 8192
-MAX_TOOLS = 1024
-MAX_TOOL_CALLS = 1024
-"""In one turn."""
 MAX_JSON_CHARS = 1 << 20
 """Of one JSON text: it is parsed in one piece, with the interpreter's lock held."""
 MAX_JSON_CONTAINERS = 1 << 18
@@ -26,12 +22,8 @@ of it: the text may stand in the template's own words behind it, too. No charact
 
 
 def check_chat(chat: inference_pb.Chat) -> None:
-    """Raise InvalidArgument unless the conversation has turns, each with a role, and all JSON in it
-    is some."""
-    if not chat.messages:
-        raise InvalidArgument("chat.messages", "expected at least one message")
-    _check_count(chat.messages, "chat.messages", MAX_CHAT_MESSAGES)
-    _check_count(chat.tools, "chat.tools", MAX_TOOLS)
+    """Raise InvalidArgument unless each turn of a conversation, which is within the limits that the
+    protos declare, has a role, and its JSON texts are JSON objects."""
     num_containers = sum(text.count("{") + text.count("[") for text in _json_texts(chat))
     if num_containers > MAX_JSON_CONTAINERS:
         raise InvalidArgument(
@@ -43,7 +35,6 @@ def check_chat(chat: inference_pb.Chat) -> None:
         path = f"chat.messages[{index}]"
         if not message.role:
             raise InvalidArgument(f"{path}.role", "expected a role")
-        _check_count(message.tool_calls, f"{path}.tool_calls", MAX_TOOL_CALLS)
         for number, call in enumerate(message.tool_calls):
             _parse_object(call.arguments_json, f"{path}.tool_calls[{number}].arguments_json")
     for index, tool in enumerate(chat.tools):
@@ -60,11 +51,6 @@ def _json_texts(chat: inference_pb.Chat) -> Iterator[str]:
     yield chat.template_arguments_json
     yield from (tool.parameters_json for tool in chat.tools)
     yield from (call.arguments_json for message in chat.messages for call in message.tool_calls)
-
-
-def _check_count(entries: Sized, path: str, most: int) -> None:
-    if len(entries) > most:
-        raise InvalidArgument(path, f"expected at most {most} entries, got {len(entries)}")
 
 
 def chat_text(chat: inference_pb.Chat, model: FrontendModel) -> str:

@@ -1,4 +1,4 @@
-"""What a request may say. Ranges are told in sampling.proto and inference_service.proto.
+"""What a request may say. Ranges are declared in the protos.
 
 Checks come in two rounds: `check_request` needs the request alone, `check_against_model` also the
 model. Every complaint is an InvalidArgument that names the field by its path in the request.
@@ -6,38 +6,25 @@ model. Every complaint is an InvalidArgument that names the field by its path in
 
 import math
 import re
-from collections.abc import Collection, Sequence
-from struct import pack, unpack
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import model_pb2, sampling_pb2, status_pb2
+from pagewire.v1 import model_pb2, sampling_pb2
+from pagewire.validation import find_violation, limits_of
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.input.prompt import check_chat
 from scheduler_service.frontend.structured_output.constraint import texts_of
 
-MIN_TEMPERATURE = unpack("f", pack("f", 0.01))[0]
+SAMPLING_LIMITS = limits_of(sampling_pb2.SamplingParams.DESCRIPTOR)
+"""Ranges of the sampling parameters, by field."""
+MIN_TEMPERATURE = SAMPLING_LIMITS["temperature"].low
 """0.01 as a float32 field holds it, which is a little less."""
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKENS = 128
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARS = 1024
-MAX_BEAM_WIDTH = 64
-MAX_LENGTH_PENALTY = 5
-"""Either way; length to this power stays within float32."""
-MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS = 100, 60_000
-MAX_STATUS_REQUESTS = 4096
-
-MAX_HOLD_MS = 60_000
 CHUNK_TOKENS = 1 << 16
+"""Token ids that are checked in one piece."""
 MAX_STRUCTURED_BYTES = 262_144
 """Of what an output is to match."""
-MAX_STRUCTURED_CHOICES = 1024
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -55,12 +42,8 @@ def check_request_id(request: inference_pb.GenerateRequest) -> None:
 def check_request(request: inference_pb.GenerateRequest) -> None:
     """Raise InvalidArgument for whatever no model could make right."""
     check_request_id(request)
+    check_limits(request)
     _check_prompt(request)
-    _expect(
-        request.max_hold_ms <= MAX_HOLD_MS,
-        "max_hold_ms",
-        f"expected at most {MAX_HOLD_MS}, got {request.max_hold_ms}",
-    )
     _check_sampling(request.sampling_params)
     _check_contradictions(request.sampling_params)
     _check_resume(request)
@@ -93,14 +76,14 @@ def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> Non
             raise InvalidArgument(f"{path}[{index}]", f"{_below_vocab(vocab_size)}, got {found}")
 
 
-def check_status_interval(request: inference_pb.WatchStatusRequest) -> None:
-    """Raise InvalidArgument for an interval out of range."""
-    _check_range(request, "interval_ms", MIN_STATUS_INTERVAL_MS, MAX_STATUS_INTERVAL_MS, prefix="")
+def check_limits(message: Message, prefix: str = "") -> None:
+    """Raise InvalidArgument for a field that is out of the limits that the protos declare.
 
-
-def check_status_detail(detail: status_pb2.StatusDetail) -> None:
-    """Raise InvalidArgument for a number of requests out of range."""
-    _check_range(detail, "max_requests", 1, MAX_STATUS_REQUESTS, prefix="detail.")
+    `prefix`: path of the message within the request.
+    """
+    violation = find_violation(message)
+    if violation is not None:
+        raise InvalidArgument(prefix + violation.path, violation.expected)
 
 
 def _check_prompt(request: inference_pb.GenerateRequest) -> None:
@@ -116,73 +99,27 @@ def _check_prompt(request: inference_pb.GenerateRequest) -> None:
 
 
 def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
-    _check_range(params, "n", 1, MAX_CHOICES)
-    _check_range(params, "best_of", 1, MAX_CHOICES)
-    if params.temperature != 0:
-        _check_range(params, "temperature", MIN_TEMPERATURE, 100, note=", or 0")
-    _check_range(params, "top_p", 0, 1, low_open=True)
-    _check_range(params, "min_p", 0, 1)
-    _check_range(params, "repetition_penalty", 0, 100, low_open=True)
-    _check_range(params, "presence_penalty", -2, 2)
-    _check_range(params, "frequency_penalty", -2, 2)
-    _check_range(params, "max_tokens", 1, math.inf)
-    _check_range(params, "logprobs", 0, MAX_LOGPROBS)
-    _check_range(params, "prompt_logprobs", 0, MAX_LOGPROBS)
-    _check_logit_bias(params.logit_bias)
-    _check_texts(params.stop, "stop", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
-    _check_texts(params.bad_words, "bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
-    _check_count(params.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS)
-    _check_beam_search(params)
-    _check_structured_output(params)
-
-
-def _check_logit_bias(entries: Collection[sampling_pb2.LogitBias]) -> None:
-    _check_count(entries, "logit_bias", MAX_LOGIT_BIAS)
+    """What is not a matter of ranges."""
     seen: set[int] = set()
-    for index, entry in enumerate(entries):
-        path = f"sampling_params.logit_bias[{index}]"
-        _expect(-100 <= entry.bias <= 100, f"{path}.bias", "expected a number from -100 to 100")
-        _expect(entry.token_id not in seen, f"{path}.token_id", "expected no token to occur twice")
+    for index, entry in enumerate(params.logit_bias):
+        path = f"sampling_params.logit_bias[{index}].token_id"
+        _expect(entry.token_id not in seen, path, "expected no token to occur twice")
         seen.add(entry.token_id)
-
-
-def _check_texts(texts: Collection[str], field: str, max_count: int, max_chars: int) -> None:
-    _check_count(texts, field, max_count)
-    for index, text in enumerate(texts):
-        path = f"sampling_params.{field}[{index}]"
-        _expect(bool(text), path, "expected a text that is not empty")
-        _expect(len(text) <= max_chars, path, f"expected at most {max_chars} characters")
-
-
-def _check_beam_search(params: sampling_pb2.SamplingParams) -> None:
     if params.HasField("beam_search"):
-        beam = params.beam_search
-        prefix = "sampling_params.beam_search."
-        _expect(
-            1 <= beam.width <= MAX_BEAM_WIDTH,
-            f"{prefix}width",
-            f"expected 1 to {MAX_BEAM_WIDTH}",
-        )
-        most = MAX_LENGTH_PENALTY
-        _check_range(beam, "length_penalty", -most, most, prefix=prefix)
-        known = beam.early_stopping in sampling_pb2.EarlyStopping.values()
-        _expect(known, f"{prefix}early_stopping", "expected a known value")
+        known = params.beam_search.early_stopping in sampling_pb2.EarlyStopping.values()
+        _expect(known, "sampling_params.beam_search.early_stopping", "expected a known value")
+    _check_structured_output(params)
 
 
 def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
     kind = params.WhichOneof("structured_output")
-    if kind == "choice":
-        path, count = "sampling_params.choice.choices", len(params.choice.choices)
-        _expect(1 <= count <= MAX_STRUCTURED_CHOICES, path, _one_to(MAX_STRUCTURED_CHOICES))
-        for index, text in enumerate(params.choice.choices):
-            path = f"sampling_params.choice.choices[{index}]"
-            _expect(bool(text), path, "expected a text that is not empty")
-    elif kind is not None:
+    if kind is None:
+        return
+    if kind != "choice":
         _expect(bool(getattr(params, kind)), f"sampling_params.{kind}", "expected a text")
-    if kind is not None:
-        size = sum(len(text.encode()) for text in texts_of(params))
-        limit = MAX_STRUCTURED_BYTES
-        _expect(size <= limit, f"sampling_params.{kind}", f"expected at most {limit} bytes")
+    size = sum(len(text.encode()) for text in texts_of(params))
+    limit = MAX_STRUCTURED_BYTES
+    _expect(size <= limit, f"sampling_params.{kind}", f"expected at most {limit} bytes, got {size}")
 
 
 def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
@@ -267,39 +204,6 @@ def _check_resumed_choice(
 def _expect(condition: bool, path: str, expected: str) -> None:
     if not condition:
         raise InvalidArgument(path, expected)
-
-
-def _check_count(values: Collection[object], field: str, most: int) -> None:
-    _expect(len(values) <= most, f"sampling_params.{field}", f"expected at most {most} entries")
-
-
-def _check_range(
-    message: Message,
-    field: str,
-    low: float,
-    high: float,
-    *,
-    low_open: bool = False,
-    note: str = "",
-    prefix: str = "sampling_params.",
-) -> None:
-    """Raise unless the field is absent or a finite number in its range."""
-    if not message.HasField(field):
-        return
-    value = getattr(message, field)
-    within = (low < value if low_open else low <= value) and value <= high
-    if math.isfinite(value) and within:
-        return
-    bounds = [
-        f"above {low:g}" if low_open else f"at least {low:g}" if math.isfinite(low) else "",
-        f"at most {high:g}" if math.isfinite(high) else "",
-    ]
-    wanted = " and ".join(filter(None, bounds)) or "a finite number"
-    raise InvalidArgument(f"{prefix}{field}", f"expected {wanted}{note}, got {value:g}")
-
-
-def _one_to(most: int) -> str:
-    return f"expected 1 to {most}"
 
 
 def _below_vocab(vocab_size: int) -> str:

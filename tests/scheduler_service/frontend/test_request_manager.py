@@ -48,8 +48,10 @@ async def test_a_tenant_with_its_share_is_refused_with_a_delay_and_others_are_no
         def generate(tenant: str) -> Any:
             return client.Generate(generate_request([5]), metadata=as_caller(tenant))
 
-        first, second = generate("a"), generate("a")
-        requests = [await core.next_request() for _ in range(2)]
+        first = generate("a")
+        first_request = await core.next_request()
+        second = generate("a")
+        await core.next_request()
         error = await error_of(generate("a"))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
@@ -57,7 +59,7 @@ async def test_a_tenant_with_its_share_is_refused_with_a_delay_and_others_are_no
         other = generate("b")
         await core.next_request()
         first.cancel()
-        await requests[0].cancelled()
+        await first_request.cancelled()
         third = generate("a")
         await core.next_request()
         for call in (second, third, other):

@@ -3,12 +3,12 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument, PromptTooLong
 from scheduler_service.frontend.input.prompt import (
-    MAX_CHAT_MESSAGES,
     MAX_JSON_CHARS,
     MAX_JSON_CONTAINERS,
     check_chat,
     prompt_tokens,
 )
+from scheduler_service.frontend.input.validation import check_request
 from scheduler_service.frontend.served_models import build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
@@ -141,7 +141,7 @@ def test_json_with_both_halves_of_a_character_is_taken() -> None:
 @pytest.mark.parametrize(
     ("chat", "path"),
     [
-        (pb.Chat(messages=[pb.ChatMessage(role="user")] * (MAX_CHAT_MESSAGES + 1)), "messages"),
+        (pb.Chat(messages=[pb.ChatMessage(role="user")] * 8193), "messages"),
         (pb.Chat(template_arguments_json='"' * (MAX_JSON_CHARS + 1)), "template_arguments_json"),
         (pb.Chat(template_arguments_json="[" * (MAX_JSON_CONTAINERS + 1)), ""),
     ],
@@ -150,8 +150,8 @@ def test_json_with_both_halves_of_a_character_is_taken() -> None:
 def test_a_conversation_is_bounded(chat: pb.Chat, path: str) -> None:
     if not chat.messages:
         chat.messages.add(role="user")
-    with pytest.raises(InvalidArgument, match=r"expected .*at most") as refused:
-        check_chat(chat)
+    with pytest.raises(InvalidArgument, match=r"expected .*(at most|1 to)") as refused:
+        check_request(pb.GenerateRequest(chat=chat))
     assert refused.value.field == f"chat.{path}".rstrip(".")
 
 

@@ -230,7 +230,7 @@ def test_structured_output_is_for_workers_that_say_they_keep_to_it(
 @pytest.mark.parametrize("interval_ms", [99, 60_001])
 def test_a_status_interval_out_of_range_is_named(interval_ms: int) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        validation.check_status_interval(pb.WatchStatusRequest(interval_ms=interval_ms))
+        validation.check_limits(pb.WatchStatusRequest(interval_ms=interval_ms))
     assert caught.value.field == "interval_ms"
 
 

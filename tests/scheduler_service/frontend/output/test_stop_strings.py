@@ -3,8 +3,12 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.input.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from scheduler_service.frontend.input.validation import SAMPLING_LIMITS
 from scheduler_service.frontend.output.stop_strings import StopMatcher, StopStrings
+
+MAX_STRINGS = SAMPLING_LIMITS["stop"].max_items or 0
+MAX_CHARS = SAMPLING_LIMITS["stop"].max_length or 0
+
 
 # Two letters only, so that stop strings overlap each other and themselves all the time.
 pieces = st.lists(st.text("ab", max_size=4), max_size=12)
@@ -82,7 +86,7 @@ def test_without_stop_strings_everything_passes_at_once() -> None:
 
 
 def test_stop_strings_take_a_few_bytes_for_each_of_their_characters() -> None:
-    texts = [f"{number:x}" * MAX_STOP_STRING_CHARS for number in range(MAX_STOP_STRINGS)]
+    texts = [f"{number:x}" * MAX_CHARS for number in range(MAX_STRINGS)]
     tracemalloc.start()
     kept = StopStrings(texts)
     size, _ = tracemalloc.get_traced_memory()

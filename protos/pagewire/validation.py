@@ -1,0 +1,196 @@
+"""Limits of fields, as the protos declare them by `(pagewire.v1.limits)`.
+
+    limits_of(sampling_pb2.SamplingParams.DESCRIPTOR)["top_p"].lte
+
+`find_violation` checks a message by them. What has to be looked at is found once per message type,
+so that a check costs no more than the comparisons.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from pagewire.v1 import validation_pb2
+
+
+class Violation(NamedTuple):
+    """A field that is out of its limits."""
+
+    path: str
+    """Of the field within the message, such as `logit_bias[3].bias`."""
+
+    expected: str
+    """What is allowed, and what was received."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What values a field may have; see validation.proto."""
+
+    low: float = -math.inf
+    low_is_open: bool = False
+    high: float = math.inf
+    or_equal: float | None = None
+    min_items: int = 0
+    max_items: int | None = None
+    min_length: int = 0
+    max_length: int | None = None
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is finite and in range."""
+        above = self.low < value if self.low_is_open else self.low <= value
+        return (above and value <= self.high and math.isfinite(value)) or value == self.or_equal
+
+    def range_violation(self, value: float) -> str | None:
+        """What is expected instead of a number, if it is not allowed."""
+        if self.allows(value):
+            return None
+        low = f"{'above' if self.low_is_open else 'at least'} {self.low:g}"
+        parts = [low] * math.isfinite(self.low)
+        parts += [f"at most {self.high:.15g}"] * math.isfinite(self.high)
+        also = "" if self.or_equal is None else f", or {self.or_equal:g}"
+        got = f"{value:g}" if isinstance(value, float) else value
+        return f"expected {' and '.join(parts) or 'a finite number'}{also}, got {got}"
+
+    def items_violation(self, number: int) -> str | None:
+        """What is expected instead of this many entries, if that is not allowed."""
+        if number >= self.min_items and (self.max_items is None or number <= self.max_items):
+            return None
+        if not self.min_items:
+            return f"expected at most {self.max_items} entries, got {number}"
+        if self.max_items is None:
+            return f"expected at least {self.min_items} entries, got {number}"
+        return f"expected {self.min_items} to {self.max_items} entries, got {number}"
+
+    def text_violation(self, text: str) -> str | None:
+        """What is expected instead of a text, if its length is not allowed."""
+        if len(text) < self.min_length:
+            return "expected a text that is not empty"
+        if self.max_length is not None and len(text) > self.max_length:
+            return f"expected at most {self.max_length} characters, got {len(text)}"
+        return None
+
+
+@lru_cache
+def limits_of(descriptor: Descriptor) -> Mapping[str, Limits]:
+    """The limits of a message's fields by name; fields without any are left out."""
+    return {
+        field.name: _limits(field)
+        for field in descriptor.fields
+        if field.GetOptions().HasExtension(validation_pb2.limits)
+    }
+
+
+def _limits(field: FieldDescriptor) -> Limits:
+    declared = field.GetOptions().Extensions[validation_pb2.limits]
+    is_float32 = field.type == FieldDescriptor.TYPE_FLOAT
+
+    def number(name: str, default: Any) -> Any:
+        """A limit as the field itself would hold it."""
+        if not declared.HasField(name):  # type: ignore[arg-type]
+            return default
+        value = getattr(declared, name)
+        return struct.unpack("f", struct.pack("f", value))[0] if is_float32 else value
+
+    return Limits(
+        low=number("gt", number("gte", -math.inf)),
+        low_is_open=declared.HasField("gt"),
+        high=number("lte", math.inf),
+        or_equal=number("or_equal", None),
+        min_items=declared.min_items,
+        max_items=declared.max_items if declared.HasField("max_items") else None,
+        min_length=declared.min_length,
+        max_length=declared.max_length if declared.HasField("max_length") else None,
+    )
+
+
+def find_violation(message: Message) -> Violation | None:
+    """The first field of a message, or of a message in it, that is out of its limits."""
+    checks = _checks(message.DESCRIPTOR)
+    for field, value in message.ListFields():
+        check = checks.present.get(field.number)
+        if check is not None and (violation := check(value, field.name)) is not None:
+            return violation
+    for name, check in checks.always:
+        if (violation := check(getattr(message, name), name)) is not None:
+            return violation
+    return None
+
+
+_Check: TypeAlias = Callable[[Any, str], Violation | None]
+"""Checks a field's value; called with the field's path."""
+
+
+class _Checks(NamedTuple):
+    """What is checked of one message type."""
+
+    present: dict[int, _Check]
+    """By the number of a field that is looked at where it is present."""
+
+    always: tuple[tuple[str, _Check], ...]
+    """Fields whose default value is out of their limits."""
+
+
+@lru_cache
+def _checks(descriptor: Descriptor) -> _Checks:
+    limits = limits_of(descriptor)
+    present: dict[int, _Check] = {}
+    always = []
+    for field in descriptor.fields:
+        check = _check(field, limits.get(field.name))
+        if check is None:
+            continue
+        present[field.number] = check
+        has_value = field.is_repeated or not field.has_presence
+        default: Any = () if field.is_repeated else field.default_value
+        if has_value and check(default, field.name) is not None:
+            always.append((field.name, check))
+    return _Checks(present, tuple(always))
+
+
+def _check(field: FieldDescriptor, limits: Limits | None) -> _Check | None:
+    """How to check a field; None for one without limits, in it or in its messages."""
+    if field.message_type is not None:
+        each: _Check | None = _check_message if any(_checks(field.message_type)) else None
+    elif limits is None:
+        return None
+    elif field.type == FieldDescriptor.TYPE_STRING:
+        each = _wrapped(limits.text_violation)
+    elif field.is_repeated:
+        each = None
+    else:
+        each = _wrapped(limits.range_violation)
+    if field.is_repeated and (limits is not None or each is not None):
+        return partial(_check_entries, limits, each)
+    return each
+
+
+def _wrapped(find: Callable[[Any], str | None]) -> _Check:
+    def check(value: Any, path: str) -> Violation | None:
+        expected = find(value)
+        return None if expected is None else Violation(path, expected)
+
+    return check
+
+
+def _check_message(message: Message, path: str) -> Violation | None:
+    inner = find_violation(message)
+    return None if inner is None else Violation(f"{path}.{inner.path}", inner.expected)
+
+
+def _check_entries(
+    limits: Limits | None, each: _Check | None, entries: Any, path: str
+) -> Violation | None:
+    if limits is not None and (expected := limits.items_violation(len(entries))) is not None:
+        return Violation(path, expected)
+    if each is not None:
+        for index, entry in enumerate(entries):
+            if (violation := each(entry, f"{path}[{index}]")) is not None:
+                return violation
+    return None
