@@ -59,7 +59,7 @@ class BareFrontend:
         await self._channel.close()
 
     def keep_open(self, num_requests: int) -> None:
-        """From now on have so many requests open; those that are too many go on to their ends."""
+        """Keep `num_requests` requests open from now on; surplus ones run to their ends."""
         self._num_wanted = num_requests
         self._has_news.set()
 
@@ -72,7 +72,7 @@ class BareFrontend:
             task.result()
 
     async def run_until_finished(self, num_requests: int) -> None:
-        """Let so many more requests end; raises what ended the stream, if something did."""
+        """Wait until `num_requests` more requests have ended; raises the stream's error."""
         num_wanted = self.num_finished + num_requests
         while self.num_finished < num_wanted:
             await self.run(_LOOK_S)

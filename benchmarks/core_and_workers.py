@@ -67,8 +67,8 @@ class CoreAndWorkers:
         self._folder.remove()
 
     async def grow(self, num_workers: int) -> None:
-        """Have so many workers, and wait until all are ready. Raises TimeoutError if they are
-        not."""
+        """Start workers until there are `num_workers`, and wait until all are ready. Raises
+        TimeoutError if they are not."""
         while self._num_workers < num_workers:
             number = 1 if self._checks_plans else num_workers - self._num_workers
             make = self._simulated if self._checks_plans else self._answering

@@ -82,7 +82,7 @@ class Traffic:
         self._draw = random.Random(0)
 
     async def round(self, num_requests: int) -> None:
-        """Run so many requests to their ends, and have some more cancelled."""
+        """Run `num_requests` requests to their ends, and cancel some more."""
         prompts = [self._prompt() for _ in range(num_requests)]
         params = [self._params() for _ in range(num_requests)]
         batch = self._client.generate_many(prompts, params)

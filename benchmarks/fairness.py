@@ -82,7 +82,7 @@ class Arrival:
 
 @dataclass
 class Served:
-    """What came of one request."""
+    """Outcome of one request."""
 
     arrival: Arrival
     times: list[float] = field(default_factory=list)

@@ -4,8 +4,8 @@
 
 A core that sends a token to every stream per step, the frontends, and their clients run in
 processes of their own. A frontend's processor time per token (all of its threads, from the first
-request to the last response) tells how many tokens per second it can stream on a core of its own,
-whatever else this machine has to run. `pace` is how many steps per second the core
+request to the last response) shows how many tokens per second it can stream on a core of its own,
+regardless of what else this machine runs. `pace` is how many steps per second the core
 makes, 0: as many as it can. What a frontend added does to the others' cost is the ratio to one
 frontend's cost: 1 means that N of them stream N times as much, given the cores.
 
@@ -98,7 +98,7 @@ async def _serve(requests: Sequence[FakeRequest], ids: Sequence[int], pace: floa
 
 
 async def run_frontend(pipe: Connection, core_address: str, way: str) -> None:
-    """Serve until told to end; tell the processor time from the first request on."""
+    """Serve until a message on `pipe`; send the processor time from the first request on."""
     http = "127.0.0.1:0" if way == "http" else None
     async with running_frontend(core_address, http=http) as frontend:
         await model_ready(frontend)
@@ -112,7 +112,7 @@ async def run_frontend(pipe: Connection, core_address: str, way: str) -> None:
 async def run_grpc_clients(
     pipe: Connection, addresses: Sequence[str], streams: int, tokens: int
 ) -> None:
-    """Read every stream as fast as it comes; tell how many responses there were."""
+    """Read every stream as fast as possible; send the number of responses."""
 
     async def read(stub: pb_grpc.InferenceServiceStub) -> int:
         request = generate_request(PROMPT, max_tokens=tokens)
@@ -212,7 +212,7 @@ def measure(case: Case) -> Figures:
     responses = processes.receive(clients)
     wall_s = time.monotonic() - began
     for frontend in frontends:
-        frontend.send("tell")
+        frontend.send("report")
     cpu_s = sum(processes.receive(frontend) for frontend in frontends)
     core.send("end")
     processes.join()
@@ -246,7 +246,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def rows_of(figures: dict[Case, list[Figures]]) -> list[dict[str, object]]:
-    """One row per case; costs are also told as ratios to gRPC's and to one frontend's."""
+    """One row per case; costs also as ratios to gRPC's and to one frontend's."""
     costs = {case: median(f.cpu_us_per_token for f in runs) for case, runs in figures.items()}
 
     def cost_of(case: Case, **other: object) -> float | None:

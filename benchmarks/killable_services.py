@@ -63,7 +63,7 @@ class KillableServices:
         self._services.pop(name).kill()
 
     async def wait_whole(self) -> None:
-        """Wait until each frontend answers, and tells of every worker that it is ready.
+        """Wait until each frontend responds and reports every worker as ready.
 
         Raises RuntimeError if a service has ended that was not killed.
         """

@@ -82,7 +82,7 @@ async def _receive_tokens(call: Any, received: list[float]) -> None:
 
 
 async def run_frontend(pipe: Connection, core_address: str) -> None:
-    """Serve until told to end."""
+    """Serve until a message on the pipe."""
     async with running_frontend(core_address) as frontend:
         await model_ready(frontend)
         pipe.send(frontend.runner.address)
@@ -169,7 +169,7 @@ def _length(number: int) -> bytes:
 
 
 async def _send(address: str, method: str, body: bytes) -> str:
-    """Send one body, read what comes of it; how the call ended."""
+    """Send one body and read the responses; returns how the call ended."""
     options = [("grpc.max_receive_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         path = f"/pagewire.v1.InferenceService/{method}"

@@ -14,9 +14,9 @@ is what saturates: what it carries when workers are elsewhere. Steps of no lengt
 does at most; there is nothing linear to compare them with.
 
 The rounds go from few groups to many, each with its processes' processor time. What limits a round
-is said only where it can be told: a process that uses nearly a whole core, or all of them together
-that use nearly all cores. Below that, "core µs per step" tells how many steps a second the core
-process could do at most: it does nothing but steps.
+is reported only where it can be determined: a process that uses nearly a whole core, or all
+processes together, which use nearly all cores. Below that, "core µs per step" gives the most steps
+per second that the core process could do, since it does nothing else.
 """
 
 import argparse

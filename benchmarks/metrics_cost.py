@@ -2,10 +2,10 @@
 
     python -m benchmarks.metrics_cost
 
-A step is that of `scheduler_overhead`; what the service counts of each step is timed beside it, in
-turns of the same run, so that both see the same machine. A scrape is the core's own registry over
+A step is that of `scheduler_overhead`; counting its metrics is timed in turns within the same run,
+so that both see the same machine. A scrape is the core's own registry over
 that very queue: reading the numbers, which the core's thread does, and writing them out, which
-another thread does with the interpreter's lock. The core's whole share is told for steps that
+another thread does with the interpreter's lock. The core's whole share is given for steps that
 follow each other without a pause and a scrape every five seconds, as `deploy/prometheus` asks.
 """
 

@@ -1,8 +1,8 @@
 """A worker process driven by the core service's own step stream, with the worker's timestamps kept.
 
-The benchmark stands where the core's process stands: the real driver and the real step stream, over
-gRPC on a unix socket. Registration is left out; nothing is between the two but the call that keeps
-what the results tell of their time.
+The benchmark replaces the core's process: the real driver and the real step stream, over
+gRPC on a unix socket. Registration is left out; the only addition is the call that keeps
+the timestamps of the results.
 """
 
 import asyncio

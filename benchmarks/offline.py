@@ -95,7 +95,7 @@ def _agreed(engines: Sequence[Engine], settings: Settings) -> dict[str, dict[str
 
 
 def show(content: dict[str, Any]) -> None:
-    """Print what came of a run."""
+    """Print the result of a run."""
     title = f"{content['shape']}, {content['dtype']}, {content['device']}: tokens/s"
     console.print(table(content["rows"], title))
     for name, agreement in (content["greedy_tokens_equal_transformers"] or {}).items():

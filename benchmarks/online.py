@@ -105,7 +105,7 @@ async def _in_turn(server: Server, work: Awaitable[None]) -> None:
 
 
 async def _warm_up(target: Target, ladder: Ladder) -> None:
-    """Have everything compiled and allocated; raises if requests fail."""
+    """Warm up, so that everything is compiled and allocated; raises if requests fail."""
     longest = Workload(
         num_requests=WARMUP_REQUESTS,
         rate=math.inf,

@@ -74,7 +74,7 @@ class OpenAITarget:
 
 
 def _num_completion_tokens(message: dict[str, Any]) -> int:
-    """Tokens of the answer so far. Raises RuntimeError for a message that tells of an error."""
+    """Tokens of the answer so far. Raises RuntimeError for an error message."""
     if "error" in message:
         raise RuntimeError(f"the server failed: {message['error']}")
     usage = message.get("usage")

@@ -4,7 +4,7 @@
 
 A worker process of its own is driven by the core service's step stream over gRPC on a unix socket:
 a simulated one whose steps cost 2, 5 and 10 ms, and the real one on CPU with the embedded model.
-The worker's own clock tells when it began and ended each step; idle is the time from one step's end
+The worker's own clock gives the start and end of each step; idle is the time from one step's end
 to the next one's start. All sequences decode throughout. At depth 1 that is the round trip, with
 results, scheduling and plan in it; from depth 2 on the next plan should be there already.
 

@@ -26,8 +26,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def end_in_order_when_told() -> None:
-    """Have SIGTERM raise SystemExit, so that it leaves no engine behind, least of all a stopped
-    one."""
+    """Make SIGTERM raise SystemExit, so that it leaves no engine behind, not even a stopped one."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 

@@ -8,9 +8,9 @@ killed at a random moment. The streams run to their ends, which are compared wit
 run; only then is a killed worker or frontend started again. A killed core is started at once, as
 a supervisor would, so that its start is part of the time.
 
-What was on its way when the process died does not count as a stream's next token: its recovery is
+A token in flight when the process died does not count as a stream's next token: its recovery is
 the time from the kill to the end of the longest pause among those that begin soon. Streams that
-were not on the killed worker are told by their timings, which have no time of recovery.
+were not on the killed worker are recognised by their timings, which have no time of recovery.
 """
 
 import argparse
@@ -157,8 +157,8 @@ async def measure(model: str, victims: Sequence[str], num_kills: int) -> list[di
     async with KillableServices(WORKERS[model]) as services:
         await services.wait_whole()
         for victim in victims:
-            # A frontend that dies takes the address in use along; a client that begins anew for
-            # each victim begins with the first.
+            # After the death of a frontend a client uses another address; a new client for each
+            # victim begins with the first.
             async with AsyncClient(services.addresses) as client:
                 rows.append(await Rounds(services, client).run(victim, num_kills))
                 print(rows[-1], flush=True)

@@ -101,7 +101,7 @@ def ideal_steps(jobs: Sequence[Job], max_num_batched_tokens: int) -> Iterator[St
 
 
 def _shared(jobs: Sequence[Job]) -> int:
-    """Tokens with which all prompts begin alike, if there are several."""
+    """Length of the prefix that all prompts share, if there are several."""
     if len(jobs) < 2:
         return 0
     columns = zip(*(job.prompt for job in jobs), strict=False)

@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(slots=True)
 class Stage:
-    """A time in which there were so many workers, and what became of requests that ended in it."""
+    """A period with `num_workers` workers, and the outcomes of requests that ended in it."""
 
     num_workers: int
     started_at: float = field(default_factory=time.monotonic)
@@ -99,14 +99,14 @@ class Load:
             self._expected.append(output.outputs[0].token_ids)
 
     def begin_stage(self, num_workers: int) -> None:
-        """From now on there are so many workers, unless there were before."""
+        """Note that there are `num_workers` workers from now on."""
         if self.stages and self.stages[-1].num_workers == num_workers:
             return
         self._end_stage()
         self.stages.append(Stage(num_workers))
 
     def end(self) -> None:
-        """Have each stream finish what it has asked for."""
+        """Let each stream finish its current request."""
         self._is_over = True
 
     async def run(self, num_streams: int) -> None:
@@ -152,11 +152,11 @@ class Fleet:
         self._workers: list[Service] = []
 
     def start_first(self) -> None:
-        """Before anybody could tell who is ready."""
+        """Before any status shows which workers are ready."""
         self._workers.append(self._composed.start(WORKER))
 
     async def scale(self, num_workers: int) -> None:
-        """Start workers, or end them, and wait until so many are ready and the others gone."""
+        """Start or stop workers, and wait until `num_workers` are ready and the others gone."""
         while len(self._workers) < num_workers:
             self._workers.append(self._composed.start(WORKER))
         leaving = self._workers[: len(self._workers) - num_workers]
@@ -178,7 +178,7 @@ class Fleet:
 async def run(
     composed: Composed, *, seconds: float, num_cycles: int, num_streams: int, jobs: Sequence[Job]
 ) -> tuple[Load, Fleet]:
-    """Start, load, scale out and in `num_cycles` times within so many seconds, and end the load."""
+    """Start, load, scale out and in `num_cycles` times within the duration, and end the load."""
     composed.start(SCHEDULER)
     composed.start(FRONTEND)
     async with AsyncClient(composed.address, retry=NO_RETRIES) as client:

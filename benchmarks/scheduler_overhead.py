@@ -2,9 +2,9 @@
 
     python -m benchmarks.scheduler_overhead --vllm-python ENVIRONMENT/bin/python
 
-No worker is there: each plan is answered at once with fixed tokens. A step is all that the core
-does for it: `schedule`, the plan as bytes, the result from bytes, `update`, the news for two
-frontends as bytes. Sequences are in steady decoding; their prompts share nothing; prefix caching is
+There is no worker: each plan is answered at once with fixed tokens. A step is all that the core
+does for it: `schedule`, encoding the plan, decoding the result, `update`, and encoding the outputs
+for two frontends. Sequences are in steady decoding; their prompts share nothing; prefix caching is
 on. With several worker groups they are shared out among them, and a step is one group's. Times are
 medians over steps of the thread's CPU time, so waiting for a core does not count, though sharing
 its caches does.
@@ -141,7 +141,7 @@ COLUMNS = {
     "encode_plan_us": "encode",
     "decode_result_us": "decode",
     "update_us": "update",
-    "encode_news_us": "news",
+    "encode_news_us": "outputs",
     "deciding_us": "deciding",
     "all_us": "all",
     "all_us_per_row": "all/row",

@@ -79,7 +79,7 @@ class StepTimes:
 
 
 class SteadyCore:
-    """A core with so many running sequences, all decoding."""
+    """A core with a queue of running sequences, all decoding."""
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 
     python -m benchmarks.structured --batch-size 32 --vocab-size 128256
 
-*Masks*: a batch of sequences, each with the same constraint, takes one random allowed token after
-the other; told are the milliseconds of a step in which all masks are computed, and of excluding
-tokens from a batch of logits by them. The vocabulary is made up: bytes, punctuation as JSON has it,
+*Masks*: a batch of sequences, all with the same constraint, takes one random allowed token after
+the other; reported are the milliseconds of a step in which all masks are computed, and of applying
+them to a batch of logits. The vocabulary is made up: bytes, punctuation as JSON has it,
 and words of random letters. *Throughput*: the embedded model, with core and worker in this process,
 all rows constrained against none, by turns; the same numbers of tokens, since nothing ends them.
 """

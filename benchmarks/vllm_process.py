@@ -28,7 +28,7 @@ class VllmProcess(LineProcess):
         self.version: str = self.ready["version"]
 
     def prepare(self, queue: Queue) -> None:
-        """Have all of a queue's requests running."""
+        """Start all requests of a queue."""
         asked = {
             "num_seqs": queue.num_seqs,
             "prompt_tokens": queue.prompt_tokens,

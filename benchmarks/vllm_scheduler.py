@@ -1,12 +1,12 @@
 """vLLM's own scheduler on the queue of `scheduler_overhead`, timed step by step.
 
-Runs under the Python that has vLLM, and knows nothing of Pagewire: `scheduler_overhead` starts it,
+Runs under the Python that has vLLM, and does not import Pagewire: `scheduler_overhead` starts it,
 writes one JSON request per line to it and reads one JSON answer per line.
 
 A step is what the engine core's process does for it: `Scheduler.schedule`, pickling its output for
 the workers and unpickling theirs (as the multi-process executor does), `update_from_output`, and
-the news for the frontend in msgpack (as the engine core's client gets it). As in the engine core,
-the garbage collector leaves alone what was there before the first step.
+encoding the outputs for the frontend in msgpack (as the engine core's client gets them). As in the
+engine core, objects from before the first step are exempt from garbage collection.
 """
 
 import gc
@@ -46,7 +46,7 @@ TOKEN_ID = 11
 
 
 class Bench:
-    """A scheduler with so many running requests, all decoding."""
+    """A scheduler with a queue of running requests, all decoding."""
 
     def __init__(self, asked: dict[str, int]) -> None:
         self._block_size = asked["block_size"]

@@ -48,7 +48,7 @@ class Echo:
         await asyncio.to_thread(self._process.communicate)
 
     async def round_trips_us(self, num_bytes: int, count: int) -> list[float]:
-        """Wall time of so many round trips, one after the other."""
+        """Wall time of `count` consecutive round trips."""
         payload = bytes(num_bytes)
         for _ in range(SETTLING_ROUNDS):
             await self._round_trip(payload)
@@ -82,7 +82,7 @@ async def _serve(address: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until told to end."""
+    """Serve until terminated."""
     asyncio.run(_serve(arguments[0]))
 
 

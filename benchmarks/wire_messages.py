@@ -59,8 +59,8 @@ class Message:
 
 
 def steady_row(num_seqs: int, num_steps: int) -> Row:
-    """Sequences that all decode, over so many steps. Bytes are means, since a step in which blocks
-    fill up is larger than others; times are medians."""
+    """Sequences that all decode, over `num_steps` steps. Bytes are means, since steps in which
+    blocks fill up are larger than others; times are medians."""
     plans: list[StepPlan] = []
     core = SteadyCore(Queue(num_seqs=num_seqs, prompt_tokens=64), on_plan=plans.append)
     plans.clear()

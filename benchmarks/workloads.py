@@ -35,7 +35,7 @@ class Workload:
     num_requests: int
     lengths: Callable[[np.random.Generator], Lengths]
     shared: int = 0
-    """Tokens with which all prompts begin alike, their own come on top."""
+    """Length of the prefix that all prompts share, in addition to their own tokens."""
     counts_prompt_tokens: bool = False
     """Whether its figure counts prompt tokens too, as one about prefill should."""
     scales: bool = True

@@ -98,7 +98,7 @@ class Service:
         return code
 
     def wait_or_kill(self, timeout_s: float) -> int:
-        """The exit code of a process that was told to end."""
+        """The exit code of a process that was asked to stop."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -104,7 +104,7 @@ def _given(program: Path | None, flag: str) -> Path:
         raise Absent(f"not given by {flag}")
     if not program.exists():
         raise Absent(f"{flag}: no such file")
-    # Not resolved: what a virtual environment's Python is, its link tells.
+    # Not resolved: the link identifies a virtual environment's Python.
     return program.absolute()
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark needs of an engine, and what it tells an engine."""
+"""The interface of an engine to benchmarks, and its options."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ class Settings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     kv_cache_gib: int = 3
-    """Memory for KV, the same for each engine that can be told."""
+    """Memory for KV, the same for each engine that has such an option."""
     threads: int = 2
     logs: Path | None = None
     """Folder for what the engines say; None throws it away."""
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """What came of a run."""
+    """Result of a run."""
 
     token_ids: list[list[int]]
     """Of each job, in order."""
@@ -49,7 +49,7 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What is told of an engine beside its figures."""
+    """What is reported about an engine in addition to its figures."""
 
     version: str
     settings: dict[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ class Runs(Protocol):
     """An engine in its own process."""
 
     def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """So many greedy tokens for each prompt, whatever they are."""
+        """Generate `num_tokens` greedy tokens for each prompt, past end-of-sequence tokens."""
         ...
 
     def about(self) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class Continuous:
         return {"version": transformers.__version__, "settings": self._cache}
 
     def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Greedy tokens for each prompt. Prompts that begin alike go in together, as
-        `generate_batch` would have it."""
+        """Greedy tokens for each prompt. Prompts that share a prefix are added together, as
+        `generate_batch` does."""
         order = sorted(range(len(prompts)), key=lambda index: prompts[index], reverse=True)
         names = {
             self._manager.add_request(prompts[index], max_new_tokens=num_tokens[index]): index

@@ -21,7 +21,7 @@ def engine(settings: Settings) -> ChildEngine:
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """What the child is told."""
+    """The request to the child process."""
     return {
         "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
         "dtype": settings.dtype,

@@ -27,7 +27,7 @@ def engine(python: Path, settings: "Settings") -> "ChildEngine":
         "enable_prefix_caching": True,
     }
     if settings.device != "cpu":
-        # It looks whether this share is free when it starts, and then takes what it is told.
+        # At start it checks whether this share is free, and then allocates the configured KV cache.
         described |= {
             "gpu_memory_utilization": 0.5,
             "kv_cache_memory_bytes": settings.kv_cache_gib * 2**30,

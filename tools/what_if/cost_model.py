@@ -21,13 +21,13 @@ MIN_STEPS = 32
 """With fewer steps of its own, a worker group is taken to be like all others."""
 
 HUBER_BOUND = 2.0
-"""Errors up to so many times the median one count in full: 1.345 standard deviations, with which
-nearly nothing is lost where errors are normal."""
+"""Errors up to this many times the median error have full weight: 1.345 standard deviations, with
+which almost no efficiency is lost if errors are normally distributed."""
 
 HUBER_ROUNDS = 30
 
 _TINY_S = 1e-12
-"""Smaller than any time that a clock tells."""
+"""Smaller than any measured time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A cost model, and how well it tells the steps that it was learned from."""
+    """A cost model, and how well it fits the steps that it was learned from."""
 
     model: CostModel
     num_steps: int
@@ -103,7 +103,7 @@ def fit_groups(samples: Sequence[StepSample]) -> dict[str, Fit]:
 
 
 def fit(samples: Sequence[StepSample]) -> Fit:
-    """The costs that tell these steps best, none of them below zero."""
+    """The costs that fit these steps best, none of them below zero."""
     sizes = np.array([_features(sample.size) for sample in samples], dtype=float)
     seconds = np.array([sample.seconds for sample in samples])
     costs = _costs_above_zero(sizes, seconds)
@@ -135,7 +135,7 @@ def _costs_above_zero(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _robust_least_squares(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Huber's estimate, by least squares that are weighted anew until they settle."""
+    """Huber's estimate, by iteratively reweighted least squares."""
     weights = np.ones(len(seconds))
     for _ in range(HUBER_ROUNDS):
         roots = np.sqrt(weights)

@@ -10,7 +10,7 @@ from tools.what_if.cost_model import Fit
 
 
 def fit_lines(comparison: Comparison) -> list[str]:
-    """What steps cost, by worker group; groups that were too short to tell share a line."""
+    """What steps cost, by worker group; groups with too few steps share a line."""
     groups: dict[Fit, list[str]] = {}
     for group_id, fit in comparison.fits.items():
         groups.setdefault(fit, []).append(group_id[:8])

@@ -1,7 +1,7 @@
-"""Puts a trace to a core with any configuration, in virtual time.
+"""Replays a trace on a core with any configuration, in virtual time.
 
-The core is the real one. Its workers only tell how long steps take, by a cost model, and give each
-choice the tokens that it got in the recording, by position. Frontends are as prompt as recorded.
+The core is the real one. Its workers only simulate the duration of steps, by a cost model, and give
+each choice its recorded tokens, by position. Frontends are as fast as recorded.
 """
 
 import heapq

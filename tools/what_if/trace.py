@@ -19,7 +19,7 @@ class ChoiceHistory:
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """When each token was told, in seconds on the core's clock."""
+    """When each token was reported, in seconds on the core's clock."""
     has_ended: bool = False
     """By a token or by length."""
 
@@ -40,7 +40,7 @@ class RequestHistory:
 
     @property
     def first_token(self) -> float | None:
-        """When the first token of any choice was told."""
+        """When the first token of any choice was reported."""
         return min((choice.times[0] for choice in self.choices if choice.times), default=None)
 
     @property
@@ -50,7 +50,7 @@ class RequestHistory:
 
 
 class Histories:
-    """All requests of a core; reads its news as frontends do."""
+    """All requests of a core; reads its outputs as frontends do."""
 
     def __init__(self) -> None:
         self.all: list[RequestHistory] = []
@@ -84,7 +84,7 @@ class Histories:
     def read(
         self, news: Mapping[str, EngineOutputs], now: float
     ) -> Iterator[tuple[RequestHistory, int]]:
-        """Take in news; yields each life and the index of the choice that got a token."""
+        """Read outputs; yields each life and the index of the choice that got a token."""
         for frontend_id, outbox in news.items():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
                 found = self.find(frontend_id, handle)
@@ -136,7 +136,7 @@ class Stop:
     num_tokens: int
     """Of this core's tokens."""
     delay_s: float
-    """From when the last of them was told."""
+    """When the last of them was reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +176,7 @@ class _Arrival:
 
 
 class TraceReader:
-    """Observes an exact replay, and tells what there is to know when it is over."""
+    """Observes an exact replay; its results are complete at the end."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -276,8 +276,8 @@ class TraceReader:
 
 
 class _StepClock:
-    """What steps took, from when their worker could begin to when their result was there, be it
-    that it waited for others."""
+    """Durations of steps, from when their worker could begin to when their result arrived, even if
+    it waited for other workers."""
 
     def __init__(self) -> None:
         self.samples: list[StepSample] = []
