@@ -1,7 +1,7 @@
-"""Every link of ours notices, at both ends, that nothing comes through any more in one direction.
+"""Both ends of every connection notice when one direction loses all data.
 
-Real connections with the services' own options, but for shorter times, through a proxy that loses
-what goes one way. gRPC ignores an option whose name is wrong, so nothing less would tell.
+Real connections with the services' own options, but shorter times, through a proxy that loses one
+direction. gRPC ignores misspelt options, so that nothing less would show that they work.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Stream(health_pb2_grpc.HealthServicer):
 
 
 async def notice(proxy: OneWayProxy, channel: grpc.aio.Channel, stream: Stream, way: str) -> None:
-    """Return when both ends have noticed; whoever hears nothing any more cannot be told."""
+    """Return when both ends have noticed; the cut-off end cannot be notified."""
     call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     await call.read()
     setattr(proxy, way, True)

@@ -23,7 +23,7 @@ CEILINGS = Ceilings(read_bytes_per_s=4e10, flops_per_s=5e11)
 
 
 class Made:
-    """An engine that takes as long as it is told, and notes what it is given."""
+    """An engine that takes a given time, and records its arguments."""
 
     pids: Sequence[int] = ()
 

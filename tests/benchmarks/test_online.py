@@ -52,7 +52,7 @@ class CountingServer:
 
 
 class AloneServer(CountingServer):
-    """Does not let another run beside it."""
+    """Does not allow another run at the same time."""
 
     others: list["AloneServer"]
 

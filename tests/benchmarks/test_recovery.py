@@ -1,4 +1,4 @@
-"""The benchmark of recovery kills processes, and tells the pauses that this makes."""
+"""The benchmark of recovery kills processes and reports the resulting pauses."""
 
 import json
 from pathlib import Path

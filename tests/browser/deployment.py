@@ -112,7 +112,7 @@ class Deployment:
         return service
 
     def status(self) -> status_pb2.EngineStatus:
-        """What the core tells."""
+        """The core's status."""
         with grpc.insecure_channel(self.cluster.core_address) as channel:
             request = pb.SchedulerServiceGetStatusRequest(detail=DETAIL)
             return SchedulerServiceStub(channel).GetStatus(request, timeout=20).status

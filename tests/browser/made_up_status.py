@@ -1,4 +1,4 @@
-"""A large deployment that is all made up: what its core would tell, second by second."""
+"""A made-up large deployment: its core's status, second by second."""
 
 import random
 from dataclasses import dataclass, field

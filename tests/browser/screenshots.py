@@ -67,7 +67,7 @@ def jobs() -> Sequence[Job]:
 
 
 def take(browser: Browser, url: str) -> None:
-    """All views, one after the other: each page is told of the minutes before."""
+    """All views, one after the other: each page receives the minutes before."""
     for view in (*OVERVIEWS, *REQUESTS):
         name, width, height, scheme = view
         viewport = {"width": width, "height": height}

@@ -30,7 +30,7 @@ WARM_UP_S = 4.0
 
 
 class LargeCore(FakeCore):
-    """Tells of a made-up deployment, once a second."""
+    """Reports a made-up deployment once a second."""
 
     def __init__(self, engine: MadeUpEngine) -> None:
         super().__init__()

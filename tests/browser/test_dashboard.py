@@ -64,7 +64,7 @@ def test_the_block_map_is_the_cores(open_page: OpenPage, deployment: Deployment)
             break
         page.wait_for_timeout(100)
     else:
-        raise AssertionError("the page never showed what the core tells")
+        raise AssertionError("the page never showed the core's status")
     assert group.num_gpu_blocks == 512
     used = next(block for block, owner in enumerate(wanted) if owner > 0)
     empty = len(wanted) - 1 - wanted[::-1].index(0)

@@ -39,7 +39,7 @@ def main(
     ] = DEFAULT.mean_pause_s,
     lease: Annotated[float, typer.Option(help="Seconds.")] = DEFAULT.lease_s,
     patience: Annotated[
-        float, typer.Option(help="Seconds without news after which a stream hangs.")
+        float, typer.Option(help="Seconds without output after which a stream hangs.")
     ] = DEFAULT.patience_s,
     network: Annotated[str, typer.Option(help="namespaces, relays or auto.")] = DEFAULT.network,
     output: Annotated[
@@ -77,7 +77,7 @@ def main(
 
 
 async def _run(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
-    """Orderly also when told to end: no process and no namespace stays behind."""
+    """Clean up also on SIGTERM: no process and no namespace remains."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -25,7 +25,7 @@ POLL_S = 0.2
 START_TIMEOUT_S = 240.0
 """For a process that starts on a machine that is busy with many others."""
 END_TIMEOUT_S = 120.0
-"""For a process that was told to end, beyond its grace period."""
+"""Time for a process to stop in addition to its grace period."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Member:
         self._service.process.send_signal(number)
 
     async def wait_ended(self) -> int:
-        """The exit code of a process that was told to end. Raises TimeoutError."""
+        """The exit code of a process that was asked to stop. Raises TimeoutError."""
         assert self._service is not None
         async with asyncio.timeout(END_TIMEOUT_S):
             async for _ in ticks(POLL_S / 4):
@@ -124,7 +124,7 @@ class ChaosCluster:
             return status
 
     def tell_stacks(self) -> None:
-        """Have every process write down what it is doing, into its log."""
+        """Make every process log the stacks of its threads and tasks."""
         for member in self.members.values():
             if member.is_expected_to_run:
                 member.send(signal.SIGUSR1)

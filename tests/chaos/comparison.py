@@ -68,7 +68,7 @@ def differences(got: Answer, expected: Answer) -> list[str]:
 
 
 def is_beginning(got: CompletionOutput, expected: Choice) -> bool:
-    """Whether what has come of a choice is how the expected one begins."""
+    """Whether the received part of a choice is a prefix of the expected one."""
     num_tokens = len(got.token_ids)
     logprobs = None if expected.logprobs is None else expected.logprobs[:num_tokens]
     return (

@@ -1,4 +1,4 @@
-"""What a run is told: how much is disturbed, and what."""
+"""Options of a run: what is disturbed, and how much."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,6 @@ class ChaosConfig:
     lease_s: float = 5.0
     """Longer than a worker may starve on a busy machine, so that only some leases end."""
     patience_s: float = 180.0
-    """Time without news after which a stream counts as hung."""
+    """Time without output after which a stream counts as hung."""
     network: str = "auto"
     """namespaces, relays, or auto: namespaces where they are permitted."""

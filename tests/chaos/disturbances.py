@@ -57,7 +57,7 @@ class Kill(Disturbance):
 
 @dataclass(frozen=True, kw_only=True)
 class PowerCut(Disturbance):
-    """The host is gone: nobody is told, and what is sent to it is lost, until it starts again."""
+    """The host is down: peers are not notified, and data sent to it is lost, until it restarts."""
 
     absence_s: float
 

@@ -12,7 +12,7 @@ from tests.chaos.drawing import Drawing
 class Monkeys:
     """Several loops, each of which does one thing after another to a cluster.
 
-    Enough is when so many processes were killed, or so much time has passed.
+    It ends after a number of kills, or after a time.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class NamespaceNetwork(Network):
         return f"{self._ip(self.link(caller, callee), callee)}:{PORT}"
 
     def _cut(self, sender: str, receiver: str) -> None:
-        # A queue without places. It is emptied into nothing, and no error tells the sender.
+        # A queue of length 0: packets are dropped without an error at the sender.
         self._queue("replace", sender, receiver, "pfifo", "limit", "0")
 
     def _heal(self, sender: str, receiver: str) -> None:

@@ -121,7 +121,7 @@ class _Run:
                     raise RuntimeError(f"{member.host} has ended by itself")
 
     async def _tell_all(self) -> None:
-        """Have everybody say what they are doing."""
+        """Make every process log what it is doing."""
         self._cluster.tell_stacks()
         timeline = self._cluster.timeline
         timeline.note("monkeys", f"are at {list(self._monkeys.running.values())}")

@@ -52,7 +52,7 @@ class Tally:
 
 
 class Streams:
-    """Keeps so many streams open, of one request after another, until it is told to finish."""
+    """Keeps a number of streams open, one request after another, until `finish`."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Streams:
 
 NUM_TURNS, BATCH_SIZE = 10, 3
 WAYS = {3: Streams._read_batch, 7: Streams._read_and_leave}
-"""Which of so many streams are not simply read to their end."""
+"""By index modulo `NUM_TURNS`: requests that are not simply read to their end."""
 
 
 async def watch(streams: Streams, timeline: Timeline, patience_s: float) -> None:

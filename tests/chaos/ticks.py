@@ -1,4 +1,4 @@
-"""Looking again and again at what tells nobody when it changes: processes, sockets, clocks."""
+"""Polling of what cannot be waited for: processes, sockets, clocks."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -39,7 +39,7 @@ class Ask:
 
 
 def draw_asks(seed: int, count: int) -> list[Ask]:
-    """So many different requests; the same for the same seed."""
+    """`count` different requests; the same for the same seed."""
     return [_draw_ask(Random(f"{seed} {number}"), number) for number in range(count)]
 
 
@@ -48,7 +48,7 @@ def _draw_ask(draw: Random, number: int) -> Ask:
     name, choose = list(CHOOSING.items())[number % len(CHOOSING)]
     prompt_kind, prompt, num_prompt_tokens = _draw_prompt(draw)
     params = choose(draw)
-    # Searches tell nothing before their end: after a loss they begin anew, and would never end.
+    # Beam searches return nothing before their end: they restart after a loss, and would never end.
     most = 60 if name in ("beam search", "best_of") else draw.choice((60, 150, 300, 450))
     params["max_tokens"] = min(draw.randint(most // 2, most), MODEL_LEN - num_prompt_tokens)
     kinds = [name, prompt_kind]

@@ -40,7 +40,7 @@ async def test_another_task_may_close_a_stream_that_waits(frontend: FakeFrontend
 async def test_a_stream_whose_client_is_closed_does_not_look_complete(
     frontend: FakeFrontend,
 ) -> None:
-    """A task that seems to be cancelled is none that a group of tasks would tell of."""
+    """It must not seem cancelled: a task group would ignore a cancelled task."""
     frontend.hold.clear()
     client = AsyncClient(frontend.address)
     stream = client.stream("Hello", TEN)

@@ -1,4 +1,4 @@
-"""Prometheus' configuration, alerts and the Grafana dashboard: that they ask for what is told."""
+"""Prometheus' configuration, alerts and the Grafana dashboard query metrics that exist."""
 
 import json
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def told() -> dict[str, set[str]]:
-    """Names that can be queried, with their labels. That the services tell what their lists say is
-    tests/end_to_end/test_metrics.py's affair."""
+def exported() -> dict[str, set[str]]:
+    """Names that can be queried, with their labels. tests/end_to_end/test_metrics.py checks that
+    the services export what their lists contain."""
     names: dict[str, set[str]] = {name: set() for name in OF_PROCESSES}
     for _, metrics in metrics_reference.SERVICES:
         for metric in metrics:
@@ -61,7 +61,7 @@ EXPRESSIONS = [*dashboard.expressions(), *(rule["expr"] for rule in alerts())]
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_a_query_is_promql_and_asks_for_what_is_told(expression: str) -> None:
-    names = told()
+    names = exported()
     found = list(selectors(parsed(expression)))
     assert found
     for selector in found:
@@ -74,7 +74,7 @@ def test_a_misspelt_query_is_found() -> None:
     with pytest.raises(ValueError, match="unclosed"):
         parsed("sum(rate(x[1m])")
     [selector] = selectors(parsed("rate(vllm:num_requests_runing[1m])"))
-    assert selector.name not in told()
+    assert selector.name not in exported()
 
 
 def test_the_dashboard_is_the_generated_one() -> None:

@@ -72,7 +72,7 @@ def test_an_http_streams_parts_add_up_in_the_metrics(simulated: Cluster) -> None
 
 
 def streamed_s(client: httpx.Client, num_tokens: int) -> float:
-    """Seconds that a client waits for a stream of so many tokens."""
+    """Seconds that a client waits for a stream of `num_tokens` tokens."""
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
     started_at = time.perf_counter()
     with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:

@@ -23,7 +23,7 @@ def prompt(length: int, seed: int = 7) -> list[int]:
 
 
 def some_cases(num_cases: int, seed: int) -> list[BeamCase]:
-    """Cases of every kind, with stop tokens so many that beams end early."""
+    """Cases of every kind, with enough stop tokens that beams end early."""
     rng = np.random.default_rng(seed)
     cases = []
     for number in range(num_cases):

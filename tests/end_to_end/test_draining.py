@@ -1,4 +1,4 @@
-"""A worker that is told to end leaves at once, and no stream notices."""
+"""A worker that is stopped leaves at once, and no stream is affected."""
 
 import signal
 import threading
@@ -70,7 +70,7 @@ class LongStream:
         return self.answer.token_ids
 
 
-def test_streams_go_on_as_they_would_have_when_their_worker_is_told_to_end(
+def test_streams_go_on_as_they_would_have_when_their_worker_is_stopped(
     tmp_path: Path, undisturbed: list[Facts]
 ) -> None:
     with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as cluster:

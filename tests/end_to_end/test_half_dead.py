@@ -90,7 +90,7 @@ def stopped(service: Service) -> Iterator[None]:
 
 
 class SimulatedCluster(Cluster):
-    """A cluster of simulated workers, each a group that is called as it is told."""
+    """A cluster of simulated workers, each a group with a given id."""
 
     def start_worker(self, *flags: str) -> Service:
         index = len(self.workers)

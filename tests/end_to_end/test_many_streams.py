@@ -72,7 +72,7 @@ async def over_grpc(cluster: Cluster, together: Together) -> list[int]:
 
 
 async def over_http(cluster: Cluster, together: Together) -> list[int]:
-    """The same on a connection each; the usage is the last that a whole stream tells."""
+    """The same on a connection each; the usage is the last thing that a complete stream reports."""
 
     async def read(session: aiohttp.ClientSession, index: int) -> int:
         wish = {

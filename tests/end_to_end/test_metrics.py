@@ -1,4 +1,4 @@
-"""What the services of a real deployment tell Prometheus is what happened in it."""
+"""The metrics of a real deployment agree with what happened in it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_core_and_worker_agree_on_their_steps(of_core: Scrape, of_worker: Scrape
     assert of_core.sum("vllm:iteration_tokens_total_sum") == tokens
     assert of_worker.sum("pagewire_worker_step_seconds_count") == steps
     forward = of_worker.sum("pagewire_worker_step_time_seconds_total", part="forward")
-    # The core tells no more of a step than it has waited for its result.
+    # The core attributes no more time to a step than it waited for its result.
     told_by_core = of_core.sum("pagewire_group_time_seconds_total", part="forward")
     assert 0.5 * forward <= told_by_core <= forward
     assert forward >= 0.9 * steps * 0.002

@@ -8,7 +8,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support.requests import generate
 
 ASK = [{"role": "user", "content": "What is 27 + 45?"}]
-STORY = [{"role": "user", "content": "Tell me a story about a cat."}]
+STORY = [{"role": "user", "content": "Write a story about a cat."}]
 
 
 def test_a_chat_is_answered(openai_client: openai.OpenAI) -> None:

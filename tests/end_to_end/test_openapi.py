@@ -1,4 +1,4 @@
-"""The OpenAPI document tells the truth: requests made up from it are answered as it says."""
+"""The OpenAPI document is correct: requests generated from it are answered as it says."""
 
 import json
 from collections.abc import Iterator

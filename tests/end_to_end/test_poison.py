@@ -1,4 +1,4 @@
-"""A request that kills its workers fails by itself; one that happens to be beside it does not."""
+"""A request that kills its workers fails; requests that share its batches do not."""
 
 import signal
 import threading

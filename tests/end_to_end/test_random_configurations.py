@@ -41,7 +41,7 @@ KINDS = (
     "forks",
     "plans sent ahead",
     "plans sent together",
-    "tokens in vain",
+    "wasted tokens",
     "beam searches",
     "constraints",
     "constraints taken up again",

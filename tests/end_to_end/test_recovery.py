@@ -25,8 +25,8 @@ Facts = list[object]
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Sampled, with everything that depends on which tokens were generated and which given; and
-    beside them what tells nothing before its end."""
+    """Sampled requests, with everything that depends on which tokens were generated and which
+    given; and requests that return nothing before their end."""
     sampled = {"temperature": 0.8, "seed": 11, "max_tokens": 400}
     streamed = [
         request_for(

@@ -188,7 +188,7 @@ def test_log_probabilities_are_the_models_own(stub: InferenceServiceStub) -> Non
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "words"),
     [
         ("regex", "a(b", "unclosed group at offset 1"),
         ("grammar", 'start: "a" b', "line 1, column 8"),
@@ -197,9 +197,9 @@ def test_log_probabilities_are_the_models_own(stub: InferenceServiceStub) -> Non
     ],
 )
 def test_what_is_malformed_is_refused_with_its_place(
-    stub: InferenceServiceStub, field: str, value: str, told: str
+    stub: InferenceServiceStub, field: str, value: str, words: str
 ) -> None:
-    with pytest.raises(grpc.RpcError, match=told) as caught:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
         answer_to(stub, **{field: value})
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert bad_field(caught.value) == f"sampling_params.{field}"

@@ -182,7 +182,9 @@ class GrpcCaller:
         except asyncio.CancelledError:
             if not call.cancelled():
                 raise
-        except Exception:  # the library has several for a call that has ended; its code tells why
+        except (
+            Exception
+        ):  # the library has several for a call that has ended; the code gives the reason
             pass
         code: grpc.StatusCode = await call.code()
         return code
@@ -200,7 +202,7 @@ async def call_many(
     num_at_once: int = 16,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """So many calls, some at a time on each of a few connections."""
+    """Make `num_calls` calls, some at a time on each of a few connections."""
 
     async def work(number: int) -> None:
         rng = random.Random(f"{seed} {number}")

@@ -136,7 +136,7 @@ async def call_many(
     num_at_once: int = 16,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """So many requests, some at a time."""
+    """Send `num_calls` requests, some at a time."""
     url = f"http://{address}"
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
 

@@ -1,4 +1,4 @@
-"""What came of a run, and what must not have."""
+"""Result of a run, and what must not occur in it."""
 
 from collections import Counter
 from dataclasses import dataclass, field

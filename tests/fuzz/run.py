@@ -36,7 +36,7 @@ def run(target: str, *, num_calls: int, seed: int) -> tuple[Outcome, Growth]:
         outcome.blame(f"logged by {error}")
     for process in services.processes:
         if process.exit_code != 0:
-            outcome.blame(f"{process.name}, told to end, ended with code {process.exit_code}")
+            outcome.blame(f"{process.name}, asked to stop, ended with code {process.exit_code}")
     return outcome, growth
 
 

@@ -44,7 +44,7 @@ def message_types() -> Iterator[Descriptor]:
 
 
 def filled(descriptor: Descriptor) -> Message:
-    """A message with a telling value in every field, of a oneof in its last."""
+    """A message with a distinctive value in every field; of a oneof, in its last field."""
     message = message_factory.GetMessageClass(descriptor)()
     for field in descriptor.fields:
         values = [value_of(field)] * (2 if field.is_repeated else 1)

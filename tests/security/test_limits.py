@@ -129,7 +129,7 @@ async def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPa
         with closing(connect(frontend)) as connection:
             await asyncio.get_running_loop().sock_sendall(connection, PREFACE)
             assert await closed_by_peer(connection)
-        await still_serves(core, client)  # by a connection anew, if need be
+        await still_serves(core, client)  # through a new connection, if necessary
 
 
 async def test_more_connections_than_allowed_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""A key's tenant has that tenant's limits, and is told when to come back."""
+"""A key's tenant has that tenant's limits, and receives a retry delay."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An address that cannot be listened on is told before gRPC mumbles about it."""
+"""An address that cannot be listened on is reported before gRPC's unclear message."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What callers are told of errors, if they are there to be told."""
+"""The statuses that callers receive for errors, if they are still connected."""
 
 import asyncio
 

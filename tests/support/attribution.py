@@ -41,7 +41,7 @@ def computing_us(timings: Timings) -> int:
 
 def steps_us(num_tokens: int) -> float:
     """The least time for that many tokens. The first one's step, a prompt's, takes less; and where
-    a step's result was late, part of the next one's time is told as the wire's."""
+    a step's result was late, part of the next one's time is attributed to the wire."""
     return 0.8 * (num_tokens - 1) * STEP_S * 1e6
 
 

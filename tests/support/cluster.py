@@ -73,7 +73,7 @@ class Cluster:
         return f"unix:{self.folder}/frontend-{index}.sock"
 
     def http_url(self, index: int = 0) -> str:
-        """Where a frontend that was told to listens for HTTP, as its log tells."""
+        """HTTP address of a frontend that serves HTTP, from its log."""
         (found,) = re.findall(r"listening http=(\S+)", self.frontends[index].log)
         return f"http://{found}"
 
@@ -146,7 +146,7 @@ class Cluster:
                 time.sleep(0.02)
 
     def wait_num_ready(self, num_groups: int, timeout_s: float = 60) -> None:
-        """Wait until so many worker groups execute steps."""
+        """Wait until `num_groups` worker groups execute steps."""
         deadline = time.monotonic() + timeout_s
         with grpc.insecure_channel(self.core_address) as channel:
             stub = SchedulerServiceStub(channel)

@@ -195,7 +195,7 @@ class Engine:
         self._on_host("ip", "link", "set", "bridge0", "up")
 
     def up(self, replicas: Sequence[tuple[ComposedService, int]]) -> None:
-        """Start so many containers of each service, in this order."""
+        """Start the given number of containers of each service, in this order."""
         names = [
             (f"{service.name}-{index}", service)
             for service, count in replicas

@@ -1,7 +1,7 @@
 """Drives a scheduler core with symbolic workers, and holds it to its promises.
 
-The driver stands for everything around the core: it executes plans, brings results back when told
-to, and reads outboxes as frontends do, checking as it goes that accepted requests end once, that
+The driver replaces everything around the core: it executes plans, returns results on request,
+and reads outboxes as frontends do, checking as it goes that accepted requests end once, that
 choices get the tokens of an undisturbed run, and that timings add up.
 """
 
@@ -321,7 +321,7 @@ class CoreDriver:
                 capacity = self.links[group_id].capacity
                 prompt = len(record.request.prompt_token_ids)
                 longest = prompt + max(len(choice.tokens) for choice in record.choices)
-                if record.request.beam_search is not None:  # none of its tokens are told
+                if record.request.beam_search is not None:  # none of its tokens are reported
                     longest = capacity.max_model_len * record.request.beam_search.width
                 fits = prompt < capacity.max_model_len and longest <= capacity.num_cache_tokens
                 assert not fits or capacity.model != record.request.model, "it waits for nothing"
@@ -343,7 +343,7 @@ class CoreDriver:
             record = self.records[frontend_id, handle]
             assert update.start == record.num_prompt_logprobs + 1, "prompt logprobs have a gap"
             count = len(update.ranks) // 4
-            assert count > 0, "news without news"
+            assert count > 0, "an empty update"
             tokens = [
                 int.from_bytes(update.token_ids[4 * i : 4 * i + 4], "little") for i in range(count)
             ]

@@ -87,7 +87,7 @@ class Deployment:
         self._links: dict[int, Link] = {}
         self._absent_until: dict[int, int] = {}
         self._draining: dict[int, int] = {}
-        """Workers that have been told to end, and how long they are to be absent."""
+        """Workers that were asked to stop, and how long they are to be absent."""
         least = min(worker.num_gpu_blocks for worker in configuration.workers)
         self._outgrown_length = least * configuration.block_size + 1
         """Tokens of a sequence that has just outgrown the smallest worker."""
@@ -95,7 +95,7 @@ class Deployment:
             self._join(index)
 
     def run(self) -> list[Received]:
-        """What came of each job, in their order."""
+        """The outcome of each job, in their order."""
         for tick in range(MAX_TICKS):
             if len(self.received) == len(self._prompts) and not self._open():
                 self._check_rest()
@@ -162,7 +162,7 @@ class Deployment:
         self._core.submit(request, now=0.0)
 
     def _leave_or_stop(self, received: Received) -> None:
-        """Have its client go away, or a stop string appear, if it is time."""
+        """Disconnect its client, or let a stop string appear, if it is time."""
         job, handle = received.job, received.request.handle
         num_first, last = len(received.choices[0].token_ids), received.choices[-1]
         if job.cancelled_after is not None and num_first >= job.cancelled_after:
@@ -233,7 +233,7 @@ class Deployment:
         if link.plans:
             result = link.plans.popleft()()
             self._core.update(str(index), result, now=0.0)
-            self.disturbance["tokens in vain"] += len(result.token_ids)
+            self.disturbance["wasted tokens"] += len(result.token_ids)
             self._collect()
 
     def _note_plan(self, plan: StepPlan, link: Link) -> None:
@@ -281,7 +281,7 @@ class Deployment:
             self._read(outbox)
 
     def _read(self, outbox: EngineOutputs) -> None:
-        self.disturbance["tokens in vain"] -= len(outbox.token_ids)
+        self.disturbance["wasted tokens"] -= len(outbox.token_ids)
         for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
             self._by_handle[handle].choice(handle).token_ids.append(token)
         for handle, logprobs in outbox.logprobs:

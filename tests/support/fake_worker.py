@@ -169,7 +169,7 @@ class FakeWorker(WorkerServiceServicer):
         self.answer_first_as_epoch: int | None = None
         """Sends the first result once more, before the real one, as of this epoch."""
         self.answer_next_as_step: int | None = None
-        """Tells this step number in the next result, once."""
+        """Reports this step number in the next result, once."""
         self.directives: list[str] = []
         """Kinds of directives, and errors that ended a registration, as they came."""
         self.stop_reason: str | None = None

@@ -73,7 +73,7 @@ class InProcessWorker:
         self._block_size = block_size
 
     def capacity(self, group_id: str) -> WorkerGroupCapacity:
-        """What a core is told of it."""
+        """The registration that a core receives."""
         return WorkerGroupCapacity(
             worker_group_id=group_id,
             model=MODEL,

@@ -10,7 +10,7 @@ ALL = InspectionDetail(include_requests=True, include_blocks=True, max_requests=
 
 
 def check_inspection(core: SchedulerCore | RecordingCore) -> Inspection:
-    """Assert that counts, requests, block tables and block maps tell the same."""
+    """Assert that counts, requests, block tables and block maps agree."""
     counts, seen = core.snapshot(), core.inspect(ALL)
     states = Counter(request.state.name for request in seen.requests)
     assert states["PREFILLING"] + states["DECODING"] == counts.num_running

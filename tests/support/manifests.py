@@ -52,7 +52,7 @@ def pod_template(manifest: Manifest) -> Manifest | None:
 
 @dataclass(frozen=True)
 class Container:
-    """A container of ours, with what it is told."""
+    """A container of a service, with its arguments."""
 
     name: str
     spec: Manifest

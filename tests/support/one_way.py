@@ -1,7 +1,7 @@
-"""A TCP proxy that can lose all that goes one way, as a partition in one direction does.
+"""A TCP proxy that can lose all data in one direction, as a one-way partition does.
 
-Both ends keep their connections, and neither is told anything. A connection that has lost a part is
-of no use any more; none comes about while either way is lost, as that takes both.
+Both ends keep their connections, and neither is notified. A connection that has lost data is
+unusable; no new one can be made while a direction is lost, because that takes both.
 """
 
 import asyncio

@@ -35,7 +35,7 @@ class CollectedSpan:
     events: list[CollectedEvent] = field(default_factory=list)
     is_error: bool = False
     instance: str = ""
-    """`service.instance.id`, where the service tells one."""
+    """`service.instance.id`, if the service reports one."""
 
     @property
     def event_names(self) -> list[str]:

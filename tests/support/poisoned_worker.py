@@ -47,7 +47,7 @@ class PoisonedExecutor(ModelExecutor):
 
 
 def main(core: str, listen: str) -> None:
-    """Serve until killed or told to end."""
+    """Serve until killed or stopped."""
     model = ModelConfig(model="embedded", dtype="float32", device="cpu")
     cache = CacheConfig(kv_cache_memory=2**24)
     network = NetworkConfig(core=core, listen=listen)

@@ -84,7 +84,7 @@ class Promises:
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             assert int(record.error.details["num_cache_tokens"]) >= self._most_cache_tokens(record)
         if record.request.beam_search is not None:
-            assert not any(choice.tokens for choice in record.choices), "told before the end"
+            assert not any(choice.tokens for choice in record.choices), "reported before the end"
             return
         if record.error.reason == "NON_FINITE_LOGITS":
             fails_at = record.request.sampling.fails_at

@@ -55,9 +55,9 @@ class Job:
     beam_search: BeamParams | None = None
     """Search for the best choices instead of sampling them; they come all at the end."""
     cancelled_after: int | None = None
-    """Its client goes away at so many tokens of the first choice."""
+    """Its client disconnects at this many tokens of the first choice."""
     stopped_after: int | None = None
-    """A stop string appears in its last choice at so many tokens."""
+    """A stop string appears in its last choice at this many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """A worker that is told to end."""
+    """A worker that is stopped."""
 
     at: int
     """Tick."""
@@ -313,7 +313,7 @@ def _draw_sampling(
 
 
 def _constrain(draw: Random, sampling: sampling_pb2.SamplerParams, stops: frozenset[int]) -> None:
-    """Have the output match something, in the texts of tests/support/vocabularies.py."""
+    """Constrain the output, in the texts of tests/support/vocabularies.py."""
     kind, text = draw.choice(CONSTRAINTS)
     sampling.suppressed_token_ids = b""
     del sampling.bad_words[:]  # a text may have one spelling only

@@ -59,7 +59,7 @@ class RankThread:
         self.thread = ThreadPoolExecutor(1)
 
     def run(self, work: Callable[[], Result]) -> "Future[Result]":
-        """Have `work` done on the rank's thread, after all before."""
+        """Run `work` on the rank's thread, after everything queued before."""
         return self.thread.submit(work)
 
     def join(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
@@ -135,7 +135,7 @@ class ParallelWorker(InProcessWorker):
         group.join(num_gpu_blocks, num_cpu_blocks)
 
     def capacity(self, group_id: str) -> WorkerGroupCapacity:
-        """What a core is told of it."""
+        """The registration that a core receives."""
         facts = self._group.facts[0]
         num_gpu_blocks, num_cpu_blocks = self._num_blocks
         return WorkerGroupCapacity(

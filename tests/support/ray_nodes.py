@@ -56,7 +56,7 @@ class RayNodes:
         self.stop()
 
     def lose_other(self) -> None:
-        """Have all processes of the node that is not the head die at once."""
+        """Kill all processes of the node that is not the head."""
         node = self._nodes.pop()
         for process in psutil.Process(node.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):

@@ -81,7 +81,7 @@ class Recorder:
         )
 
     def check(self) -> None:
-        """Every core's life gives the same plans and the same news again."""
+        """Every core's life gives the same plans and outputs again."""
         for recording in self.recordings:
             assert recording.replay().is_exact
 

@@ -48,7 +48,7 @@ class RequestRecord:
     error: PagewireError | None = None
     num_prompt_logprobs: int = 0
     num_losses: int = 0
-    """Workers that died and had been computing it, as its frontend was told."""
+    """Workers that died while computing it, as reported to its frontend."""
 
     @property
     def is_live(self) -> bool:

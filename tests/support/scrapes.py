@@ -55,14 +55,14 @@ class Scrape:
 
 
 def scrape(service: Service) -> Scrape:
-    """What a process with `--metrics-port` tells now."""
+    """The current metrics of a process with `--metrics-port`."""
     told = TOLD.search(service.log)
     assert told is not None, service.log
     return scrape_at(told[1])
 
 
 def scrape_at(address: str) -> Scrape:
-    """What is told at HOST:PORT."""
+    """The metrics at HOST:PORT."""
     asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": OF_PROMETHEUS_2})
     with urllib.request.urlopen(asked, timeout=10) as response:
         return Scrape(response.read().decode())

@@ -206,7 +206,7 @@ class SymbolicWorker:
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
-            require(seq_id in self.sequences, f"told to forget unknown sequence {seq_id}")
+            require(seq_id in self.sequences, f"cannot forget unknown sequence {seq_id}")
             del self.sequences[seq_id]
 
     def _swap(self, plan: StepPlan) -> None:
@@ -452,7 +452,7 @@ class SymbolicWorker:
     def _report_prompt(
         self, result: StepResult, row: int, seq: WorkerSequence, start: int, end: int
     ) -> None:
-        """Logits at positions [start, end) tell about the tokens at [start + 1, end + 1)."""
+        """Logits at positions [start, end) predict the tokens at [start + 1, end + 1)."""
         first = max(start + 1, seq.prompt_logprobs_start)
         last = min(end + 1, seq.num_prompt_tokens)
         if first < last:

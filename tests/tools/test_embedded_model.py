@@ -50,7 +50,7 @@ def test_unseen_sums_are_right_in_chat_form(model: EmbeddedModel, pairs: list[Pa
 
 
 def test_a_story_has_an_end_and_is_about_its_subject(model: EmbeddedModel) -> None:
-    question = model.chat_question(Exchange("Tell me a story about a cat.", ""))
+    question = model.chat_question(Exchange("Write a story about a cat.", ""))
     (story,) = model.complete([question.prompt], max_new_tokens=300)
     assert story is not None
     assert story.startswith("Once upon a time")

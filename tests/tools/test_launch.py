@@ -43,7 +43,7 @@ def test_what_successors_say_is_added_to_one_log(tmp_path: Path) -> None:
     assert service.log.count("--help") >= 2
 
 
-def test_a_process_ends_when_told_or_is_killed_when_time_is_up(tmp_path: Path) -> None:
+def test_a_process_ends_when_stopped_or_is_killed_when_time_is_up(tmp_path: Path) -> None:
     service = start(tmp_path, "listening")
     assert service.exit_code is None
     assert service.end(30) == -signal.SIGTERM
@@ -51,9 +51,9 @@ def test_a_process_ends_when_told_or_is_killed_when_time_is_up(tmp_path: Path) -
     assert start(tmp_path, "deaf", DEAF).end(0.01) == -signal.SIGKILL
 
 
-def test_all_are_told_to_end_once_and_none_is_left(tmp_path: Path) -> None:
-    counts = "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), 1 / 0))"
+def test_all_are_stopped_once_and_none_is_left(tmp_path: Path) -> None:
+    counts = "signal.signal(signal.SIGTERM, lambda *_: (print('received', flush=True), 1 / 0))"
     services = [start(tmp_path, "counts", counts), start(tmp_path, "plain")]
     end_all(services, 60)
     assert [service.exit_code for service in services] == [1, -signal.SIGTERM]
-    assert services[0].log.count("told") == 1
+    assert services[0].log.count("received") == 1

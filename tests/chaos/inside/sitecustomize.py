@@ -1,6 +1,6 @@
 """Runs first in every process of a cluster under test; Python imports it by its name.
 
-A process tells on SIGUSR1 what its threads and tasks are doing, and does not outlive its starter.
+On SIGUSR1 a process prints the stacks of its threads and tasks. It does not outlive its starter.
 """
 
 import asyncio

@@ -158,7 +158,7 @@ class ScriptedTarget:
     FAIL, HOLD, SHORT = 1, 2, 3
 
     def __init__(self, num_together: int = 1) -> None:
-        """Nothing is answered before so many streams are open."""
+        """Nothing is answered before `num_together` streams are open."""
         self.go = asyncio.Event()
         self.together = asyncio.Barrier(num_together)
         self.num_open = 0

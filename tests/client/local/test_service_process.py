@@ -1,4 +1,4 @@
-"""Children are kept alive, ended when told to, and never outlive their parent."""
+"""Children are kept alive, stopped on request, and never outlive their parent."""
 
 import os
 import queue

@@ -9,7 +9,7 @@ export class Membership {
   #call = null;
   #timer = null;
 
-  /** `registration()` and `numSteps()` are asked anew each time; `onDrain`, `onStop` are told. */
+  /** `registration()` and `numSteps()` are called each time; `onDrain`, `onStop` are callbacks. */
   constructor(core, { registration, numSteps, onDrain, onStop }) {
     this.state = "WORKER_STATE_READY";
     this.client = new SchedulerService(core, grpc.credentials.createInsecure());
@@ -30,7 +30,7 @@ export class Membership {
     this.#beat({ registration: this.registration() });
   }
 
-  /** Tell the core, now, that nothing new is to be planned here. */
+  /** Report to the core, now, that nothing new is to be planned here. */
   drain() {
     this.state = "WORKER_STATE_DRAINING";
     if (this.#call) this.#beat();

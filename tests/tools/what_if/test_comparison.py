@@ -1,4 +1,4 @@
-"""A recorded trace under other configurations, with outcomes that can be told by hand."""
+"""A recorded trace under other configurations, with outcomes that can be calculated by hand."""
 
 from dataclasses import replace
 
@@ -176,7 +176,7 @@ def test_a_refused_request_is_put_to_other_configurations_once() -> None:
     trace = make_trace(*scripts, late)
     trace = replace(trace, interventions=[join(now=0.005)])
     recorded = read_trace(record(trace, config, STEP))
-    # All three come before the worker does; r1 is tried again in vain, and at last accepted.
+    # All three come before the worker does; r1 is retried without success, and finally accepted.
     assert len(recorded.lives) == 2
     assert len(recorded.scripts) == 4
     lives = run(recorded, CONFIG)
