@@ -37,7 +37,7 @@ def replay_exactly(
 ) -> None:
     """Replay and print the summary; ends the command if anything differs."""
     started_at = time.perf_counter()
-    summary = ExactReplay(reader.header.config, CODEC).run(reader.entries(), observe)
+    summary = ExactReplay(reader.header, CODEC).run(reader.entries(), observe)
     took_s = time.perf_counter() - started_at
     console.print("\n".join(summary_lines(reader, summary, took_s)), markup=False)
     _print_differences(console, summary)

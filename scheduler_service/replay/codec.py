@@ -66,7 +66,7 @@ class Codec:
         if kind is bytes:
             return _Converter(_to_base64, _reading(str, _from_base64))
         if kind is Exception:
-            return _Converter(_describe_error, _unreadable_error)
+            return _Converter(lambda error: type(error).__name__, _unreadable_error)
         if isinstance(kind, type) and issubclass(kind, Enum):
             return _Converter(lambda member: member.value, kind)
         if dataclasses.is_dataclass(kind):
@@ -172,12 +172,8 @@ def _from_base64(data: str) -> bytes:
         raise Unreadable(f"expected base64: {error}") from error
 
 
-def _describe_error(error: Exception) -> list[str]:
-    return [type(error).__name__, str(error)]
-
-
 def _unreadable_error(data: Any) -> Any:
-    raise Unreadable("an error is told, not made again")
+    raise Unreadable("errors cannot be decoded")
 
 
 def _optional(inner: _Converter) -> _Converter:

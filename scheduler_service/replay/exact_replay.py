@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
+from scheduler_service.core import SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.recording import Entry, Outcomes
+from scheduler_service.replay.recording import NEWS, Entry, Header, Outcomes
 
 Observer = Callable[[Entry, Any], None]
 """Told each input and what the core returned for it."""
@@ -38,6 +38,9 @@ class Summary:
     """Plans that are equal; the first that is not is the last input looked at."""
     num_news: int = 0
     """Sets of news that are equal."""
+    is_news_incomparable: bool = False
+    """Whether news were compared only up to the first failed request: in format version 1 their
+    hashes depend on the messages of errors."""
     seconds: float = 0.0
     """From the first input to the last, on the recording's clock."""
     difference: Difference | None = None
@@ -54,9 +57,10 @@ class Summary:
 class ExactReplay:
     """A core that is told the recorded inputs."""
 
-    def __init__(self, config: SchedulerConfig, codec: Codec) -> None:
+    def __init__(self, header: Header, codec: Codec) -> None:
         self.summary = Summary()
-        self._core = SchedulerCore(config)
+        self._core = SchedulerCore(header.config)
+        self._hashes_messages = header.format_version == 1
         self._outcomes = Outcomes(codec)
         self._started_at: float | None = None
 
@@ -82,8 +86,8 @@ class ExactReplay:
         plan = returned if isinstance(returned, StepPlan) else None
         chain = self._chain(returned)
         if entry.do == "take_outboxes":
-            self._compare_news(entry, chain)
-        elif (chain, raised) != (entry.chain, entry.raised):
+            self._compare_news(entry, chain, returned)
+        elif chain != entry.chain or _class_of(raised) != _class_of(entry.raised):
             summary.difference = self._difference(entry, plan, chain, raised)
         summary.num_plans += plan is not None and summary.difference is None
         summary.num_requests += entry.do == "submit" and raised is None
@@ -102,7 +106,11 @@ class ExactReplay:
             return self._outcomes.of_plan(returned)
         return self._outcomes.of_news(returned)
 
-    def _compare_news(self, entry: Entry, chain: str | None) -> None:
+    def _compare_news(self, entry: Entry, chain: str | None, news: NEWS) -> None:
+        if self._hashes_messages and any(outputs.requests_failed for outputs in news.values()):
+            self.summary.is_news_incomparable = True
+        if self.summary.is_news_incomparable:
+            return
         if chain == entry.chain:
             self.summary.num_news += 1
         elif self.summary.news_difference is None:
@@ -119,3 +127,7 @@ class ExactReplay:
             chain=chain,
             raised=raised,
         )
+
+
+def _class_of(raised: list[str] | None) -> str | None:
+    return None if raised is None else raised[0]

@@ -1,6 +1,6 @@
 """What a recording says: a header, then an entry per input to the core, each a line of JSON.
 
-    {"format":"pagewire recording","format_version":1,"software_version":"0.1.0",…,"config":{…}}
+    {"format":"pagewire recording","format_version":2,"software_version":"0.1.0",…,"config":{…}}
     {"do":"add_worker_group","capacity":{"worker_group_id":"g0",…},"now":815.2}
     {"do":"submit","request":{…},"now":815.9}
     {"do":"schedule","worker_group_id":"g0","now":815.9,"chain":"6d2f…"}
@@ -10,7 +10,9 @@
 `do` is the method of `SchedulerCore`, and beside it are its arguments, as the method declares
 them. Then comes what it led to: `raised`, the class and the message of an error; `chain`, where it
 returned a plan or news. Plans have one chain and news another; each value is the hash of the one
-before it and of what was returned, so that equal values mean that all was equal so far.
+before it and of what was returned, so that equal values mean that all was equal so far. Errors
+count with their class, as messages may be reworded; in news of format version 1 they counted with
+their messages, too.
 """
 
 import base64
@@ -28,7 +30,8 @@ from scheduler_service.replay.codec import Codec, Unreadable
 from service_common.version import VERSION
 
 FORMAT = "pagewire recording"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 INPUTS = (
     "add_worker_group",
@@ -141,10 +144,10 @@ def decode_header(codec: Codec, data: Any) -> Header:
     """The header that the first line's JSON stands for; raises Unreadable."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Unreadable(f"this is no recording: expected an object with the format {FORMAT!r}")
-    if data.get("format_version") != FORMAT_VERSION:
+    if data.get("format_version") not in READABLE_VERSIONS:
         raise Unreadable(
             f"format version {data.get('format_version')!r} is unknown: this software "
-            f"({VERSION}) reads version {FORMAT_VERSION}"
+            f"({VERSION}) reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
     header: Header = codec.decode(Header, data)
     return header
@@ -220,6 +223,7 @@ class Outcomes:
         """The chain's value with these news."""
         return self._news.add(self._codec.encode(NEWS, news))
 
-    def of_error(self, error: Exception) -> Any:
+    @staticmethod
+    def of_error(error: Exception) -> list[str]:
         """Class and message of an error."""
-        return self._codec.encode(Exception, error)
+        return [type(error).__name__, str(error)]

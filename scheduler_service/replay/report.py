@@ -66,6 +66,8 @@ def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> l
         f"plans:    {summary.num_plans} equal{' until the difference' * bool(summary.difference)}",
         f"news:     {summary.num_news} equal",
     ]
+    if summary.is_news_incomparable:
+        lines[-1] += " until the first failed request; later ones depend on messages of errors"
     if reader.is_truncated:
         lines.append(f"notice:   {TRUNCATED}")
     return lines

@@ -63,7 +63,7 @@ class Recording:
             yield decode_entry(self._codec, number, json.loads(line))
 
     def replay(self) -> Summary:
-        return ExactReplay(self.header().config, self._codec).run(self.entries())
+        return ExactReplay(self.header(), self._codec).run(self.entries())
 
 
 class Recorder:

@@ -78,8 +78,6 @@ def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> R
 def read_trace(recording: Recording) -> Trace:
     """What a recording says of its users and workers."""
     reader = TraceReader()
-    summary = ExactReplay(recording.header().config, OPAQUE).run(
-        recording.entries(), reader.observe
-    )
+    summary = ExactReplay(recording.header(), OPAQUE).run(recording.entries(), reader.observe)
     assert summary.is_exact
     return reader.trace()

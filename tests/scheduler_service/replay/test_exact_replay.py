@@ -1,15 +1,20 @@
 """A core's recorded life, run again: the same plans and news, or the first that differ."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.errors import QueueFull
+from scheduler_service.replay.exact_replay import ExactReplay
+from scheduler_service.replay.recording_file import RecordingReader
 from scheduler_service.replay.report import difference_lines, plans_table
 from tests.support.core_driver import CoreDriver, make_capacity
-from tests.support.recorded import Recorder, Recording, random_life
+from tests.support.recorded import SYMBOLIC, Recorder, Recording, random_life
+
+RECORDINGS = Path(__file__).parent / "recordings"
 
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=16, max_queue_requests=5)
 
@@ -69,6 +74,24 @@ def test_a_recording_of_former_names_comes_out_again() -> None:
     summary = recording.replay()
     assert summary.is_exact
     assert summary.num_plans > 100
+
+
+def test_a_recording_of_format_version_1_comes_out_again() -> None:
+    """It was made by commit 15bee58: `fair` with limits, groups gained, lost and drained, refusals,
+    cancellations, aborts and deadlines."""
+    reader = RecordingReader(RECORDINGS / "15bee58-fair.jsonl.gz", SYMBOLIC)
+    summary = ExactReplay(reader.header, SYMBOLIC).run(reader.entries())
+    assert summary.is_exact
+    assert (summary.num_inputs, summary.num_requests, summary.num_plans) == (1585, 71, 329)
+    assert summary.num_news > 0
+    assert summary.is_news_incomparable, "its hashes of failures depend on their messages"
+
+
+def test_reworded_messages_of_errors_are_no_difference() -> None:
+    recording = recorded_life(num_moves=2000)
+    index = recording.find("submit", lambda data: "raised" in data)
+    recording.change(index, lambda data: data["raised"].__setitem__(1, "worded otherwise"))
+    assert recording.replay().is_exact
 
 
 def test_a_changed_token_shows_in_the_first_plan_that_depends_on_it() -> None:

@@ -38,7 +38,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path, name: str) -> None:
         (4, "expire", 3.5),
     ]
     assert not reader.is_truncated
-    summary = ExactReplay(reader.header.config, CODEC).run(reader.entries())
+    summary = ExactReplay(reader.header, CODEC).run(reader.entries())
     assert summary.is_exact
     assert (summary.num_inputs, summary.seconds) == (3, 2.5)
 
@@ -103,7 +103,7 @@ def gzip_text(path: Path) -> list[bytes]:
     ("number", "line", "message"),
     [
         (1, b"[]", "this is no recording"),
-        (1, b'{"format":"pagewire recording","format_version":2}', "format version 2 is unknown"),
+        (1, b'{"format":"pagewire recording","format_version":3}', "format version 3 is unknown"),
         (2, b"{", "not JSON"),
         (2, b"\xff", "not JSON"),
         (3, b'{"do":"explode"}', "is an input of the scheduler core"),
