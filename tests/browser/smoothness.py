@@ -48,15 +48,15 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.times_ms: list[float] = []
-        tell = Hub._tell
+        publish = Hub._publish
 
         def timed(hub: Hub, status: Any) -> Any:
             before = time.thread_time()
-            result = tell(hub, status)
+            result = publish(hub, status)
             self.times_ms.append((time.thread_time() - before) * 1000)
             return result
 
-        Hub._tell = timed  # type: ignore[method-assign, assignment]
+        Hub._publish = timed  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

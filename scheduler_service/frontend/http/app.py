@@ -34,22 +34,22 @@ SCHEMAS: Sequence[tuple[type[BaseModel], Literal["validation", "serialization"]]
     (tokenize.DetokenizeBody, "validation"),
     (ChatCompletionChunk, "serialization"),
 )
-"""Bodies that FastAPI does not know: it neither parses requests nor writes streams."""
+"""Bodies that FastAPI does not know, because it neither parses requests nor writes streams."""
 
 _NEVER_USED = ("HTTPValidationError", "ValidationError")
-"""FastAPI's answer 422 to what is malformed; ours is 400, in OpenAI's shape."""
+"""Bodies of FastAPI's answer 422 to malformed requests, which is never given."""
 
 KEY = "key"
 KEY_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "An API key. `x-api-key: KEY` is taken, too.",
+    "description": "An API key. `x-api-key: KEY` is accepted, too.",
 }
 
 
 def correct_document(app: FastAPI, *, asks_for_key: bool) -> None:
-    """Have the application tell what it does. `asks_for_key`: whether callers must bring a key,
-    which they need not at the open paths."""
+    """Make the application serve a corrected OpenAPI document. `asks_for_key`: whether callers need
+    a key, except at the open paths."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

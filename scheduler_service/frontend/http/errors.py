@@ -1,11 +1,12 @@
-"""Our errors in OpenAI's shape; the only place that knows both.
+"""Pagewire's errors in OpenAI's shape; the only place that knows both.
 
     HTTP/1.1 400 Bad Request
     {"error": {"message": "…", "type": "invalid_request_error", "param": "top_p",
                "code": "invalid_field"}}
 
-`code` is our constant reason in lower case, but for the few that OpenAI names itself. The HTTP code
-follows from the gRPC code, as `google/rpc/code.proto` maps them, so that the two never disagree.
+`code` is the error's reason in lower case, except for the few that OpenAI has a name for. The HTTP
+code follows from the gRPC code, as `google/rpc/code.proto` maps them, so that the two never
+disagree.
 """
 
 import json
@@ -63,7 +64,7 @@ OPENAI_CODES = {
 """By our reason, where OpenAI has a name of its own."""
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
-"""What is told of a wrong name may have all of it, and a body has room for a long one."""
+"""Of an error: an invalid name is repeated in it, and may be as long as a body."""
 
 MAX_VALUE_CHARS = 40
 
@@ -80,22 +81,22 @@ PHRASES = (
     (r"\bTrue\b", "true"),
     (r"\bFalse\b", "false"),
 )
-"""Pydantic's words and ours."""
+"""Pydantic's phrases and their replacements."""
 
 INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
 """By field that is not supported: what to do."""
 
 RETRY_AFTER_S = 1
-"""Told with 429 and 503 where the error tells no delay."""
+"""Sent with 429 and 503 if the error has no delay of its own."""
 
 _NO_FIELDS = (
     *("body", "query", "path", "header"),
     *("str", "int", "float", "bool", "NamedToolChoice"),
 )
-"""Parts of pydantic's paths that tell where it looked, or which type it tried."""
+"""Parts of pydantic's paths that name types that it tried, not fields."""
 
 BODY_FORMS = ("TokenizeText", "TokenizeChat")
-"""What pydantic calls the forms of a body that may have several; they come first in its paths."""
+"""The types of a body that may have several types; they come first in pydantic's paths."""
 
 PROTO_NAMES = {
     "text": "prompt",
@@ -105,16 +106,16 @@ PROTO_NAMES = {
     "beam_search.length_penalty": "length_penalty",
     "template_arguments_json": "chat_template_kwargs",
 }
-"""Fields that HTTP calls otherwise than the proto."""
+"""Fields whose HTTP name differs from the proto's."""
 
 
 class ErrorDetail(BaseModel):
     """What went wrong."""
 
-    message: str = Field(description="For people.")
-    type: str = Field(description="A class of errors.")
-    param: str | None = Field(description="The request's field that is wrong, where it is one.")
-    code: str | None = Field(description="A constant for programs.")
+    message: str = Field(description="Human-readable.")
+    type: str = Field(description="The class of the error.")
+    param: str | None = Field(description="The invalid field, if a field is invalid.")
+    code: str | None = Field(description="A constant that programs may compare.")
 
 
 class ErrorResponse(BaseModel):
@@ -126,21 +127,21 @@ class ErrorResponse(BaseModel):
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorResponse, "description": description}
     for code, description in {
-        400: "A field is wrong, or the prompt is too long",
-        401: "No or wrong credentials",
-        403: "The credentials are not good for this",
-        404: "No such model, or nothing here",
-        408: "The body did not come in time",
+        400: "A field is invalid, or the prompt is too long",
+        401: "Missing or invalid credentials",
+        403: "The credentials do not allow this",
+        404: "No such model, or no such path",
+        408: "The body did not arrive in time",
         409: "A live request has this id, or has been taken over",
         413: "The body is too large",
-        429: "Too much is waiting; Retry-After tells when to try again",
-        499: "The request was aborted from elsewhere",
+        429: "A queue or a limit is full; Retry-After has the delay",
+        499: "The request was aborted by another call",
         500: "A bug, or the model failed",
         503: "No model can be served now, or shutting down",
         504: "The deadline has passed",
     }.items()
 }
-"""What every endpoint that does some work may answer."""
+"""The error answers of endpoints."""
 
 
 class InvalidBody(Exception):
@@ -148,12 +149,12 @@ class InvalidBody(Exception):
 
 
 def http_code(error: Exception) -> int:
-    """The HTTP status code of `error`; whatever is not ours is 500."""
+    """The HTTP status code of `error`; 500 unless it is a PagewireError."""
     return HTTP_CODES[status_code(error)]
 
 
 def error_body(error: PagewireError) -> dict[str, Any]:
-    """`error` as OpenAI's clients read it."""
+    """`error` as OpenAI's clients expect it."""
     param = param_of(error.field) if isinstance(error, InvalidArgument) else None
     message = f"{param}: {error.expected}" if isinstance(error, InvalidArgument) else error.message
     code = OPENAI_CODES.get(error.reason, error.reason.lower())
@@ -161,7 +162,7 @@ def error_body(error: PagewireError) -> dict[str, Any]:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """The whole answer. An error that is not ours is a bug: callers see none of its text."""
+    """The answer. An error that is not a PagewireError is a bug: callers do not see its text."""
     if not isinstance(error, PagewireError):
         error = PagewireError("internal error")
     code = http_code(error)
@@ -177,20 +178,20 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def too_large_response(max_bytes: int) -> JSONResponse:
-    """The answer to a body that is longer than it may be."""
+    """The answer to a body that is too long."""
     message = f"the request's body is longer than {max_bytes} bytes"
     return JSONResponse(_body(413, message, None, "request_too_large"), status_code=413)
 
 
 def too_slow_response(timeout_s: float) -> JSONResponse:
-    """The answer to a body that has not come; the connection is not good for another request."""
-    message = f"the request's body did not come within {timeout_s:g} s"
+    """The answer to a body that did not arrive; it closes the connection."""
+    message = f"the request's body did not arrive within {timeout_s:g} s"
     body = _body(408, message, None, "request_too_slow")
     return JSONResponse(body, status_code=408, headers={"Connection": "close"})
 
 
 def param_of(field: str) -> str:
-    """What HTTP calls a field that a complaint names as the proto does."""
+    """The HTTP name of a field that an error names as the proto does."""
     name = field.removeprefix("sampling_params.").removeprefix("chat.")
     name = re.sub(r"^token_ids\.ids", "prompt", name)
     name = re.sub(r"\.(arguments|parameters)_json$", r".function.\1", name)
@@ -198,7 +199,7 @@ def param_of(field: str) -> str:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Answer every error of every endpoint in this shape."""
+    """Answer the errors of all endpoints in this shape."""
 
     async def on_pagewire_error(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
@@ -226,11 +227,11 @@ def handle_errors(app: FastAPI) -> None:
 
 
 def _invalid(error: RequestValidationError) -> JSONResponse:
-    """The first of what pydantic complains about, by its path in the body."""
+    """The answer to the first of pydantic's errors, with its path in the body."""
     first = _most_telling(_of_meant_form(error.errors()))
     loc = first["loc"]
     if loc[:1] == ("response_format",):
-        loc = loc[:1] + loc[2:]  # what comes next is no field, but the kind of format
+        loc = loc[:1] + loc[2:]  # next comes the type of format, which is not a field
     path = [part for part in loc if part not in _NO_FIELDS]
     if not path and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return _invalid_body("expected a JSON object as body")
@@ -275,8 +276,8 @@ def _invalid_body(message: str) -> JSONResponse:
 
 
 def _of_meant_form(errors: Sequence[Any]) -> Sequence[Any]:
-    """Of a body that may have several forms, the complaints of the one that it is closest to,
-    without the form's name."""
+    """Of a body that may have several types, the errors of the type with the fewest, without the
+    type's name in their paths."""
     by_form: dict[str, list[Any]] = {}
     for each in errors:
         form, *path = each["loc"] or ("",)

@@ -20,7 +20,7 @@ from scheduler_service.frontend.input.processor import draw_request_id
 from service_common.metadata import TRACEPARENT, authorization
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
-"""A little shorter than ids may be, as those of several prompts are numbered."""
+"""Shorter than the longest allowed id: the ids of several prompts get numbers appended."""
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 
 BODY_TIMEOUT_S = 60.0
@@ -28,8 +28,8 @@ BODY_TIMEOUT_S = 60.0
 
 
 class BodyLimit:
-    """Answers 413 to longer bodies: at once where the length is told, else when it is reached; and
-    408 to slower ones."""
+    """Answers 413 to longer bodies, at once if the content length is known, else when the limit is
+    reached; and 408 to slower ones."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -45,7 +45,7 @@ class BodyLimit:
         body = _CountedBody(receive, self._max_bytes)
 
         async def send_unless_refused(message: Message) -> None:
-            if body.refusal is None:  # what is said of half a body is of no interest
+            if body.refusal is None:  # the app saw only a part of the body
                 await send(message)
 
         await self._app(scope, body.receive, send_unless_refused)
@@ -54,8 +54,8 @@ class BodyLimit:
 
 
 class _CountedBody:
-    """Passes a body on until it is longer, or takes longer, than it may; then its reader sees it
-    cut off."""
+    """Passes a body on until it exceeds the size or time limit; then its reader sees a
+    disconnect."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
@@ -63,10 +63,10 @@ class _CountedBody:
         self._has_more = True
         self._max_bytes = self._left = max_bytes
         self.refusal: JSONResponse | None = None
-        """What to answer in the end, where it was cut off."""
+        """The answer if the body was cut off."""
 
     async def receive(self) -> Message:
-        if not self._has_more:  # what is awaited is the client's going away
+        if not self._has_more:  # this waits for the client to disconnect
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -84,7 +84,7 @@ class _CountedBody:
 
 
 def _content_length(scope: Scope) -> int:
-    """As the client tells; 0 where it tells none, or no number."""
+    """The value of the header; 0 if it is absent or not a number."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value)
@@ -92,13 +92,13 @@ def _content_length(scope: Scope) -> int:
 
 
 OPEN_PATHS = ("/health", "/ping", "/openapi.json")
-"""What anybody may ask for; it tells nothing about requests or tenants."""
+"""Paths that need no key; they reveal nothing about requests or tenants."""
 
 _KEY = "pagewire.tenant"
 
 
 class Authenticate:
-    """Refuses callers without good credentials everywhere but at the open paths."""
+    """Refuses callers without valid credentials, except at the open paths."""
 
     def __init__(
         self, app: ASGIApp, authentication: Authentication, open_paths: Collection[str]
@@ -118,7 +118,7 @@ class Authenticate:
 
 
 def _authorization(scope: Scope) -> str | None:
-    """As gRPC has it in its metadata: names in lower case, and text."""
+    """The credentials in the headers, which are read like gRPC's metadata."""
     return authorization(
         (name.decode(), value.decode("latin-1")) for name, value in scope["headers"]
     )
@@ -131,11 +131,11 @@ def _tenant(request: Request) -> Principal:
 
 
 Caller = Annotated[Principal, Depends(_tenant)]
-"""An endpoint's parameter of this type is the tenant whose call it is."""
+"""The type of an endpoint's parameter that holds the caller."""
 
 
 class TraceContext:
-    """Keeps `traceparent` for what the call leads to."""
+    """Sets the call's `traceparent` for its requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -149,7 +149,7 @@ class TraceContext:
 
 class RequestIds:
     """Gives error answers the header `X-Request-Id` that successful ones have: the caller's own,
-    or, where there is none that is well-formed, a new one."""
+    or a new one if that is absent or malformed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

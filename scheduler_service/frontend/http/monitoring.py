@@ -19,13 +19,13 @@ NOT_NOW: dict[int | str, dict[str, Any]] = {
 
 
 class Health(BaseModel):
-    """The answer where a model can be served."""
+    """The answer if a model can be served."""
 
     status: Literal["serving"]
 
 
 def make_health_router(services: HttpServices) -> APIRouter:
-    """`/health` and `/ping`, as load balancers and orchestrators ask."""
+    """`/health` and `/ping`, for load balancers and orchestrators."""
     router = APIRouter(tags=["Operation"])
 
     @router.head("/health", include_in_schema=False)
@@ -48,7 +48,7 @@ def make_health_router(services: HttpServices) -> APIRouter:
 
 
 def make_metrics_router(services: HttpServices) -> APIRouter:
-    """`/metrics`, of this frontend alone: docs/observability.md tells how to scrape several."""
+    """`/metrics` of this frontend; see docs/observability.md for scraping several."""
     router = APIRouter(tags=["Operation"])
 
     @router.get(
@@ -59,8 +59,8 @@ def make_metrics_router(services: HttpServices) -> APIRouter:
         | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics(caller: Caller) -> Response:
-        """In Prometheus' text format. They tell what all tenants do: with keys in force, it takes
-        an operator's."""
+        """In Prometheus' text format. With API keys, only operators may read them, because they
+        cover all tenants."""
         caller.check_operator()
         text = await asyncio.to_thread(metrics_text, services.registry)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})

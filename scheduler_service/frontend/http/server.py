@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on sockets of ours, with TLS and timeouts for slow clients."""
+"""The HTTP server: uvicorn on its own sockets, with TLS and timeouts for slow clients."""
 
 import asyncio
 import errno
@@ -23,21 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 MAX_HEAD_BYTES = 64 << 10
-"""Request line and headers together, also of a request that is sent while the one before it is
-answered; and headers together with the trailers behind a body in chunks."""
+"""Request line and headers together, also of a request that is sent while the previous one is
+answered; and headers together with the trailers of a chunked body."""
 
 HEAD_TIMEOUT_S = 20.0
 """From the connection, or from a request's first byte, to the end of its head."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""From the connection to TLS; before, it does not count as one. asyncio's own is a minute."""
+"""From the TCP connection to the end of the TLS handshake, before which it does not count as a
+connection. asyncio's default is a minute."""
 
 FAREWELL_TIMEOUT_S = 5.0
-"""For a client to say that it has noticed the end of TLS. asyncio's own is half a minute."""
+"""For a client to confirm the end of a TLS connection. asyncio's default is half a minute."""
 
 
 def handshake_timeouts() -> dict[str, float]:
-    """As asyncio's servers take them, where they speak TLS."""
+    """The arguments of asyncio's servers that use TLS."""
     return {
         "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
         "ssl_shutdown_timeout": FAREWELL_TIMEOUT_S,
@@ -45,15 +46,15 @@ def handshake_timeouts() -> dict[str, float]:
 
 
 def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
-    """One of uvicorn's protocols with these limits; who exceeds them is cut off."""
+    """One of uvicorn's protocols with these limits; a connection that exceeds them is closed."""
 
     class Patient(protocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._num_bytes = 0
-            """Of what is being read: a head, or a body with all that is around it."""
+            """Bytes of what is being read: a head, or a body with its framing."""
             self._num_field_bytes = 0
-            """Of the present request's headers and trailers."""
+            """Bytes of the present request's headers and trailers."""
             self._head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
@@ -66,7 +67,7 @@ def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
         def data_received(self, data: bytes) -> None:
             cycle: Any = self.cycle if self._is_answering() else None
             is_body = cycle is not None and cycle.more_body
-            if cycle is None:  # who sends ahead may take their time until the answer has ended
+            if cycle is None:  # a request sent ahead has no time limit until the answer has ended
                 self._await_head()
             self._num_bytes += len(data)
             super().data_received(data)
@@ -95,15 +96,15 @@ def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
-            self.cycle.more_body = False  # of one that was refused, too
+            self.cycle.more_body = False  # also of a request that was refused
             self._num_bytes = 0
 
         def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _max_bytes(self) -> int:
-            """More where a body comes, or the rest of one that was refused: its sender shall read
-            why."""
+            """More for a body, also for the rest of a refused one: its sender should read the
+            answer."""
             is_body = self.cycle is not None and self.cycle.more_body
             return 2 * MAX_PUBLIC_MESSAGE_BYTES if is_body else MAX_HEAD_BYTES
 
@@ -118,7 +119,7 @@ def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
                 self._head_timer = None
 
         def _give_up(self) -> None:
-            """Unless a request was answered within the very data that began it."""
+            """Close the connection, unless a request is being answered."""
             if not self._is_answering():
                 self.transport.abort()
 
@@ -130,7 +131,7 @@ BACKLOG = 2048
 
 
 def bind(address: str, *, share_port: bool) -> list[socket.socket]:
-    """Sockets that listen on every address of `HOST:PORT`; raises CannotListen, telling why.
+    """Sockets that listen on every address of `HOST:PORT`; raises CannotListen with the reason.
 
     With `share_port` other processes of this user may listen there too, and the kernel spreads
     connections over them. With port 0 all have the port that the first was given.
@@ -159,7 +160,7 @@ def address_of(sockets: list[socket.socket], asked: str) -> str:
 
 
 def _listen(family: int, where: tuple[object, ...], share_port: bool) -> socket.socket | None:
-    """A listening socket, or None where the machine lacks the family (IPv6, often)."""
+    """A listening socket, or None if the machine lacks the address family (often IPv6)."""
     try:
         listening = socket.socket(family, socket.SOCK_STREAM)
     except OSError:
@@ -200,7 +201,7 @@ class HttpServer:
         """`address` is HOST:PORT; `share_port` lets several frontends listen there; `tls` is None
         for none; `max_connections`: None for any number."""
         self.address = address
-        """Where it listens; with port 0, the port in effect once it is bound."""
+        """The address; port 0 is replaced by the actual port once it is bound."""
         self._share_port = share_port
         self._tls = tls
         self._max_connections = max_connections
@@ -210,7 +211,7 @@ class HttpServer:
 
     @property
     def is_started(self) -> bool:
-        """Whether it answers, rather than have callers wait."""
+        """True once it answers; until then callers wait."""
         return self._server is not None and self._server.started
 
     def bind(self) -> None:
@@ -227,7 +228,7 @@ class HttpServer:
         logger.info("listening http=%s", self.address)
 
     async def stop(self, flush_s: float) -> None:
-        """Refuse new connections, give open ones `flush_s` seconds for their last bytes, end them.
+        """Refuse new connections, give open ones `flush_s` seconds for their last bytes, close all.
 
         Requests must have been drained.
         """
@@ -264,7 +265,7 @@ def _make_server(
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Answer at the sockets, with less patience for handshakes than uvicorn has."""
+            """Serve the sockets, with shorter timeouts for handshakes than uvicorn's."""
             await super().startup(sockets=[])
             timeouts: dict[str, Any] = {} if tls is None else handshake_timeouts()
             loop = asyncio.get_running_loop()
@@ -288,7 +289,7 @@ def _make_server(
     config = uvicorn.Config(
         RequestIds(make_app(services)),
         log_config=None,
-        log_level="warning",  # that it has started is our own line
+        log_level="warning",  # the start has a log line of its own
         access_log=False,
         lifespan="off",
         ws="none",
@@ -304,8 +305,8 @@ def _make_server(
 
 
 def http_context(files: TlsFiles) -> ssl.SSLContext:
-    """For an HTTP server: each new connection gets the certificate, and is held to the authority,
-    that are on disk then."""
+    """For an HTTP server: each new connection uses the certificate and the authority that are on
+    disk at that time."""
     watched = WatchedFiles(files.paths, lambda: _context(files))
     context = _context(files)
 
@@ -325,7 +326,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     if files.ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(files.ca)
-        # Who resumes a session shows no certificate again: the former authority's clients could.
+        # A resumed session shows no certificate, so clients of a former authority could resume.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
     return context

@@ -1,4 +1,4 @@
-"""What the endpoints work on."""
+"""The services that the endpoints use."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,4 +20,4 @@ class HttpServices:
     """A stub of the core's SchedulerService."""
     authentication: Authentication
     registry: CollectorRegistry
-    """What Prometheus is told."""
+    """The metrics that Prometheus scrapes."""

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/version`, as vLLM words them."""
+"""`/tokenize`, `/detokenize` and `/version`, as in vLLM."""
 
 from typing import Annotated, Any
 
@@ -35,7 +35,7 @@ class TokenizeChat(ChatPrompt):
 
 
 class Tokens(BaseModel):
-    """Token ids, and how the vocabulary writes them where that was asked for."""
+    """Token ids, and their entries in the vocabulary if those were requested."""
 
     count: int
     max_model_len: int
@@ -48,17 +48,17 @@ class DetokenizeBody(Strict):
 
     model: str | None = None
     tokens: ListOf[TokenId]
-    skip_special_tokens: bool = Field(False, description="Leave special tokens out, as answers do.")
+    skip_special_tokens: bool = Field(False, description="Leave special tokens out, as in answers.")
 
 
 class Detokenized(BaseModel):
-    """Their text."""
+    """The text of the tokens."""
 
     prompt: str
 
 
 class Version(BaseModel):
-    """What runs here."""
+    """The version of the frontend."""
 
     version: str
 
@@ -81,7 +81,7 @@ def make_router(services: HttpServices) -> APIRouter:
         openapi_extra=describe_body(TokenizeText, TokenizeChat),
     )
     async def tokenize(body: TokenizeAny, caller: Caller) -> dict[str, Any]:
-        """Of a text, or of a conversation by the model's chat template."""
+        """Tokenize a text, or a conversation rendered with the model's chat template."""
         request = inference_pb.TokenizeRequest()
         if isinstance(body, TokenizeText):
             request.text = body.prompt
@@ -105,7 +105,7 @@ def make_router(services: HttpServices) -> APIRouter:
         openapi_extra=describe_body(DetokenizeBody),
     )
     async def detokenize(body: DetokenizeIds, caller: Caller) -> dict[str, str]:
-        """Bytes that are no whole character show as U+FFFD."""
+        """Bytes that do not form a whole character become U+FFFD."""
         request = inference_pb.DetokenizeRequest(
             token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
         )
@@ -119,7 +119,7 @@ def make_router(services: HttpServices) -> APIRouter:
 
     @router.get("/version", summary="Version", responses=ERROR_RESPONSES, response_model=Version)
     async def version(caller: Caller) -> dict[str, str]:
-        """Of this software."""
+        """The version of this software."""
         return {"version": VERSION}
 
     return router

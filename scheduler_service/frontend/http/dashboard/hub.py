@@ -28,23 +28,24 @@ INTERVAL_MS = 1000
 MAX_REQUESTS = 512
 MAX_BROWSERS = 256
 SILENCE_S = 5.0
-"""Without a word for so long the core counts as away."""
+"""A core that sends nothing for this long counts as lost."""
 RETRY_S = 1.0
 LINGER_S = 60.0
-"""The watch goes on for so long after the last browser, so that a reload finds its charts."""
+"""How long the watch continues after the last browser has left, so that a reload finds its
+charts."""
 
 
 class Browser:
-    """A page that is open: what it is to be sent next."""
+    """An open page: the next line for it."""
 
     def __init__(self) -> None:
-        self.news = asyncio.Event()
+        self.has_update = asyncio.Event()
         self.line: bytes | None = None
         self.needs_all = True
 
 
 class Hub:
-    """Tells browsers what the core tells."""
+    """Sends the core's status to browsers."""
 
     def __init__(self, core: Any, *, linger_s: float = LINGER_S) -> None:
         """`core`: a stub of its SchedulerService."""
@@ -59,14 +60,14 @@ class Hub:
         self._lingering: asyncio.TimerHandle | None = None
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """What one browser is to read, line by line, without an end.
+        """The endless lines for one browser.
 
         Raises Unavailable if there are too many.
         """
         browser = self._enter()
         try:
             while True:
-                await browser.news.wait()
+                await browser.has_update.wait()
                 yield await self._take(browser)
         finally:
             self._leave(browser)
@@ -85,7 +86,7 @@ class Hub:
     def _enter(self) -> Browser:
         self.check_room()
         browser = Browser()
-        browser.news.set()
+        browser.has_update.set()
         self._browsers.add(browser)
         if self._lingering is not None:
             self._lingering.cancel()
@@ -101,18 +102,18 @@ class Hub:
             self._lingering = loop.call_later(self._linger_s, self.close)
 
     async def _take(self, browser: Browser) -> bytes:
-        browser.news.clear()
+        browser.has_update.clear()
         line, browser.line = browser.line, None
         if not browser.needs_all and line is not None:
             return line
         browser.needs_all = False
         message = {"all": True, "fields": FIELDS, "points": list(self._series.points)}
-        # All of a large memory takes long to write out, and the loop serves streams of tokens. What
-        # is told meanwhile is told of this view, and comes next.
+        # A large view takes long to serialize, and the loop serves streams of tokens. Changes that
+        # arrive meanwhile are relative to this view, and come next.
         return await asyncio.to_thread(_whole_line, message | self._state(), self._view)
 
     def _state(self) -> dict[str, Any]:
-        """What each line tells."""
+        """The fields of every line."""
         return {"uptime": round(self._uptime_s, 2), "lost": self._lost}
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -120,21 +121,21 @@ class Hub:
         for browser in self._browsers:
             browser.needs_all |= browser.line is not None
             browser.line = line
-            browser.news.set()
+            browser.has_update.set()
 
     async def _watch(self) -> None:
-        """Follow the core, whichever it is, over its losses."""
+        """Watch the core, and reconnect whenever it is lost."""
         while True:
             try:
                 await self._follow()
-            except Exception:  # a bug; pages would go on showing old news as new
+            except Exception:  # a bug; pages would keep showing an old status
                 logger.exception("watch failed")
-                self._lost = "the frontend cannot read what the core tells"
+                self._lost = "the frontend cannot read the core's status"
             self._send({})
             await asyncio.sleep(RETRY_S)
 
     async def _follow(self) -> None:
-        """Tell what the core tells until it is gone."""
+        """Send the core's statuses until it is gone."""
         request = pb.SchedulerServiceWatchStatusRequest(
             interval_ms=INTERVAL_MS,
             detail=status_pb2.StatusDetail(
@@ -149,7 +150,7 @@ class Hub:
                 if response is grpc.aio.EOF:
                     self._lost = "the scheduler core has ended"
                     return
-                self._tell(response.status)
+                self._publish(response.status)
         except TimeoutError:
             self._lost = "the scheduler core is silent"
         except asyncio.CancelledError:
@@ -163,7 +164,7 @@ class Hub:
         finally:
             call.cancel()
 
-    def _tell(self, status: status_pb2.EngineStatus) -> None:
+    def _publish(self, status: status_pb2.EngineStatus) -> None:
         point = self._series.add(status)
         view = view_of(status, self._series.steps_per_s())
         self._lost, self._uptime_s = None, status.uptime_s
@@ -177,8 +178,8 @@ def _whole_line(message: dict[str, Any], view: View) -> bytes:
 
 
 def _to_json(value: Any, depth: int = 2) -> str:
-    """As JSON; objects that are large are so by their entries, which are written one by one, so
-    that other threads have their turns in between."""
+    """The value as JSON. Entries of large objects are serialized one by one, so that other threads
+    run in between."""
     if depth and isinstance(value, dict):
         entries = (
             f"{json.dumps(name)}:{_to_json(each, depth - 1)}" for name, each in value.items()
@@ -200,7 +201,7 @@ _FILES = {
 }
 
 FILE_PATHS = ("/", *(f"/dashboard/{name}" for name in sorted(_FILES)))
-"""The page without its contents: it asks for a key where one is needed."""
+"""The page itself is public; it asks for a key if one is required."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -223,7 +224,7 @@ def make_router(services: HttpServices) -> APIRouter:
 
     @router.get("/dashboard/stream")
     async def stream(caller: Caller) -> Response:
-        """Lines of JSON, one a second; raises PermissionDenied for who is not an operator."""
+        """Lines of JSON, one a second; raises PermissionDenied unless the caller is an operator."""
         caller.check_operator()
         hub.check_room()
         headers = _HEADERS | {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -239,7 +240,7 @@ def make_router(services: HttpServices) -> APIRouter:
 
 
 async def _until_draining(hub: Hub, services: HttpServices) -> AsyncIterator[bytes]:
-    """A line at least every few seconds tells whether the browser, and we, are still there."""
+    """The lines until shutdown; one at least every few seconds shows that both sides are alive."""
     async with aclosing(hub.lines()) as lines:
         async for line in lines:
             if services.requests.is_draining.is_set():

@@ -17,20 +17,20 @@ MEMORIES = ("gpu", "cpu")
 
 @dataclass(slots=True)
 class View:
-    """All that a page knows."""
+    """All data of a page."""
 
     facts: Facts = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
     """By `WORKER GROUP/MEMORY/owners` and `.../references`."""
     tables: dict[str, list[bytes]] = field(default_factory=dict)
-    """By `NUMBER/MEMORY`: the block tables of a request's sequences, as little-endian int32: most
-    of one is what it was, and is not looked at number by number."""
+    """By `NUMBER/MEMORY`: the block tables of a request's sequences, as little-endian int32: they
+    mostly grow, so their bytes are compared, not their numbers."""
 
 
 def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
     """The view of one status. `steps_per_s`: by worker group.
 
-    Times are seconds of the core's uptime: what does not change needs not be sent again.
+    Times are seconds of the core's uptime, so that they do not change and are sent only once.
     """
     view = View(
         {

@@ -1,4 +1,4 @@
-"""`/v1/models`: what is served."""
+"""`/v1/models`: the served models."""
 
 import time
 from typing import Any, Literal
@@ -54,7 +54,7 @@ def make_router(services: HttpServices) -> APIRouter:
         response_model=ModelList,
     )
     async def list_models(caller: Caller) -> dict[str, Any]:
-        """The models that can be asked now."""
+        """The models that are served now."""
         data = [
             describe(info.name, info.max_model_len)
             for info in services.models.served
@@ -69,7 +69,7 @@ def make_router(services: HttpServices) -> APIRouter:
         response_model=Model,
     )
     async def get_model(name: str, caller: Caller) -> dict[str, Any]:
-        """A model by its name, which may have slashes."""
+        """One model by its name, which may contain slashes."""
         for info in services.models.served:
             if info.name == name and caller.may_use(name):
                 return describe(name, info.max_model_len)

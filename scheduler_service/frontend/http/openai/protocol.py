@@ -38,11 +38,11 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, ge=1, le=128, description="Candidates for the n best.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="Log probabilities of so many most probable tokens."
+        None, ge=0, le=20, description="Log probabilities of this many most probable tokens."
     )
     suffix: None = Field(None, description="Text is not inserted, only continued.")
     add_special_tokens: bool | None = Field(
-        None, description="False: texts have the model's special tokens already."
+        None, description="False if texts contain the model's special tokens already."
     )
 
 
@@ -56,7 +56,7 @@ class LegacyLogprobsBody(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """One token at one place of the prompt."""
+    """One token at one position of the prompt."""
 
     logprob: float
     rank: int
@@ -95,7 +95,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer; in a stream, each chunk."""
+    """The answer, or a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -120,7 +120,7 @@ class FunctionCall(Strict):
 
 
 class ToolCallBody(Strict):
-    """A call that the model asked for."""
+    """A call that the model made."""
 
     id: str
     type: Literal["function"] = "function"
@@ -129,7 +129,7 @@ class ToolCallBody(Strict):
 
 
 class ChatMessageBody(Strict):
-    """One turn. The fields that an answer has and nobody reads may be sent back."""
+    """One turn. Fields of an answer may be sent back, even if they are ignored."""
 
     role: Text = Field(description="`developer` is `system` to the model.")
     content: str | ListOf[TextPart] | None = None
@@ -145,7 +145,7 @@ class ChatMessageBody(Strict):
 
 
 class FunctionBody(Strict):
-    """A function that the model may ask to be called."""
+    """A function that the model may call."""
 
     name: Text
     description: str | None = None
@@ -188,7 +188,7 @@ class ChatPrompt(Strict):
     )
     reasoning_effort: str | None = Field(None, description="The template's variable of this name.")
     add_special_tokens: Literal[False] | None = Field(
-        None, description="Special tokens are those that the template writes."
+        None, description="Special tokens are the ones that the template writes."
     )
 
 
@@ -205,14 +205,14 @@ class ChatRequest(ChatPrompt, SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
-    echo: Literal[False] | None = Field(None, description="An answer is what is new.")
+    echo: Literal[False] | None = Field(None, description="Answers never contain the conversation.")
     modalities: ListOf[Literal["text"]] | None = None
     verbosity: str | None = Field(None, description="Ignored.")
     include_reasoning: bool | None = Field(
-        None, description="Ignored: what a model writes of its thoughts is text."
+        None, description="Ignored: a model's reasoning is part of its text."
     )
-    functions: None = Field(None, description="Say `tools`.")
-    function_call: None = Field(None, description="Say `tool_choice`.")
+    functions: None = Field(None, description="Use `tools`.")
+    function_call: None = Field(None, description="Use `tool_choice`.")
     audio: None = None
     prediction: None = None
     web_search_options: None = None
@@ -220,7 +220,7 @@ class ChatRequest(ChatPrompt, SamplingFields):
 
 
 class TopLogprob(BaseModel):
-    """One token that might stand at a place."""
+    """One candidate token at a position."""
 
     token: str
     logprob: float
@@ -228,7 +228,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprobBody(TopLogprob):
-    """The token that stands there."""
+    """The chosen token at a position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -241,7 +241,7 @@ class ChatLogprobsBody(BaseModel):
 
 
 class AnswerToolCall(BaseModel):
-    """A call that the model asks for."""
+    """A call that the model makes."""
 
     id: str
     type: Literal["function"]
@@ -249,7 +249,7 @@ class AnswerToolCall(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """What the model says."""
+    """The message that the model writes."""
 
     role: Literal["assistant"]
     content: str | None
@@ -285,14 +285,14 @@ class ChatCompletion(BaseModel):
 
 
 class FunctionDelta(BaseModel):
-    """More of a call; its name comes once, its arguments in pieces."""
+    """The next part of a call: its name comes once, its arguments in pieces."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallDelta(BaseModel):
-    """More of the call with this index."""
+    """The next part of the call with this index."""
 
     index: int
     id: str | None = None
@@ -301,7 +301,7 @@ class ToolCallDelta(BaseModel):
 
 
 class Delta(BaseModel):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -309,7 +309,7 @@ class Delta(BaseModel):
 
 
 class ChunkChoice(BaseModel):
-    """What is new of one answer."""
+    """The new part of one choice."""
 
     index: int
     delta: Delta
@@ -320,7 +320,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatCompletionChunk(BaseModel):
-    """What is new."""
+    """One chunk of a stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]

@@ -14,12 +14,12 @@ from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE
 
 MAX_ENTRIES = 1024
-"""Of one object, where each entry is looked at."""
+"""In one object whose entries are validated one by one."""
 
 
 def _bounded(value: Any) -> Any:
-    """The value as it is, unless it is an object with more entries than may be: all that are wrong
-    are told of, and a body has room for a million."""
+    """The value, unless it is an object with too many entries: every invalid entry would be an
+    error, and a body has room for a million."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise PydanticCustomError(
             "too_many_entries", "expected at most {most} entries", {"most": MAX_ENTRIES}
@@ -29,12 +29,12 @@ def _bounded(value: Any) -> Any:
 
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-"""Only the first entry that is wrong is told of, for the same reason."""
+"""Only the first invalid entry is reported, for the same reason."""
 DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
 
 
 MAX_JSON_VALUES = 1 << 16
-"""In one JSON object that the template or the tools take as it is."""
+"""In one JSON object whose contents are free: a schema, or a variable of the template."""
 
 
 def _check_json(value: Any) -> Any:
@@ -65,7 +65,7 @@ MAX_UINT32 = 2**32 - 1
 
 
 class Strict(BaseModel):
-    """A part of a request: unknown fields are refused, and so is a text for a number."""
+    """A part of a request: unknown fields and texts in place of numbers are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -76,13 +76,13 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream tells besides the text."""
+    """Further contents of a stream."""
 
     include_usage: bool = Field(
-        False, description="Whether a last chunk, without choices, tells the usage."
+        False, description="Whether a last chunk, without choices, reports the usage."
     )
     continuous_usage_stats: bool = Field(
-        False, description="With `include_usage`: every chunk tells the usage so far."
+        False, description="With `include_usage`: every chunk reports the usage so far."
     )
     include_obfuscation: bool | None = Field(
         None, description="Ignored: chunks are not padded.", exclude=True
@@ -193,10 +193,12 @@ class SamplingFields(Strict):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     request_id: str | None = Field(
-        None, pattern=REQUEST_ID, description="As the header `X-Request-Id`, which goes before it."
+        None,
+        pattern=REQUEST_ID,
+        description="As the header `X-Request-Id`, which takes precedence.",
     )
     return_token_ids: bool | None = Field(
-        None, description="Tell the prompt's and the output's token ids."
+        None, description="Return the token ids of prompt and output."
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in log probabilities as `token_id:N`."
@@ -235,9 +237,9 @@ ANY_OBJECT = '{"type":"object"}'
 
 
 def sampling_params(fields: SamplingFields) -> sampling_pb2.SamplingParams:
-    """How tokens are chosen; lengths and log probabilities are the endpoint's to add.
+    """The sampling parameters; the endpoint adds lengths and log probabilities.
 
-    Raises InvalidArgument for what the declarations cannot tell.
+    Raises InvalidArgument for invalid combinations, which the declarations do not cover.
     """
     same = {name: getattr(fields, name) for name in _SAME}
     params = sampling_pb2.SamplingParams(
@@ -263,25 +265,25 @@ def sampling_params(fields: SamplingFields) -> sampling_pb2.SamplingParams:
 
 
 def _temperature(asked: float) -> float:
-    """Clients say 1e-6 for greedy; as with vLLM, what is less than the least is the least."""
+    """Clients send 1e-6 for greedy; as in vLLM, smaller temperatures are raised to the minimum."""
     return max(asked, MIN_TEMPERATURE) if asked > 0 else asked
 
 
 def _prompt_length(asked: int) -> int:
-    """-1, as much as fits, is 0 in ours; nothing at all would be no prompt."""
+    """-1 (as many as fit) is 0 over gRPC; 0 would leave no prompt."""
     if asked == 0:
-        raise InvalidArgument("truncate_prompt_tokens", "expected -1 or at least 1")
+        raise InvalidArgument("truncate_prompt_tokens", "expected -1 or at least 1, got 0")
     return max(asked, 0)
 
 
 def _set_beam_search(params: sampling_pb2.SamplingParams, fields: SamplingFields) -> None:
-    """As many beams as answers, unless the endpoint has a field for candidates."""
+    """As many beams as choices; the endpoint may have a field for more."""
     if fields.use_beam_search:
         params.beam_search.width = fields.n or 1
         if fields.length_penalty is not None:
             params.beam_search.length_penalty = fields.length_penalty
     elif fields.length_penalty not in (None, 1):
-        raise InvalidArgument("length_penalty", "expected use_beam_search beside it")
+        raise InvalidArgument("length_penalty", "requires use_beam_search")
 
 
 def _logit_bias(token_id: str, bias: float) -> sampling_pb2.LogitBias:
@@ -291,16 +293,18 @@ def _logit_bias(token_id: str, bias: float) -> sampling_pb2.LogitBias:
 
 
 def _set_structured_output(params: sampling_pb2.SamplingParams, fields: SamplingFields) -> None:
-    """At most one constraint, whichever of the names it comes by."""
+    """Set the constraint, whichever field it comes in. Raises InvalidArgument if there are two."""
     asked = _constraints(fields)
     if len(asked) > 1:
-        raise InvalidArgument(asked[1][0], f"expected to be absent beside {asked[0][0]}")
+        raise InvalidArgument(
+            asked[1][0], f"only one constraint is allowed, and {asked[0][0]} is given"
+        )
     for _, write in asked:
         write(params)
 
 
 def constraint_field(fields: SamplingFields) -> str | None:
-    """The field by which the output is constrained, as the client calls it."""
+    """The field that constrains the output, as the client names it."""
     return next((name for name, _ in _constraints(fields)), None)
 
 
@@ -308,7 +312,7 @@ Writer = Callable[[sampling_pb2.SamplingParams], None]
 
 
 def _constraints(fields: SamplingFields) -> list[tuple[str, Writer]]:
-    """The constraints asked for, by the field that asks for them."""
+    """The requested constraints by field."""
     own = fields.structured_outputs
     asked = [
         ("response_format", _write_json(_format_schema(fields))),
@@ -339,7 +343,7 @@ def _format_schema(fields: SamplingFields) -> Any:
 
 
 def _write_json(schema: Any) -> Writer | None:
-    """`schema` is JSON text, or what it stands for."""
+    """`schema` is JSON text or its value."""
     if schema is None:
         return None
     text = schema if isinstance(schema, str) else json.dumps(schema)

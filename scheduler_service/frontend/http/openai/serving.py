@@ -1,6 +1,5 @@
 """What both serving endpoints share: whole responses as JSON, or chunks as server-sent events."""
 
-import json
 import logging
 import re
 import time
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -30,28 +30,25 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 _CONSTRAINT = re.compile(r"sampling_params\.(json_schema|regex|grammar|choice)\b")
-"""Fields of the constraint in complaints about it."""
-
-_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Made once: `json.dumps` makes an encoder per call."""
+"""The constraint's field in an error, as gRPC names it."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 class ResponseBuilder(Protocol):
-    """How one endpoint words what comes of its requests. Called in order, for each response."""
+    """Turns the responses of one call's requests, in order, into an endpoint's JSON or chunks."""
 
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
-        """The stream's chunks that tell one more response of request `index`."""
+        """The stream's chunks for the next response of request `index`."""
 
     def last_chunks(self) -> Iterable[Any]:
-        """What a stream ends with, after the last response."""
+        """The chunks after the last response."""
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Take one more response in."""
+        """Add the next response of request `index` to the whole answer."""
 
     def whole(self) -> Any:
-        """The answer, after the last response."""
+        """The whole answer, after the last response."""
 
 
 def request_id_of(http_request: Request, body: SamplingFields) -> str:
@@ -68,10 +65,10 @@ def request_id_of(http_request: Request, body: SamplingFields) -> str:
 
 
 class CompletionResponse(Response):
-    """Runs requests and answers as they come, or once they have ended.
+    """Runs requests, and streams their chunks or sends the whole answer at their end.
 
-    What goes wrong before the first byte is an error with its HTTP code. What goes wrong later is
-    the stream's last event, and `[DONE]` does not follow: a cut stream never looks complete.
+    An error before the first byte is answered with its HTTP code. A later one is the stream's last
+    event, and `[DONE]` does not follow: an interrupted stream never looks complete.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class CompletionResponse(Response):
         stream: bool,
         constraint_field: str | None,
     ) -> None:
-        """`constraint_field`: what the client calls the field that constrains the output."""
+        """`constraint_field`: the client's name for the field that constrains the output."""
         super().__init__()
         self._constraint_field = constraint_field
         self._services = services
@@ -102,12 +99,12 @@ class CompletionResponse(Response):
                     return
             response = JSONResponse(self._form.whole())
         except PagewireError as error:
-            response = error_response(self._as_the_client_calls_it(error))
+            response = error_response(self._in_the_clients_terms(error))
         response.headers["X-Request-Id"] = self._request_id
         await response(scope, receive, send)
 
     async def _run(self, running: RequestBatch, send: Send) -> bool:
-        """Run the requests; whether the whole answer is still to be sent."""
+        """Run the requests; True if the whole answer remains to be sent."""
         await running.open(self._requests, self._request_id, self._tenant)
         if self._stream:
             await self._send_chunks(running, send)
@@ -116,8 +113,8 @@ class CompletionResponse(Response):
             self._form.add(*item)
         return True
 
-    def _as_the_client_calls_it(self, error: PagewireError) -> PagewireError:
-        """A constraint has one field over gRPC, and comes by many names over HTTP."""
+    def _in_the_clients_terms(self, error: PagewireError) -> PagewireError:
+        """The error with the client's field: gRPC has one field where HTTP has several."""
         if self._constraint_field is None or not isinstance(error, InvalidArgument):
             return error
         if not _CONSTRAINT.match(error.field):
@@ -154,20 +151,20 @@ class CompletionResponse(Response):
 
 
 def _event(data: Any) -> bytes:
-    return b"data: " + _to_json(data).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"
 
 
 class UsageSum:
-    """What all requests of one call have used, from their first response on."""
+    """The tokens used by all requests of one call, from their first response on."""
 
     def __init__(self, *, has_output: bool) -> None:
-        """`has_output`: whether output tokens are anybody's wish, and counted."""
+        """`has_output`: whether output tokens were requested, and are counted."""
         self._has_output = has_output
         self._by_request: dict[int, inference_pb.Usage] = {}
 
     def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Count one more response of request `index`. What its tokens add up to is told at its end:
-        those of candidates that are not returned count too."""
+        """Count the next response of request `index`. Its final usage replaces the sum of its
+        tokens, because candidates that are not returned count too."""
         usage = self._by_request.setdefault(index, inference_pb.Usage())
         if response.HasField("started"):
             usage.prompt_tokens = len(response.started.prompt_token_ids)
@@ -178,7 +175,7 @@ class UsageSum:
             usage.completion_tokens = 0
 
     def body(self) -> dict[str, Any]:
-        """As answers tell it."""
+        """The `usage` of answers and chunks."""
         prompt, cached, completion = (
             sum(getattr(usage, name) for usage in self._by_request.values())
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -192,14 +189,14 @@ class UsageSum:
 
 
 class Envelope:
-    """Puts the choices of one call's answer, or of a chunk of it, into what is around them."""
+    """Puts choices into an answer, or a chunk of it, with its id, model and usage."""
 
     def __init__(
         self, request: SamplingFields, answer_id: str, kind: str, *, has_output: bool = True
     ) -> None:
         options = request.stream_options
-        self._tells_usage = options is not None and options.include_usage
-        self._tells_usage_so_far = options is not None and options.continuous_usage_stats
+        self._includes_usage = options is not None and options.include_usage
+        self._includes_usage_so_far = options is not None and options.continuous_usage_stats
         self._usage = UsageSum(has_output=has_output)
         self._head = {
             "id": answer_id,
@@ -209,21 +206,21 @@ class Envelope:
         }
 
     def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Count one more response of request `index`."""
+        """Count the next response of request `index`."""
         if response.HasField("started"):
             self._head["model"] = response.started.model
         self._usage.take(index, response)
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """A part of a stream."""
+        """One chunk of a stream."""
         chunk: dict[str, Any] = self._head | {"choices": [choice]}
-        if self._tells_usage:
-            chunk["usage"] = self._usage.body() if self._tells_usage_so_far else None
+        if self._includes_usage:
+            chunk["usage"] = self._usage.body() if self._includes_usage_so_far else None
         return chunk
 
     def last_chunks(self) -> Iterable[dict[str, Any]]:
-        """The usage, where it was asked for."""
-        if self._tells_usage:
+        """The usage, if it was requested."""
+        if self._includes_usage:
             yield self.whole([])
 
     def whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -239,13 +236,14 @@ FINISH_REASONS = {
 
 
 def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:
-    """vLLM's field: what ended the choice, if it was no end-of-sequence token."""
+    """vLLM's field: the stop string or token that ended the choice."""
     kind = delta.WhichOneof("stop_reason")
     return getattr(delta, kind) if kind is not None else None
 
 
 HOLD_MS = 1000
-"""Where the answer is sent as a whole, tokens may come to the frontend in fewer messages."""
+"""How long the core may hold tokens back for an answer that is sent as a whole: they then reach
+the frontend in fewer messages."""
 
 
 def make_request(
@@ -253,7 +251,7 @@ def make_request(
 ) -> inference_pb.GenerateRequest:
     """The request without its prompt. Raises InvalidArgument."""
     if body.stream_options is not None and not body.stream:
-        raise InvalidArgument("stream_options", "expected stream beside it")
+        raise InvalidArgument("stream_options", "requires stream")
     request = inference_pb.GenerateRequest(sampling_params=params)
     if body.model is not None:
         request.model = body.model
@@ -265,34 +263,34 @@ def make_request(
 
 
 def streamed_or_whole(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -> Any:
-    """How the OpenAPI document tells of an answer that is JSON, or chunks with `stream`."""
-    told = (chunk or answer).__name__
+    """The OpenAPI description of an answer that is JSON, or chunks with `stream`."""
+    name = (chunk or answer).__name__
     event_stream = {
         "schema": {
             "type": "string",
-            "description": f"Server-sent events: `data:` and a {told} each, at last `[DONE]`.",
+            "description": f"Server-sent events: `data:` and a {name} each, then `data: [DONE]`.",
         }
     }
     return {
         200: {
             "model": answer,
-            "description": "The answer; with `stream`, chunks as they come",
+            "description": "The answer, or with `stream` its chunks",
             "content": {"text/event-stream": event_stream},
         }
     }
 
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot tell; vLLM's choice."""
+"""Stands for minus infinity, which JSON does not have, as in vLLM."""
 
 
 def token_name(token: inference_pb.TokenLogprob, *, as_id: bool) -> str:
-    """A token's text, or its id where texts would not tell tokens apart."""
+    """A token's text, or its id: several tokens may have one text."""
     return f"token_id:{token.token_id}" if as_id else token.text
 
 
 def finite(logprob: float) -> float:
-    """A log probability that JSON can tell."""
+    """A log probability as JSON allows it."""
     return max(logprob, LEAST)
 
 
@@ -322,8 +320,8 @@ class LegacyLogprobs:
         return lists
 
     def _top(self, position: inference_pb.TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens, and the one that stands there; of several tokens with one text
-        the most probable counts."""
+        """The most probable tokens and the chosen one; among tokens with the same text, the most
+        probable one counts."""
         found: dict[str, float] = {}
         for token in (*position.top, position.token):
             found.setdefault(token_name(token, as_id=self._as_ids), finite(token.logprob))

@@ -59,26 +59,26 @@ class ToolPlan:
     """How one request treats tools."""
 
     shows_tools: bool = False
-    """Whether the template is given them."""
+    """Whether the chat template gets the tools."""
     json_schema: str | None = None
-    """What the output must be, where a call is required."""
+    """The schema of the output if a call is required."""
     make_parser: Callable[[], ToolCallParser] | None = None
-    """For each choice; None: text is text."""
+    """Makes the parser of one choice; None if the output is not parsed."""
     is_named: bool = False
     """Whether the request itself names the function."""
     keeps_special_tokens: bool = False
 
 
 def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> ToolPlan:
-    """Raises InvalidArgument for a choice that the tools do not allow.
+    """How to treat the tools of a request. Raises InvalidArgument for an invalid `tool_choice`.
 
-    `find_format` tells how the model writes calls, where that matters.
+    `find_format` returns the format in which the model writes calls.
     """
     choice = body.tool_choice or "auto"
     functions = {tool.function.name: tool.function for tool in body.tools or ()}
     if not functions:
         if choice == "required" or isinstance(choice, NamedToolChoice):
-            raise InvalidArgument("tool_choice", "expected tools beside it")
+            raise InvalidArgument("tool_choice", "requires tools")
         return ToolPlan()
     if choice == "none":
         return ToolPlan()
@@ -86,7 +86,9 @@ def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> 
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in names:
-            raise InvalidArgument("tool_choice.function.name", f"expected one of {sorted(names)}")
+            raise InvalidArgument(
+                "tool_choice.function.name", f"expected one of {sorted(names)}, got {name!r}"
+            )
         return ToolPlan(
             shows_tools=True,
             json_schema=named_schema(functions[name].parameters),
@@ -115,7 +117,7 @@ _ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class AssistantMessage:
-    """Text in, pieces out; `body` is all of them joined."""
+    """Turns text into the pieces of one message; `body` joins all of them."""
 
     def __init__(self, plan: ToolPlan, *, one_call: bool) -> None:
         self._parser = plan.make_parser() if plan.make_parser is not None else None
@@ -127,18 +129,18 @@ class AssistantMessage:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the model asks for a call."""
+        """Whether the model has called a function."""
         return bool(self._calls)
 
     def push(self, text: str) -> list[Piece]:
-        """What the next text tells."""
+        """The pieces in the next text."""
         if self._parser is None:
             self._texts.append(text)
             return [{"content": text}]
         return self._pieces(self._parser.push(text))
 
     def finish(self) -> list[Piece]:
-        """What the end tells."""
+        """The pieces that were held back, at the end of the text."""
         return self._pieces(self._parser.finish()) if self._parser is not None else []
 
     def body(self) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class AssistantMessage:
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
-    """The same with pieces of arguments, and of text, that follow each other in one."""
+    """The events, with consecutive pieces of arguments, and of text, joined."""
     merged: list[Event] = []
     run: list[str] = []
     for event in events:
@@ -211,7 +213,7 @@ def _close_run(merged: list[Event], run: list[str]) -> None:
 
 
 def _draw_call_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse anything else, the others do not care."""
+    """Nine letters and digits: Mistral's templates refuse anything else; others accept it."""
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
 
 
@@ -224,7 +226,7 @@ class _ChatChoice:
 
 
 class ChatResponseBuilder:
-    """Answers to a conversation; see `AnswerForm`."""
+    """Answers to a conversation; see `ResponseBuilder`."""
 
     def __init__(self, request: ChatRequest, request_id: str, plan: ToolPlan) -> None:
         self._request = request
@@ -236,12 +238,12 @@ class ChatResponseBuilder:
             _ChatChoice(AssistantMessage(plan, one_call=one_call)) for _ in range(request.n or 1)
         ]
         self._of_prompt: dict[str, Any] = {}
-        """What is to be told of the prompt: in a stream, with the next chunk."""
+        """Fields about the prompt; in a stream, the next chunk has them."""
 
-    # AnswerForm.
+    # ResponseBuilder.
 
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
-        """The roles first; then what is new of each choice."""
+        """The roles first, then the new part of each choice."""
         self._take(index, response)
         if response.HasField("started"):
             for number in range(len(self._choices)):
@@ -250,11 +252,11 @@ class ChatResponseBuilder:
             yield from self._delta_chunks(delta)
 
     def last_chunks(self) -> Iterable[Any]:
-        """The usage, where it was asked for."""
+        """The usage, if it was requested."""
         return self._envelope.last_chunks()
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Join what is new to what was there."""
+        """Append the new part of each choice."""
         self._take(index, response)
         for delta in response.choices:
             choice = self._choices[delta.index]
@@ -278,7 +280,7 @@ class ChatResponseBuilder:
     # Parts.
 
     def _take(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """What is the same for all choices."""
+        """Take in the parts that all choices share."""
         self._envelope.take(index, response)
         if response.HasField("started") and self._request.return_token_ids:
             self._of_prompt["prompt_token_ids"] = list(response.started.prompt_token_ids)
@@ -286,7 +288,7 @@ class ChatResponseBuilder:
             self._of_prompt["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
 
     def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[Any]:
-        """A chunk per piece of the message; what its tokens are and its end go with the last."""
+        """A chunk per piece of the message; the last one has the tokens and the end."""
         message = self._choices[delta.index].message
         pieces: list[Piece] = message.push(delta.text) if delta.text else []
         if delta.finish_reason:
@@ -303,14 +305,14 @@ class ChatResponseBuilder:
     def _of_tokens(
         self, logprobs: Iterable[inference_pb.TokenLogprobs], token_ids: Iterable[int]
     ) -> dict[str, Any]:
-        """What was asked for of output tokens besides their text."""
-        told: dict[str, Any] = {}
+        """The requested fields of output tokens besides their text."""
+        fields: dict[str, Any] = {}
         if self._request.logprobs:
             as_ids = bool(self._request.return_tokens_as_token_ids)
-            told["logprobs"] = chat_logprobs(logprobs, as_ids=as_ids)
+            fields["logprobs"] = chat_logprobs(logprobs, as_ids=as_ids)
         if self._request.return_token_ids:
-            told["token_ids"] = list(token_ids)
-        return told
+            fields["token_ids"] = list(token_ids)
+        return fields
 
     def _end(self, delta: inference_pb.ChoiceDelta) -> dict[str, Any]:
         reason = FINISH_REASONS[delta.finish_reason]
@@ -326,7 +328,7 @@ class ChatResponseBuilder:
 
 
 PART_SEPARATOR = "\n"
-"""Between the parts of one turn's content, as templates take it as one text."""
+"""Joins the parts of one turn's content: templates take it as one text."""
 
 
 def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
@@ -420,7 +422,7 @@ def make_router(services: HttpServices) -> APIRouter:
 
 
 def generate_request(body: ChatRequest, plan: ToolPlan) -> inference_pb.GenerateRequest:
-    """What a gRPC client would send for the same. Raises InvalidArgument."""
+    """The request that a gRPC client would send. Raises InvalidArgument."""
     request = make_request(body, chat_params(body, plan))
     request.chat.CopyFrom(chat_of(body, with_tools=plan.shows_tools))
     return request
@@ -435,11 +437,15 @@ def chat_params(body: ChatRequest, plan: ToolPlan) -> sampling_pb2.SamplingParam
     if body.logprobs:
         params.logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
-        raise InvalidArgument("top_logprobs", "expected logprobs beside it")
+        raise InvalidArgument("top_logprobs", "requires logprobs")
     if plan.json_schema is not None:
         kind = params.WhichOneof("structured_output")
         if kind is not None:
-            raise InvalidArgument("tool_choice", "expected no other constraint on the output")
+            raise InvalidArgument(
+                "tool_choice",
+                "requires that no other field constrains the output; leave out "
+                "response_format, structured_outputs and the guided_ fields",
+            )
         params.json_schema = plan.json_schema
     if plan.keeps_special_tokens and body.skip_special_tokens is None:
         params.skip_special_tokens = False

@@ -36,20 +36,20 @@ from scheduler_service.frontend.http.request_body import convert, describe_body,
 from scheduler_service.frontend.http.services import HttpServices
 
 Piece = dict[str, Any]
-"""What is new of a choice, in its shape; None stands for nothing new."""
+"""The new part of a choice, with the same keys; None means that nothing is new."""
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """What is known of one prompt."""
+    """The state of one prompt."""
 
     started: inference_pb.Started | None = None
     logprobs: Sequence[inference_pb.TokenLogprobs] = ()
-    is_told: bool = False
+    is_sent: bool = False
 
 
 class CompletionResponseBuilder:
-    """Text completions; see `AnswerForm`. Choice i of prompt p has the index p * n + i."""
+    """Text completions; see `ResponseBuilder`. Choice i of prompt p has the index p * n + i."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CompletionResponseBuilder:
         num_prompts: int,
         prompt_text: Callable[[int, inference_pb.Started], str],
     ) -> None:
-        """`prompt_text` gives a prompt's text by its index, for `echo`."""
+        """`prompt_text` returns a prompt's text by its index, for `echo`."""
         self._request = request
         self._n = request.n or 1
         self._prompt_text = prompt_text
@@ -70,20 +70,20 @@ class CompletionResponseBuilder:
         as_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs = defaultdict[int, LegacyLogprobs](lambda: LegacyLogprobs(as_ids=as_ids))
         self._whole: dict[int, Piece] = {}
-        """The choices of which something has come."""
+        """The choices that have begun, by index."""
 
-    # AnswerForm.
+    # ResponseBuilder.
 
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
-        """One per choice that has something new."""
+        """One chunk per choice that has something new."""
         return [self._envelope.chunk(piece) for piece in self._pieces(index, response)]
 
     def last_chunks(self) -> Iterable[Any]:
-        """The usage, where it was asked for."""
+        """The usage, if it was requested."""
         return self._envelope.last_chunks()
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Join what is new to what was there."""
+        """Append the new part of each choice."""
         for piece in self._pieces(index, response):
             whole = self._whole.setdefault(piece["index"], self._piece(piece["index"]))
             for name, value in piece.items():
@@ -94,10 +94,10 @@ class CompletionResponseBuilder:
         """All choices, and the usage."""
         return self._envelope.whole([self._whole[index] for index in sorted(self._whole)])
 
-    # What is new.
+    # Pieces.
 
     def _pieces(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Piece]:
-        """What one response tells of each choice."""
+        """The new part of each choice in one response."""
         prompt = self._prompts[index]
         self._envelope.take(index, response)
         if response.HasField("started"):
@@ -109,52 +109,52 @@ class CompletionResponseBuilder:
             yield self._output_piece(index * self._n + delta.index, delta)
 
     def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[Piece]:
-        """The prompt itself, once all that is to be told of it is known."""
+        """The requested fields of the prompt, once all of them are known."""
         request = self._request
-        tells_logprobs = request.prompt_logprobs is not None
+        has_logprobs = request.prompt_logprobs is not None
         echoes_logprobs = bool(request.echo) and request.logprobs is not None
-        is_asked = bool(request.echo) or tells_logprobs or bool(request.return_token_ids)
-        is_missing = (tells_logprobs or echoes_logprobs) and not prompt.logprobs
-        if not is_asked or prompt.is_told or is_missing or prompt.started is None:
+        is_asked = bool(request.echo) or has_logprobs or bool(request.return_token_ids)
+        is_missing = (has_logprobs or echoes_logprobs) and not prompt.logprobs
+        if not is_asked or prompt.is_sent or is_missing or prompt.started is None:
             return
-        prompt.is_told = True
-        told: Piece = {"text": self._prompt_text(index, prompt.started) if request.echo else ""}
-        if tells_logprobs:
-            told["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+        prompt.is_sent = True
+        piece: Piece = {"text": self._prompt_text(index, prompt.started) if request.echo else ""}
+        if has_logprobs:
+            piece["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
         if request.return_token_ids:
-            told["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
+            piece["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
         for choice in range(index * self._n, (index + 1) * self._n):
             if echoes_logprobs:
-                told["logprobs"] = self._logprobs[choice].write(prompt.logprobs)
-            yield self._piece(choice, **told)
+                piece["logprobs"] = self._logprobs[choice].write(prompt.logprobs)
+            yield self._piece(choice, **piece)
 
     def _output_piece(self, index: int, delta: inference_pb.ChoiceDelta) -> Piece:
-        if not self._has_output:  # the token that had to be generated is nobody's wish
+        if not self._has_output:  # the one token that was generated is dropped
             return self._piece(index, finish_reason="length" if delta.finish_reason else None)
-        told: Piece = {
+        piece: Piece = {
             "text": delta.text,
             "finish_reason": FINISH_REASONS[delta.finish_reason],
             "stop_reason": stop_reason(delta),
         }
         if self._request.logprobs is not None:
-            told["logprobs"] = self._logprobs[index].write(delta.logprobs)
+            piece["logprobs"] = self._logprobs[index].write(delta.logprobs)
         if self._request.return_token_ids:
-            told["token_ids"] = list(delta.token_ids)
-        return self._piece(index, **told)
+            piece["token_ids"] = list(delta.token_ids)
+        return self._piece(index, **piece)
 
-    def _piece(self, index: int, **told: Any) -> Piece:
-        """Every key that the request has answers have."""
+    def _piece(self, index: int, **fields: Any) -> Piece:
+        """A piece with every key that the request's answers have."""
         piece: Piece = {"index": index, "text": "", "logprobs": None}
         piece |= {"finish_reason": None, "stop_reason": None}
         if self._request.prompt_logprobs is not None:
             piece["prompt_logprobs"] = None
         if self._request.return_token_ids:
             piece |= {"prompt_token_ids": None, "token_ids": None}
-        return piece | told
+        return piece | fields
 
 
 def _joined(former: Any, new: Any) -> Any:
-    """Texts, lists, and the lists of a dictionary, with what is new behind; the rest comes once."""
+    """Texts, lists, and the lists of a dictionary, with the new part appended."""
     if former is None:
         return new
     if isinstance(former, dict):
@@ -186,8 +186,8 @@ def make_router(services: HttpServices) -> APIRouter:
         openapi_extra=describe_body(CompletionRequest),
     )
     async def create(body: CompletionBody, http_request: Request, caller: Caller) -> Response:
-        """Texts or token ids as they are, one or several. With `echo` and `logprobs` it tells how
-        likely the prompts are, as evaluation harnesses ask."""
+        """Texts or token ids as they are, one or several. With `echo` and `logprobs` the answer has
+        the log probabilities of the prompts, as evaluation harnesses need them."""
         request_id = request_id_of(http_request, body)
         prompts = _prompts(body)
         requests = await convert(http_request, lambda: generate_requests(body, prompts))
@@ -210,7 +210,7 @@ def make_router(services: HttpServices) -> APIRouter:
 def generate_requests(
     body: CompletionRequest, prompts: Sequence[PromptValue]
 ) -> list[inference_pb.GenerateRequest]:
-    """What a gRPC client would send, one request per prompt. Raises InvalidArgument."""
+    """The requests that a gRPC client would send, one per prompt. Raises InvalidArgument."""
     common = make_request(body, completion_params(body))
     _check_room(len(prompts), common)
     requests = []
@@ -246,7 +246,7 @@ def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
     request without output is none; it is dropped. Raises InvalidArgument."""
     params = sampling_params(body)
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidArgument("max_tokens", "expected at least 1 without echo")
+        raise InvalidArgument("max_tokens", "expected at least 1 without echo, got 0")
     if body.max_tokens is not None:
         params.max_tokens = max(body.max_tokens, 1)
     if body.best_of is not None and body.use_beam_search:

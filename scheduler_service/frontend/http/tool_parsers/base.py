@@ -1,4 +1,4 @@
-"""What parsers make of a text."""
+"""Events of parsers, and their interface."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,14 +32,14 @@ class ToolCallParser(Protocol):
     """Takes one choice's text."""
 
     def push(self, text: str) -> list[Event]:
-        """What the next piece tells."""
+        """The events in the next piece of text."""
 
     def finish(self) -> list[Event]:
-        """What was held back, at the text's end."""
+        """The events of the text that was held back, at its end."""
 
 
 def partial_marker(text: str, marker: str) -> int:
-    """Length of the longest end of `text` with which `marker` may begin."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

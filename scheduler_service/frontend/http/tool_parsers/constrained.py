@@ -1,4 +1,4 @@
-"""Calls where the request left the model no choice but to call: its schema, and its reading."""
+"""Required calls: the schema that the output follows, and its parsers."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -40,7 +40,7 @@ class RequiredParser:
         self._call: JsonCall | None = None
 
     def push(self, text: str) -> list[Event]:
-        """Calls; what stands between them is the list's."""
+        """The calls in the list; the text between them is dropped."""
         events: list[Event] = []
         for char in text:
             if self._call is None and char == "{":
@@ -52,7 +52,7 @@ class RequiredParser:
         return events
 
     def finish(self) -> list[Event]:
-        """A call that was cut off stays so."""
+        """Nothing: an incomplete call stays incomplete."""
         return []
 
 

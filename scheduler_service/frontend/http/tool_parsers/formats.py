@@ -25,8 +25,8 @@ MISTRAL = ToolCallFormat(MistralParser, uses_special_tokens=True)
 
 
 def detect_format(template: str | None) -> ToolCallFormat:
-    """The format that a template knows; Hermes', which no other text looks like, where it knows
-    none of them."""
+    """The format that a template shows; Hermes', which no ordinary text resembles, if it shows
+    none."""
     if template is None:
         return HERMES
     if MARKER in template:

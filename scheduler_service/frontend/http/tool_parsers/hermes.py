@@ -25,7 +25,7 @@ class HermesParser:
         return events
 
     def finish(self) -> list[Event]:
-        """A tag that did not come to its end is text; a call that did not stays as it is."""
+        """An incomplete tag is text; an incomplete call stays incomplete."""
         rest, call = self._text, self._call
         self._text, self._call = "", None
         if call is not None and not call.has_begun:
@@ -49,7 +49,7 @@ class HermesParser:
         if tag:
             self._text, self._call = after, JsonCall(self._names)
             return _content(before.rstrip())
-        # Space before a tag is not the reader's; neither is it between calls.
+        # Space before a tag, and between calls, is not content.
         held = partial_marker(before, OPEN)
         shown = before[: len(before) - held].rstrip()
         self._text = before[len(shown) :]

@@ -15,7 +15,7 @@ class LlamaParser:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._start = ""
-        """The text, as long as it is not clear whether it is a call."""
+        """The text, until it is clear whether it is a call."""
         self._is_content = False
         self._has_called = False
         self._call: JsonCall | None = None
@@ -30,7 +30,7 @@ class LlamaParser:
         return self._read(text)
 
     def finish(self) -> list[Event]:
-        """What was too short to tell; a call that was cut off stays so."""
+        """The text that was held back; an incomplete call stays incomplete."""
         if self._is_content or (self._call is not None and self._call.has_begun):
             return []
         rest = self._start + (self._call.held if self._call is not None else "")

@@ -37,7 +37,7 @@ class MistralParser:
         return events
 
     def finish(self) -> list[Event]:
-        """What did not come to be a marker or a call is text; a call that was cut off stays so."""
+        """An incomplete marker is text; an incomplete call stays incomplete."""
         rest, self._text = self._text, ""
         if self._read == self._read_call and not self._call.has_begun:
             rest = self._call.held

@@ -3,7 +3,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
 
 The arguments are passed on as they are written, without waiting for their end, once the name is
-known. Until then everything is held back: an object that names none of the functions is no call.
+known. Until then everything is held back: an object that names none of the functions is not a call.
+A parser of partial JSON would return values, not the text as the model wrote it.
 """
 
 import json
@@ -17,11 +18,11 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 SPACE = " \t\r\n"
 
 _HALVES = re.compile("[\ud800-\udfff]")
-"""Of characters that take two escapes in JSON; no text that travels can have one alone."""
+"""Surrogates: an unpaired one cannot be sent as UTF-8."""
 
 
 class JsonValue:
-    """Where a JSON value ends that is read character by character."""
+    """Finds the end of a JSON value, character by character."""
 
     def __init__(self) -> None:
         self._chars: list[str] = []
@@ -106,7 +107,7 @@ class JsonCall:
 
     @property
     def held(self) -> str:
-        """All that was taken, as long as it may be no call."""
+        """All characters taken, until it is clear that they are a call."""
         return "".join(self._held)
 
     @property
@@ -116,16 +117,16 @@ class JsonCall:
 
     @property
     def is_invalid(self) -> bool:
-        """Whether it is no call; `held` is then plain text."""
+        """Whether it is not a call; `held` is then plain text."""
         return self._state is _State.INVALID
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was told as a call."""
+        """Whether the start of a call has been reported."""
         return self._name is not None
 
     def read(self, text: str) -> tuple[list[Event], str]:
-        """Take characters of a text up to the call's end; what they tell, and the rest."""
+        """Take a text up to the call's end; returns the events in it, and the rest of the text."""
         events: list[Event] = []
         for place, char in enumerate(text, start=1):
             events += self.push(char)
@@ -220,7 +221,7 @@ class JsonCall:
 
 
 def _parsed(text: str) -> str:
-    """The text that a JSON string tells, with U+FFFD for half a character; empty if it is none."""
+    """The text of a JSON string, with U+FFFD for an unpaired surrogate; empty if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -31,9 +31,9 @@ export class BlockMap {
       this.canvas,
       this.cursor,
     );
-    this.told = element("span");
+    this.label = element("span");
     this.spoken = element("p", { class: "visually-hidden", "aria-live": "polite" });
-    const heading = element("div", { class: "map-title" }, element("span", {}, title), this.told);
+    const heading = element("div", { class: "map-title" }, element("span", {}, title), this.label);
     this.root = element("div", {}, heading, this.map, this.spoken);
     this.#listen();
   }
@@ -61,7 +61,7 @@ export class BlockMap {
     const memory = { owners: this.owners, references: this.references, own: this.own };
     if (everything || this.view.touched.has("*") || touched.includes("all")) this.cells.paintAll(memory);
     else for (const runs of touched) if (runs) this.cells.paint(memory, runs);
-    this.#tell();
+    this.#updateLabel();
   }
 
   // Rings one request's blocks by dimming all others; null: none.
@@ -87,7 +87,7 @@ export class BlockMap {
     return this.key.slice(this.key.lastIndexOf("/") + 1);
   }
 
-  #tell() {
+  #updateLabel() {
     let [used, shared, cached] = [0, 0, 0];
     const { owners, references } = this;
     for (let block = 0; block < owners.length; block++) {
@@ -96,7 +96,7 @@ export class BlockMap {
       if (references[block] > 1) shared += 1;
     }
     const text = `${count(used)} of ${plural(owners.length, "block")} in use, ${count(shared)} shared, ${count(cached)} cached`;
-    setText(this.told, text);
+    setText(this.label, text);
     this.map.setAttribute("aria-label", `${this.title}: ${text}. Arrow keys go from block to block, Enter shows its request.`);
   }
 
@@ -160,7 +160,7 @@ export class BlockMap {
       hideTip();
     });
     this.map.addEventListener("keydown", (event) => this.#key(event));
-    // The width is told, not asked for: asking makes the browser lay the page out.
+    // The width is a parameter: reading it would make the browser lay the page out.
     new ResizeObserver(([entry]) => {
       this.width = Math.floor(entry.contentRect.width);
       this.draw();

@@ -3,7 +3,7 @@
 import { $, element, fillPairs, keyed, setText } from "./dom.js";
 import { count, duration, short } from "./format.js";
 import { colourOfRequest } from "./theme.js";
-import { phasesOf, tell } from "./timeline.js";
+import { describe, phasesOf } from "./timeline.js";
 
 const HINT = "Choose a request, or a block of the map.";
 
@@ -65,7 +65,7 @@ export class Detail {
     const lines = keyed(this.events, request.events.map(([event, ms], i) => `${i} ${event} ${ms}`), () => element("li", {}, element("time"), element("span")));
     lines.forEach((line, i) => {
       setText(line.firstChild, duration(request.events[i][1]));
-      setText(line.lastChild, tell(request.events[i], request));
+      setText(line.lastChild, describe(request.events[i], request));
     });
   }
 }

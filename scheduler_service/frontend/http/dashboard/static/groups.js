@@ -86,9 +86,9 @@ export class Groups {
   }
 
   #head(node, state, model) {
-    const [, told, of] = node.querySelector(".top").children;
-    told.firstChild.dataset.state = state;
-    setText(told.lastChild, state);
+    const [, label, of] = node.querySelector(".top").children;
+    label.firstChild.dataset.state = state;
+    setText(label.lastChild, state);
     setText(of, model);
   }
 }

@@ -31,7 +31,7 @@ export function phasesOf(events, ageMs) {
 }
 
 // One event in words.
-export function tell([event, , value], request) {
+export function describe([event, , value], request) {
   const tokens = `${count(value)} tokens`;
   switch (event) {
     case QUEUED: return `queued with ${tokens}`;

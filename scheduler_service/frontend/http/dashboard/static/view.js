@@ -1,4 +1,4 @@
-// All that the page knows, kept up to date by the changes that the server tells (changes.py).
+// All data of the page, kept up to date by the changes that the server sends (view.py).
 
 const MAX_RUNS = 10_000; // that are kept for the next drawing, which a hidden page puts off for hours
 
@@ -17,7 +17,7 @@ export class View {
     this.touched = new Map(); // column -> [start, count] runs, or "all", since the last drawing
   }
 
-  // Takes one message in. "all" begins anew.
+  // Applies one message. "all" replaces everything.
   apply(message) {
     if (message.all) {
       this.clear();

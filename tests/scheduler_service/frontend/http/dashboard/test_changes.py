@@ -1,4 +1,4 @@
-"""What the dashboard is told of one view after another adds up to the last."""
+"""The changes from view to view add up to the last view."""
 
 import json
 from typing import Any

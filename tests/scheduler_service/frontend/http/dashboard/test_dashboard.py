@@ -26,7 +26,7 @@ from tests.support.http_frontends import HttpServed, http_served
 
 
 class WatchedCore(FakeCore):
-    """A core that tells a status whenever a test has one for it; None ends the watch."""
+    """A core that sends each status that a test has for it; None ends the watch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ async def test_a_status_that_makes_no_sense_is_told_of_and_the_next_is_shown(
         lines = aiter(response.aiter_lines())
         await next_message(lines)
         core.statuses.put_nowait(torn)
-        assert (await next_message(lines))["lost"] == "the frontend cannot read what the core tells"
+        assert (await next_message(lines))["lost"] == "the frontend cannot read the core's status"
         await eventually(lambda: core.num_cancelled == 1)
         core.statuses.put_nowait(make_status(uptime_s=2.0))
         message = await next_message(lines)
