@@ -86,7 +86,7 @@ class ExactReplay:
         plan = returned if isinstance(returned, StepPlan) else None
         chain = self._chain(returned)
         if entry.do == "take_outboxes":
-            self._compare_news(entry, chain, returned)
+            self._compare_news(entry, chain, returned or {})
         elif chain != entry.chain or _class_of(raised) != _class_of(entry.raised):
             summary.difference = self._difference(entry, plan, chain, raised)
         summary.num_plans += plan is not None and summary.difference is None
