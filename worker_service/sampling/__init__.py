@@ -6,7 +6,6 @@
 | `sampling_table.py` | the sampling parameters of all sequences, as columns |
 | `logit_edits.py` | bad words, biases, penalties, and constraints' bitmasks |
 | `draw.py` | min-p, top-k, top-p, and the draw |
-| `philox.py` | counter-based random numbers |
 | `logprobs.py` | log probabilities and ranks, of prompts too; candidates where the core chooses |
 
 A row's outcome depends on its own logits, parameters and tokens only: bitwise, on the CPU, whatever

@@ -9,7 +9,7 @@ The order of operations is vLLM's:
 3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
    divides the logits;
 4. min-p and top-k, then top-p, and the draw (`draw.py`) with a uniform number that depends on the
-   sequence's seed, choice index and output position alone (`philox.py`).
+   sequence's seed, choice index and output position alone (`pagewire_kernels.philox`).
 
 A row's outcome is bitwise the same whatever other rows are in the batch.
 """
@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from pagewire_kernels.philox import uniform
 from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.pinned_memory import upload
 from worker_service.plan import Candidates, TokenLogprobs
 from worker_service.sampling.draw import Filters, draw, draw_unfiltered
 from worker_service.sampling.logit_edits import EditedRow, apply_edits, apply_masks
 from worker_service.sampling.logprobs import logprob_table, offer, to_logprobs
-from worker_service.sampling.philox import uniform
 from worker_service.sampling.sampling_table import NO_LOGPROBS, SamplingTable
 from worker_service.structured.masks import MaskedRows
 

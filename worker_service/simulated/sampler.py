@@ -1,9 +1,7 @@
 """How a simulated sequence's next token is chosen: by sampling.proto's rules, over few candidates.
 
 Probabilities halve from rank to rank, so that besides the tokens that parameters single out only
-the first few ranks can ever be chosen. The draw is made one at a time and in plain integers:
-`worker_service/sampling/philox.py` draws for whole batches with numpy, which for a single draw
-takes ten times as long.
+the first few ranks can ever be chosen.
 """
 
 import math
@@ -12,25 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagewire_kernels.philox import DRAW_BITS, draw_bits
 from worker_service.plan import Candidates
 from worker_service.sampling_params import SamplerParams
 from worker_service.simulated.model import NUM_LIKELY, NextToken
-
-NUM_ROUNDS = 10
-DRAW_BITS = 53
-_WORD = 2**32 - 1
-
-
-def draw(seed: int, choice_index: int, position: int) -> int:
-    """53 random bits for a choice at an output position (Philox4x32-10, Salmon et al. 2011)."""
-    key0, key1 = seed & _WORD, seed >> 32
-    word0, word1, word2, word3 = choice_index, position, 0, 0
-    for _ in range(NUM_ROUNDS):
-        product0, product2 = word0 * 0xD2511F53, word2 * 0xCD9E8D57
-        word0, word1 = (product2 >> 32) ^ word1 ^ key0, product2 & _WORD
-        word2, word3 = (product0 >> 32) ^ word3 ^ key1, product0 & _WORD
-        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
-    return (word0 << 32 | word1) >> 11
 
 
 class SimulatedSampler:
@@ -55,14 +38,14 @@ class SimulatedSampler:
         if params.temperature == 0.0 and not self._is_edited:
             return distribution.token(0)
         if self._is_plain and distribution.vocab_size >= NUM_LIKELY:
-            return distribution.drawn(draw(params.seed, self._choice_index, position))
+            return distribution.drawn(draw_bits(params.seed, self._choice_index, position))
         prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         logits = self._candidates(distribution, prompt, output)
         if not logits:
             return None
         if params.temperature == 0.0:
             return min(logits, key=lambda token: (-logits[token], token))
-        bits = draw(params.seed, self._choice_index, position)
+        bits = draw_bits(params.seed, self._choice_index, position)
         return self._drawn(logits, bits * 2.0**-DRAW_BITS)
 
     def offer(

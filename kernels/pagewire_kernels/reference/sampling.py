@@ -1,13 +1,13 @@
 """From logits to tokens in plain torch, row after row and with a full sort."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import SamplingMetadata
+from pagewire_kernels.philox import uniform
 
 NO_TOKEN = -1
-
-_WORD = 0xFFFFFFFF
 
 
 def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
@@ -17,23 +17,12 @@ def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor
     with the counter (choice index, position, 0, 0). seeds: int64 [n], the bits of an unsigned seed;
     the others: int32 [n]. Returns float64 [n].
     """
-    columns = (seeds.tolist(), choice_indices.tolist(), positions.tolist())
-    draws = []
-    for seed, choice_index, position in zip(*columns, strict=True):
-        high, low = _philox((choice_index & _WORD, position & _WORD, 0, 0), seed)
-        draws.append((high << 32 | low) >> 11)
-    return torch.tensor(draws, dtype=torch.float64, device=seeds.device) * 2.0**-53
-
-
-def _philox(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int]:
-    a, b, c, d = counter
-    key_low, key_high = seed & _WORD, seed >> 32 & _WORD
-    for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b = (second >> 32) ^ b ^ key_low, second & _WORD
-        c, d = (first >> 32) ^ d ^ key_high, first & _WORD
-        key_low, key_high = (key_low + 0x9E3779B9) & _WORD, (key_high + 0xBB67AE85) & _WORD
-    return a, b
+    draws = uniform(
+        seeds.cpu().numpy().view(np.uint64),
+        choice_indices.cpu().numpy().view(np.uint32),
+        positions.cpu().numpy(),
+    )
+    return torch.from_numpy(draws).to(seeds.device)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:

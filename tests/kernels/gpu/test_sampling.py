@@ -6,11 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire_kernels import reference
+from pagewire_kernels import philox, reference
 from pagewire_kernels.batch import SamplingMetadata
 from pagewire_kernels.gpu import apply_bitmask, gather_logprobs, sample, sampling_kernels
 from tests.support.gpu_kernels import DEVICE, MARKS, on_device
-from worker_service.sampling import philox
 
 pytestmark = MARKS
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire_kernels.philox import uniform
 from tests.worker_service.sampling import reference
 from worker_service.plan import TokenLogprobs
 from worker_service.sampling.logit_edits import EditedRow
-from worker_service.sampling.philox import uniform
 from worker_service.sampling.sampler import NO_TOKEN, Samples, SamplingBatch, sample
 from worker_service.sampling.sampling_table import SamplingTable
 from worker_service.sampling_params import SamplerParams

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagewire_kernels.philox import DRAW_BITS, draw_bits, uniform
 from tests.worker_service.sampling import reference
-from worker_service.sampling.philox import uniform
 from worker_service.sampling_params import SamplerParams
 from worker_service.simulated.model import NextToken
-from worker_service.simulated.sampler import DRAW_BITS, SimulatedSampler, draw
+from worker_service.simulated.sampler import SimulatedSampler
 
 VOCAB_SIZE = 211
 
@@ -34,7 +34,7 @@ def expected(
     edited = reference.edited_logits(logits, params, prompt, output)
     if params.temperature == 0.0:
         return edited.index(max(edited))
-    bits = draw(params.seed, choice_index, len(output))
+    bits = draw_bits(params.seed, choice_index, len(output))
     return reference.drawn(reference.filtered(edited, params), bits * 2.0**-DRAW_BITS)
 
 
@@ -45,7 +45,7 @@ def test_a_draw_is_that_of_the_real_sampler() -> None:
         batch = uniform(
             np.array([seed], np.uint64), np.array([choice], np.uint32), np.array([position])
         )
-        assert draw(seed, choice, position) * 2.0**-DRAW_BITS == batch[0]
+        assert draw_bits(seed, choice, position) * 2.0**-DRAW_BITS == batch[0]
 
 
 @pytest.mark.parametrize(

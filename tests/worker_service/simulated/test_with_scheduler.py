@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire_kernels.philox import draw_bits
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
 from worker_service.simulated.model import START, NextToken, extend
-from worker_service.simulated.sampler import draw
 
 NUM_REQUESTS = 50
 NUM_TOKENS = 120
@@ -43,7 +43,7 @@ def expected(request: pb.GenerateRequest, choice_index: int) -> list[int]:
         history = extend(history, token)
     tokens = []
     for position in range(NUM_TOKENS):
-        bits = draw(seed, choice_index, position)
+        bits = draw_bits(seed, choice_index, position)
         tokens.append(NextToken(history, VOCAB_SIZE).drawn(bits))
         history = extend(history, tokens[-1])
     return tokens

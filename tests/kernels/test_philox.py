@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker_service.sampling.philox import philox4x32, uniform
+from pagewire_kernels.philox import DRAW_BITS, draw_bits, philox4x32, uniform
 
 # Random123, tests/kat_vectors: counter, key, output of philox4x32 with 10 rounds.
 KNOWN_ANSWERS = [
@@ -51,6 +51,15 @@ def test_uniform_takes_key_and_counter_from_where_the_contract_says() -> None:
         np.array([seed], np.uint64), np.array([choice], np.uint32), np.array([position])
     )
     assert drawn.tolist() == [expected]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, 2**64 - 1])
+def test_a_single_draw_is_that_of_a_batch(seed: int) -> None:
+    for choice, position in ((0, 0), (3, 17), (2**32 - 1, 2**31)):
+        drawn = uniform(
+            np.array([seed], np.uint64), np.array([choice], np.uint32), np.array([position])
+        )
+        assert draw_bits(seed, choice, position) * 2.0**-DRAW_BITS == drawn[0]
 
 
 def test_draws_are_uniform_and_differ_by_seed_choice_and_position() -> None:
