@@ -2,9 +2,8 @@
 
     python -m tools.image_pins        # or: make image-pins
 
-The packages are what the extras `scheduler`, `worker` and `tracing` need, and what those need, as
-installed here. torch, and what its own builds pin, are left to the Dockerfile, since they differ by
-device.
+The packages are the dependencies of the extras `scheduler`, `worker` and `tracing`, with theirs, as
+installed here. The Dockerfile chooses torch and what its builds pin, since they differ by device.
 """
 
 import tomllib
@@ -26,7 +25,7 @@ HEADER = """\
 
 
 def declared() -> list[Requirement]:
-    """What pyproject.toml says that the images need."""
+    """The requirements of the images in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     texts = project["dependencies"] + [text for extra in EXTRAS for text in extras[extra]]
@@ -34,7 +33,7 @@ def declared() -> list[Requirement]:
 
 
 def versions(requirements: Iterable[Requirement]) -> dict[str, str]:
-    """Installed version by name, of these packages and all that they need."""
+    """Installed versions by name, of these packages and all their dependencies."""
     found: dict[str, str] = {}
     waiting = list(requirements)
     while waiting:
@@ -51,7 +50,7 @@ def versions(requirements: Iterable[Requirement]) -> dict[str, str]:
 
 
 def _needs(name: str, extra: str) -> Iterator[Requirement]:
-    """What a package, or an extra of it, needs on this platform."""
+    """The dependencies of a package, or of an extra of it, on this platform."""
     for text in distribution(name).requires or []:
         requirement = Requirement(text)
         marker = requirement.marker

@@ -1,8 +1,7 @@
-"""The services of this checkout as processes, for benchmarks and for tests.
+"""The services of this checkout as processes, for benchmarks and tests.
 
-Nothing happens to such a process but what its owner does to it: it may be killed, stopped, ended or
-started again at any moment. (`pagewire_client.local`, which users' deployments are made of, keeps
-its services alive instead.)
+Only its owner starts, stops or kills such a process, at any moment. (`pagewire_client.local`, which
+users' deployments consist of, keeps its services alive instead.)
 """
 
 import os
@@ -20,8 +19,8 @@ _KILL_TIMEOUT_S = 40.0
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the packages of the checkout on the path and without
-    settings of whoever runs this."""
+    """This process's environment, with the packages of the checkout on the path and without the
+    user's settings."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
     roots = os.pathsep.join(str(ROOT / source) for source in _SOURCES)
     return ours | {"PYTHONPATH": roots, "PYTHONUNBUFFERED": "1"}
@@ -57,12 +56,12 @@ class Service:
         log: Path,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it, in the log's folder. `log`: what it says is added to this file. `variables`:
-        of its environment, besides those of `environment`."""
+        """Start the process in the log's directory. `log`: file to which its output is appended.
+        `variables`: additional environment variables."""
         self.name = name
         self.log_path = log
         self.leaving_s: float | None = None
-        """What it took to `end` it."""
+        """Seconds that `end` took."""
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
@@ -80,7 +79,7 @@ class Service:
 
     @property
     def log(self) -> str:
-        """What it has said."""
+        """Its output so far."""
         return self.log_path.read_text(errors="replace")
 
     def kill(self, how: int = signal.SIGKILL) -> None:
@@ -90,7 +89,7 @@ class Service:
         self.process.wait(timeout=_KILL_TIMEOUT_S)
 
     def end(self, timeout_s: float) -> int:
-        """SIGTERM, and SIGKILL if it does not end in time; the exit code."""
+        """Send SIGTERM, and SIGKILL if it does not end in time; returns the exit code."""
         started_at = time.monotonic()
         self.process.terminate()
         code = self.wait_or_kill(timeout_s)
@@ -111,7 +110,7 @@ class Service:
 
 
 def end_all(services: Iterable[Service], timeout_s: float) -> None:
-    """SIGTERM to all at once, SIGKILL to what does not end in time."""
+    """Send SIGTERM to all at once, SIGKILL to those that do not end in time."""
     services = list(services)
     for service in services:
         service.process.terminate()

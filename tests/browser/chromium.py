@@ -21,7 +21,7 @@ _FLAGS = ["--no-sandbox", "--no-zygote", "--disable-gpu"]
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and where its libraries are, if they come with it."""
+    """A program, and the directory of its bundled libraries, if any."""
 
     path: str
     libraries: str | None = None
@@ -32,7 +32,7 @@ def find() -> Program | None:
     if (MODULES / "@sparticuz/chromium").exists() and shutil.which("node"):
         unpacked = MODULES / ".chromium"
         unpacked.mkdir(exist_ok=True)
-        with (unpacked / "lock").open("w") as lock:  # test processes come at once
+        with (unpacked / "lock").open("w") as lock:  # test processes may start at the same time
             fcntl.flock(lock, fcntl.LOCK_EX)
             return _unpack(unpacked)
     path = next(filter(None, map(shutil.which, _SYSTEM)), None)
@@ -40,7 +40,7 @@ def find() -> Program | None:
 
 
 def _unpack(folder: Path) -> Program:
-    """The registry's Chromium; at once if it is there already."""
+    """The registry's Chromium, unpacked if necessary."""
     told = subprocess.run(
         ["node", str(FOLDER / "chromium.mjs")],
         check=True,

@@ -1,6 +1,6 @@
-"""One browser, and one deployment under a load that stays the same, for all tests of a file.
+"""One browser, and one deployment under a constant load, for all tests of a file.
 
-Not longer: a browser keeps an event loop running in its thread, where other tests want their own.
+Not longer: a browser keeps an event loop running in its thread, where other tests need their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def jobs() -> list[Job]:
 def browser() -> Iterator[Browser]:
     program = chromium.find()
     if program is None:
-        pytest.skip("no Chromium: `npm ci` in tests/browser brings one")
+        pytest.skip("no Chromium: `npm ci` in tests/browser installs one")
     with chromium.running(program) as browser:
         yield browser
 
@@ -48,7 +48,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture
 def open_page(browser: Browser, deployment: Deployment) -> Iterator[OpenPage]:
-    """Opens the dashboard, waits for requests, and holds it to be quiet and to stay at home."""
+    """Opens the dashboard and waits for requests; fails on console errors or foreign requests."""
     problems: list[str] = []
     contexts = []
 

@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 class Load:
-    """Requests that are sent from a thread, each again when it has ended."""
+    """Requests sent from a thread, each repeated when it has ended."""
 
     def __init__(self, address: str, jobs: Sequence[Job], *, pause_s: float = 0.0) -> None:
         self._address = address

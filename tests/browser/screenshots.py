@@ -49,7 +49,7 @@ REQUESTS = (
 
 
 def jobs() -> Sequence[Job]:
-    """Half of them begin like others; some have several choices."""
+    """Half of them share a prefix with others; some have several choices."""
     draw = random.Random(7)
     shared = [[draw.randrange(3, 30_000) for _ in range(n)] for n in (96, 160, 240, 320)]
     made = []
@@ -86,14 +86,14 @@ def take(browser: Browser, url: str) -> None:
 def main() -> None:
     """Start everything, wait, take the pictures."""
     program = chromium.find()
-    assert program is not None, "no Chromium: `npm ci` in tests/browser brings one"
+    assert program is not None, "no Chromium: `npm ci` in tests/browser installs one"
     with (
         tempfile.TemporaryDirectory() as folder,
         Deployment(Path(folder), jobs(), worker_flags=WORKER_FLAGS, pause_s=3.0) as deployment,
         chromium.running(program) as browser,
     ):
         deployment.start(2)
-        with browser.new_page() as watching:  # the frontend keeps points while somebody looks
+        with browser.new_page() as watching:  # the frontend keeps points while a page is open
             watching.goto(deployment.url)
             watching.wait_for_timeout(LOAD_S * 1_000)
         take(browser, deployment.url)

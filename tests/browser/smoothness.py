@@ -2,8 +2,8 @@
 
 python -m tests.browser.smoothness --groups 4 --blocks 100000 --requests 256
 
-Times are of processor time, by Chromium's own trace: what else the machine does is not in them. A
-page is smooth while no task takes longer than 50 ms, and a frame's own drawing less than 16.
+Times are processor time, from Chromium's own trace, so that other load does not count. A page is
+smooth while no task takes longer than 50 ms, and drawing a frame less than 16.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def summary(events: list[dict[str, Any]], seconds: float) -> str:
 
 
 def measure(browser: Browser, url: str, seconds: float) -> None:
-    """Look at the page as a person does, and print what it cost."""
+    """Use the page like a person, and print the cost."""
     page = browser.new_page(viewport={"width": 1360, "height": 900})
     page.goto(url)
     page.locator("#requests tbody tr").first.wait_for(timeout=120_000)
@@ -138,7 +138,7 @@ def main() -> None:
     )
     stopwatch = Stopwatch()
     program = chromium.find()
-    assert program is not None, "no Chromium: `npm ci` in tests/browser brings one"
+    assert program is not None, "no Chromium: `npm ci` in tests/browser installs one"
     with deployment(engine) as url, chromium.running(program) as browser:
         measure(browser, url, args.seconds)
     later = stopwatch.times_ms[2:]

@@ -145,7 +145,7 @@ def test_nothing_is_cut_off_on_a_small_screen(open_page: OpenPage, width: int) -
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_accessibility_rules_find_nothing(open_page: OpenPage, scheme: str) -> None:
     if not AXE.exists():
-        pytest.skip("no axe-core: `npm ci` in tests/browser brings it")
+        pytest.skip("no axe-core: `npm ci` in tests/browser installs it")
     page = open_page(color_scheme=scheme)
     page.get_by_text("Charts as a table").click()
     page.locator(".pick").first.click()

@@ -22,18 +22,18 @@ DEFAULT = ChaosConfig()
 
 
 def main(
-    kills: Annotated[int, typer.Option(help="SIGKILLs, at least.")] = 200,
-    streams: Annotated[int, typer.Option(help="Streams, at least.")] = 500,
+    kills: Annotated[int, typer.Option(help="Least number of SIGKILLs.")] = 200,
+    streams: Annotated[int, typer.Option(help="Least number of streams.")] = 500,
     time_limit: Annotated[
-        float, typer.Option(help="Seconds after which it is enough all the same.")
+        float, typer.Option(help="Time limit of the run in seconds.")
     ] = DEFAULT.time_limit_s,
-    requests: Annotated[int, typer.Option(help="Different requests among them.")] = 120,
+    requests: Annotated[int, typer.Option(help="Number of different requests.")] = 120,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULT.dtype,
-    seed: Annotated[int, typer.Option(help="Of requests and disturbances.")] = DEFAULT.seed,
+    seed: Annotated[int, typer.Option(help="Seed of requests and disturbances.")] = DEFAULT.seed,
     workers: Annotated[int, typer.Option()] = DEFAULT.num_workers,
     frontends: Annotated[int, typer.Option()] = DEFAULT.num_frontends,
-    open_streams: Annotated[int, typer.Option(help="At a time.")] = 24,
-    at_once: Annotated[int, typer.Option(help="Disturbances at a time.")] = DEFAULT.num_monkeys,
+    open_streams: Annotated[int, typer.Option(help="Concurrent streams.")] = 24,
+    at_once: Annotated[int, typer.Option(help="Concurrent disturbances.")] = DEFAULT.num_monkeys,
     pause: Annotated[
         float, typer.Option(help="Mean seconds between disturbances.")
     ] = DEFAULT.mean_pause_s,
@@ -43,10 +43,10 @@ def main(
     ] = DEFAULT.patience_s,
     network: Annotated[str, typer.Option(help="namespaces, relays or auto.")] = DEFAULT.network,
     output: Annotated[
-        Path | None, typer.Option(help="File of results, as JSON, that the run is added to.")
+        Path | None, typer.Option(help="JSON file of results to which the run is added.")
     ] = None,
 ) -> None:
-    """Kill, stop and cut off processes at random, and compare every stream with a quiet run."""
+    """Kill, stop and disconnect processes at random; compare all streams with undisturbed ones."""
     config = ChaosConfig(
         seed=seed,
         num_kills=kills,

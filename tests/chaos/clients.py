@@ -1,4 +1,4 @@
-"""Clients that outlast whatever is done to a cluster."""
+"""Clients that survive all disturbances of a cluster."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pagewire_client import AsyncClient, RetryPolicy
 
 PATIENCE = RetryPolicy(max_retries=1_000_000, recovery_timeout_s=600.0)
-"""A client that does not give up while a frontend is started again on a busy machine."""
+"""A client that keeps retrying while a frontend restarts on a busy machine."""
 
 
 @asynccontextmanager

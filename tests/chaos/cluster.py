@@ -1,4 +1,4 @@
-"""A core, frontends and workers, each on a host of its own, that are started again and again."""
+"""A core, frontends and workers, each on a host of its own, which can be restarted."""
 
 import asyncio
 import signal
@@ -23,14 +23,14 @@ CORE = "core"
 
 POLL_S = 0.2
 START_TIMEOUT_S = 240.0
-"""For a process that starts on a machine that is busy with many others."""
+"""Time for a process to start on a busy machine."""
 END_TIMEOUT_S = 120.0
 """Time for a process to stop in addition to its grace period."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the services are started with, besides addresses."""
+    """Options of the services other than addresses."""
 
     core: Sequence[str]
     frontend: Sequence[str]
@@ -46,7 +46,7 @@ class Member:
         self.role = host.partition("-")[0]
         self.address = address
         self.is_expected_to_run = False
-        """Whether an end of its process would be a fault."""
+        """Whether the end of its process would be a fault."""
         self._start = start
         self._service: Service | None = None
 
@@ -58,17 +58,17 @@ class Member:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether its process has ended, and nobody wanted that."""
+        """Whether its process has ended unexpectedly."""
         ended = self._service is not None and self._service.process.poll() is not None
         return ended and self.is_expected_to_run
 
     @property
     def log(self) -> Path | None:
-        """What all its processes have said."""
+        """The log of all its processes."""
         return None if self._service is None else self._service.log_path
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to its process; those that end it are meant to."""
+        """Send a signal to its process, which may end it."""
         assert self._service is not None
         if number in (signal.SIGKILL, signal.SIGTERM):
             self.is_expected_to_run = False
@@ -84,7 +84,7 @@ class Member:
         return code
 
     async def wait_ready(self) -> None:
-        """Wait until its process can do its part. Raises TimeoutError, or gives up if it ends."""
+        """Wait until its process is ready. Raises TimeoutError; returns if the process ends."""
         async with asyncio.timeout(START_TIMEOUT_S):
             async for _ in ticks(POLL_S):
                 if self.has_crashed or await self._is_ready():
@@ -92,7 +92,7 @@ class Member:
 
     async def _is_ready(self) -> bool:
         state = await asyncio.to_thread(health, self.address)
-        # Whether the others can serve depends on more than themselves.
+        # Whether the others can serve depends on other processes as well.
         return state == SERVING if self.role == "worker" else state is not None
 
 
@@ -108,7 +108,7 @@ class ChaosCluster:
 
     @property
     def frontend_addresses(self) -> list[str]:
-        """Where clients call."""
+        """Addresses for clients."""
         return [member.address for member in self.with_role("frontend")]
 
     def with_role(self, role: str) -> list[Member]:
@@ -116,7 +116,7 @@ class ChaosCluster:
         return [member for member in self.members.values() if member.role == role]
 
     async def status(self) -> EngineStatus:
-        """The core's view of everything. Raises grpc.RpcError."""
+        """The core's status. Raises grpc.RpcError."""
         async with grpc.aio.insecure_channel(self.members[CORE].address) as channel:
             request = scheduler_pb.SchedulerServiceGetStatusRequest()
             answer = await SchedulerServiceStub(channel).GetStatus(request, timeout=10)
@@ -130,7 +130,7 @@ class ChaosCluster:
                 member.send(signal.SIGUSR1)
 
     def logs_with(self, words: str) -> list[str]:
-        """The names of logs in which these words are."""
+        """The names of logs that contain these words."""
         logs = [member.log for member in self.members.values()]
         return [log.name for log in logs if log and words in log.read_text(errors="replace")]
 
@@ -164,6 +164,6 @@ class ChaosCluster:
 
 
 def _variables() -> dict[str, str]:
-    """Has `inside/sitecustomize.py` run first in each process."""
+    """The environment in which each process runs `inside/sitecustomize.py` first."""
     inside = ROOT / "tests/chaos/inside"
     return {"PYTHONPATH": f"{inside}:{environment()['PYTHONPATH']}"}

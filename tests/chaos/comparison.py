@@ -1,4 +1,4 @@
-"""What must be the same of an answer, and where two of them differ."""
+"""The parts of an answer that must not change, and where two answers differ."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -23,7 +23,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """All of an answer but where its time went and how much of its prompt was cached."""
+    """An answer without its timings and cached tokens."""
 
     seed: int | None
     prompt_token_ids: tuple[int, ...]
@@ -34,7 +34,7 @@ class Answer:
 
 
 def answer_of(output: RequestOutput) -> Answer:
-    """What of a finished output is compared."""
+    """The parts of a finished output that are compared."""
     assert output.usage is not None
     return Answer(
         seed=output.seed,
@@ -79,8 +79,8 @@ def is_beginning(got: CompletionOutput, expected: Choice) -> bool:
 
 
 def is_repetition(got: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether tokens came more than once: leaving out some in a row, just after the like of them,
-    gives the expected ones."""
+    """Whether tokens were duplicated: removing a run of tokens that repeats the one before it gives
+    the expected tokens."""
     surplus = len(got) - len(expected)
     return surplus > 0 and any(
         [*got[:end], *got[end + surplus :]] == list(expected)

@@ -9,22 +9,22 @@ class ChaosConfig:
 
     seed: int = 0
     num_kills: int = 20
-    """SIGKILLs after which it is enough; more may be under way."""
+    """Least number of SIGKILLs; there may be a few more."""
     num_streams: int = 40
-    """Streams, at least."""
+    """Least number of streams."""
     time_limit_s: float = 3600.0
-    """Time, the undisturbed run's included, after which nothing is begun; the report says what was
-    reached until then."""
+    """Time limit, including the undisturbed run, after which nothing is started; the report states
+    what was reached."""
     num_asks: int = 24
-    """Different requests, which streams make again and again."""
+    """Number of different requests, which streams repeat."""
     dtype: str = "float32"
     num_workers: int = 3
     num_frontends: int = 2
     max_open_streams: int = 12
     num_monkeys: int = 4
-    """Disturbances at a time, at most."""
+    """Most concurrent disturbances."""
     mean_pause_s: float = 0.5
-    """Between one disturbance's end and the next one's begin."""
+    """Mean time between the end of a disturbance and the start of the next."""
     lease_s: float = 5.0
     """Longer than a worker may starve on a busy machine, so that only some leases end."""
     patience_s: float = 180.0

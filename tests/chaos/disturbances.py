@@ -1,7 +1,7 @@
-"""What happens to the members of a cluster, and how each of it is undone.
+"""Disturbances of the members of a cluster, and how each of them is undone.
 
-Each disturbance has one victim, is over when the victim is ready again, and leaves everything as it
-was. Times are in seconds.
+Each disturbance has one victim, ends when the victim is ready again, and restores everything.
+Times are in seconds.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ from tests.chaos.network import Link
 
 
 class DisturbanceFailed(Exception):
-    """A member did not do what it must do when it is disturbed so."""
+    """A member did not behave as required under a disturbance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance(ABC):
-    """One thing that happens to one member."""
+    """A disturbance of one member."""
 
     victim: str
     """Its host."""
 
     @property
     def kind(self) -> str:
-        """A word for the report."""
+        """Name in the report."""
         return type(self).__name__.lower()
 
     @abstractmethod
     async def happen(self, cluster: ChaosCluster) -> None:
-        """Do it, undo it, and wait until the victim is ready again."""
+        """Apply and undo it, and wait until the victim is ready again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill(Disturbance):
-    """The process is gone between two instructions; its kernel resets its connections."""
+    """The process is killed; its kernel resets its connections."""
 
     absence_s: float
     youth_s: float | None = None
@@ -73,7 +73,7 @@ class PowerCut(Disturbance):
 
 @dataclass(frozen=True, kw_only=True)
 class Pause(Disturbance):
-    """The process stands still, and then goes on as if nothing had been."""
+    """The process is stopped (SIGSTOP), and later continued."""
 
     duration_s: float
 
@@ -92,7 +92,7 @@ class Pause(Disturbance):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(Disturbance):
-    """What is sent over a link in some directions is lost for a while."""
+    """Data sent over a link in some directions is lost for a while."""
 
     directions: Sequence[tuple[str, str]]
     """Senders and receivers."""
@@ -107,7 +107,7 @@ class Cut(Disturbance):
 
 @dataclass(frozen=True, kw_only=True)
 class Drain(Disturbance):
-    """The process is asked to end (SIGTERM), which it must do by itself, and without an error."""
+    """The process gets SIGTERM, and must end by itself without an error."""
 
     absence_s: float
 

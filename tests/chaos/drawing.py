@@ -1,4 +1,4 @@
-"""Which disturbance comes next: drawn at random, but such that the cluster can go on."""
+"""Which disturbance comes next: drawn at random, but such that the cluster can continue."""
 
 from collections.abc import Collection
 from random import Random
@@ -7,14 +7,14 @@ from tests.chaos.disturbances import Cut, Disturbance, Drain, Kill, Pause, Power
 from tests.chaos.network import CLIENT, Link
 
 KINDS = {Kill: 11, PowerCut: 2, Pause: 3, Cut: 3, Drain: 2}
-"""How often each happens, relative to the others."""
+"""Relative frequency of each disturbance."""
 
 ROLES = {"worker": 5, "frontend": 3, "core": 2}
-"""How often each is the victim."""
+"""Relative frequency of each role as the victim."""
 
 MEAN_REST_S = {"worker": 2.0, "frontend": 2.0, "core": 8.0}
-"""For which a victim is left in peace when it is ready again: a cluster whose core dies every other
-second only ever begins."""
+"""How long a victim is not disturbed after it is ready again: a cluster whose core dies every other
+second makes no progress."""
 
 MAX_ABSENCE_S = 3.0
 
@@ -25,7 +25,7 @@ DIES_YOUNG, MAX_YOUTH_S = 0.25, 3.0
 class Drawing:
     """Draws one disturbance after another.
 
-    Of several workers, or frontends, one is always left in peace; the core may go at any time.
+    One of several workers or frontends is always undisturbed; the core may be killed at any time.
     """
 
     def __init__(self, draw: Random, links: Collection[Link], lease_s: float) -> None:
@@ -36,8 +36,8 @@ class Drawing:
         self._hosts = sorted(ends)
 
     def next(self, disturbed: Collection[str], resting: Collection[str] = ()) -> Disturbance | None:
-        """What happens next, to none of the hosts that are disturbed already, or rest from it;
-        None if there is no host that can be spared."""
+        """The next disturbance, of a host that is neither disturbed nor resting; None if no host
+        can be disturbed."""
         victims = [
             host
             for host in self._hosts

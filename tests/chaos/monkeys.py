@@ -1,4 +1,4 @@
-"""Disturb a cluster, several things at a time, until it was enough."""
+"""Disturb a cluster, with several disturbances at a time."""
 
 import asyncio
 from collections import Counter
@@ -10,7 +10,7 @@ from tests.chaos.drawing import Drawing
 
 
 class Monkeys:
-    """Several loops, each of which does one thing after another to a cluster.
+    """Several loops, each of which applies one disturbance after another.
 
     It ends after a number of kills, or after a time.
     """

@@ -15,8 +15,8 @@ Direction = tuple[str, str]
 
 
 class RelayNetwork(Network):
-    """A cut direction is not read from, so that what was sent in it waits, as a kernel would have
-    it sent again; while either is cut, no new connection comes about."""
+    """A cut direction is not read, so that its data waits, as a kernel would retransmit it; while
+    either direction is cut, no new connection can be made."""
 
     def __init__(self, links: list[Link]) -> None:
         super().__init__(links)

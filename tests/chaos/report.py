@@ -1,4 +1,4 @@
-"""What a run has shown, for people and as JSON."""
+"""Results of a run, as text and as JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ from tests.chaos.drawing import ROLES
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a run has shown."""
+    """Results of a run."""
 
     config: ChaosConfig
     network: str
@@ -21,14 +21,14 @@ class Report:
     disturbances: dict[str, int]
     num_streams: int
     num_left: int
-    """Streams, besides these, whose clients went away."""
+    """Additional streams whose clients disconnected."""
     num_tokens: int
     kinds: dict[str, int]
     faults: list[str] = field(default_factory=list)
-    """Everything that must not be; empty for a good run."""
+    """All faults; empty for a good run."""
 
     def add_to(self, path: Path, foreign_cores: float) -> None:
-        """Put it beside the other runs in a file of results, which is made if it is not there."""
+        """Add the run to a file of results, which is created if necessary."""
         results = json.loads(path.read_text()) if path.exists() else {"runs": []}
         results["runs"].append(self._row() | {"foreign_cores": foreign_cores})
         shares = [run["foreign_cores"] for run in results["runs"]]

@@ -1,4 +1,4 @@
-"""One run: the same requests undisturbed and disturbed, and what was different."""
+"""One run: the same requests undisturbed and disturbed, and the differences."""
 
 import asyncio
 from pathlib import Path
@@ -20,10 +20,10 @@ from tests.chaos.undisturbed import run_undisturbed
 from tests.chaos.workload import draw_asks
 
 REST_TIMEOUT_S = 60.0
-"""For the last blocks to be freed after the last stream has ended."""
+"""Time for the last blocks to be freed after the last stream has ended."""
 
 TELL_S = 3.0
-"""For processes to write their stacks down before they are killed."""
+"""Time for processes to log their stacks before they are killed."""
 
 
 async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
@@ -95,7 +95,7 @@ class _Run:
     async def _wait(
         self, reading: asyncio.Task[None], others: set[asyncio.Task[None]]
     ) -> list[str]:
-        """Until all streams have ended, or something went wrong that they may never end for."""
+        """Wait until all streams have ended, or until a fault that may prevent that."""
         faults: list[str] = []
         while not (reading.done() or faults or self._streams.tally.hung):
             done, _ = await asyncio.wait({reading, *others}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ class _Run:
         await asyncio.sleep(TELL_S)
 
     async def _faults_at_rest(self) -> list[str]:
-        """Once all streams have ended, nothing may be left of them."""
+        """Check that nothing is left of the streams after their end."""
         left = "the core does not answer"
         try:
             async with asyncio.timeout(REST_TIMEOUT_S):

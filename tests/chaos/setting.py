@@ -1,4 +1,4 @@
-"""What the services of a run are started with, and the network between them."""
+"""The options of a run's services, and the network between them."""
 
 from random import Random
 
@@ -26,8 +26,8 @@ def make_network(config: ChaosConfig) -> Network:
 
 
 def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
-    """Little memory and small steps, so that streams are preempted, swapped and computed in
-    chunks as well. Nothing is poisonous here: every death has its cause."""
+    """Little memory and small steps, so that streams are also preempted, swapped and computed in
+    chunks. The poison limit is off: requests do not cause these crashes."""
     core = {
         "--lease-ms": round(config.lease_s * 1000),
         "--grace-period": 3,

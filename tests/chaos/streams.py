@@ -1,4 +1,4 @@
-"""Streams that run all the while, as a client sees them."""
+"""Continuous streams, as clients see them."""
 
 import asyncio
 from collections import Counter
@@ -19,36 +19,36 @@ from tests.chaos.workload import Ask
 
 @dataclass(slots=True)
 class Progress:
-    """How far an open stream is."""
+    """Progress of an open stream."""
 
     ask: Ask
     num_tokens: int
     at_s: int
-    """When it last got something, in seconds that the harness was awake for."""
+    """When it last received something, in seconds during which the harness was running."""
 
     def add(self, num_tokens: int, now_s: int) -> None:
-        """Something has come."""
+        """Note that something was received."""
         self.num_tokens += num_tokens
         self.at_s = now_s
 
 
 @dataclass
 class Tally:
-    """What has become of all streams so far."""
+    """Outcomes of all streams so far."""
 
     num_ended: int = 0
     """Streams that were read to their end."""
     num_left: int = 0
-    """Streams whose clients went away in the middle."""
+    """Streams whose clients disconnected early."""
     num_tokens: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    """Of streams that ended well, what they asked for."""
+    """The requests of streams that ended well."""
     lost: list[str] = field(default_factory=list)
     """Streams that ended with an error."""
     different: list[str] = field(default_factory=list)
-    """Streams whose answer was another than that of an undisturbed run."""
+    """Streams whose answers differ from those of an undisturbed run."""
     hung: list[str] = field(default_factory=list)
-    """Streams to which nothing came for too long."""
+    """Streams that received nothing for too long."""
 
 
 class Streams:
@@ -66,8 +66,8 @@ class Streams:
         self.open: dict[str, Progress] = {}
         """By name."""
         self.awake_s = 0
-        """Seconds that the harness was awake for: on a machine that lets it starve, everybody else
-        starves too, which is no stream's fault."""
+        """Seconds during which the harness was running: on an overloaded machine all processes
+        starve, which is not a fault."""
         self._asks = asks
         self._expected = expected
         self._timeline = timeline
@@ -121,7 +121,7 @@ class Streams:
     async def _read_and_leave(
         self, client: AsyncClient, name: str, at: int, progress: Progress
     ) -> None:
-        """One request, whose client goes away in the middle of it."""
+        """One request whose client disconnects early."""
         ask, stays_for = self._asks[at], 10 + at % 50
         try:
             async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
@@ -179,7 +179,7 @@ WAYS = {3: Streams._read_batch, 7: Streams._read_and_leave}
 
 
 async def watch(streams: Streams, timeline: Timeline, patience_s: float) -> None:
-    """Return once a stream is found to which nothing has come for so long; it is in the tally."""
+    """Return once a stream has received nothing for `patience_s`; it is added to the tally."""
     async for _ in ticks(1.0):
         streams.awake_s += 1
         for name, progress in streams.open.items():

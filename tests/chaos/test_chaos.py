@@ -1,4 +1,4 @@
-"""Whatever dies, stands still or is cut off: every stream is that of an undisturbed run.
+"""Whatever is killed, stopped or disconnected, every stream equals that of an undisturbed run.
 
 A short run; `make chaos` makes long ones.
 """
@@ -13,7 +13,7 @@ from tests.chaos.report import Report
 from tests.chaos.workload import CHOOSING, EXTRAS, draw_asks
 
 pytestmark = pytest.mark.timeout(1200)
-"""Many times what it takes, for processes start slowly on a machine that is busy."""
+"""Much longer than needed, because processes start slowly on a busy machine."""
 
 
 def test_no_stream_is_lost_repeated_different_or_hung(short_run: Report) -> None:

@@ -1,4 +1,4 @@
-"""What is disturbed is drawn so that every kind comes, and the cluster can go on."""
+"""Disturbances of every kind are drawn, and the cluster can continue."""
 
 from random import Random
 

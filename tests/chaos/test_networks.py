@@ -29,7 +29,7 @@ NETWORKS = [
     ),
 ]
 SILENCE_S = 0.3
-"""Too short to prove a loss, which would let the test pass; a fault is still found mostly."""
+"""Too short to prove a loss; most faults are still found."""
 
 
 @asynccontextmanager

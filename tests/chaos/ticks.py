@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 
 async def ticks(period_s: float) -> AsyncIterator[None]:
-    """Now, and again every `period_s` seconds."""
+    """Yield now, and then every `period_s` seconds."""
     while True:
         yield
         await asyncio.sleep(period_s)

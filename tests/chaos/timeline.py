@@ -1,4 +1,4 @@
-"""What happened when, for people who look for the cause of a difference."""
+"""Events of a run with their times, to find the cause of a difference."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that was done to the cluster, or that was seen of a stream."""
+    """A disturbance, or an observation of a stream."""
 
     at_s: float
     """Seconds since the timeline began."""
@@ -38,7 +38,7 @@ class Timeline:
         return self._clock() - self._began_at
 
     def note(self, subject: str, what: str) -> None:
-        """Something happens now."""
+        """Record an event now."""
         event = Event(self.now_s, subject, what)
         self.events.append(event)
         if self._path is not None:

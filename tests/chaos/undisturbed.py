@@ -1,4 +1,4 @@
-"""The answers of a deployment to which nothing happens, and which has memory for all."""
+"""The answers of an undisturbed deployment with enough memory."""
 
 import asyncio
 from collections.abc import Sequence

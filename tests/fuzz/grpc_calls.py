@@ -15,15 +15,15 @@ from tests.fuzz.mutation import mutated_bytes, mutated_message
 from tests.fuzz.outcome import Outcome
 
 CALL_TIMEOUT_S = 180.0
-"""Longer than a machine with other work may keep a call waiting."""
+"""Longer than a call may wait on a busy machine."""
 STREAM_TIMEOUT_S = 0.2
-"""For streams that have no end of their own."""
+"""Time limit for streams without an end."""
 
 WROTE_TO_ENDED = "Internal error from Core"
-"""What the library makes of a write to a call that the server has just ended; it hides how."""
+"""The library's error for a write to a call that the server has just ended, without its status."""
 
 UNREADABLE = "DecodeError"
-"""In the library's own answer to bytes that are no message."""
+"""Part of the library's own error for malformed bytes."""
 
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 
@@ -52,7 +52,7 @@ SEEDS: Mapping[str, Sequence[Message]] = {
     "GetStatus": [pb.GetStatusRequest()],
     "WatchStatus": [pb.WatchStatusRequest(interval_ms=100)],
 }
-"""Of the public service; a method takes any number of messages here."""
+"""Methods of the public service; each takes any number of messages here."""
 
 CORE_SEEDS: Mapping[str, Sequence[Message]] = {
     "Attach": [
@@ -87,7 +87,7 @@ CORE_SEEDS: Mapping[str, Sequence[Message]] = {
     "WatchStatus": [scheduler_pb.SchedulerServiceWatchStatusRequest(interval_ms=100)],
     "DrainWorker": [scheduler_pb.DrainWorkerRequest(group_id="nobody")],
 }
-"""Of the core: hostile frontends and workers."""
+"""Methods of the core: hostile frontends and workers."""
 
 WORKER_SEEDS: Mapping[str, Sequence[Message]] = {
     "GetInfo": [worker_pb.GetInfoRequest()],
@@ -119,7 +119,7 @@ class GrpcCaller:
         self._outcome = outcome
 
     async def call(self) -> None:
-        """One of them, to its end."""
+        """Make one call, to its end."""
         rng = self.rng
         rpc = rng.choice([*self._seeds, *self._usual()])
         payloads = await self.payloads(rpc)

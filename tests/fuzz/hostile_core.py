@@ -1,4 +1,4 @@
-"""A core that means harm: step streams whose plans are nearly right, fenced or not."""
+"""A hostile core: step streams whose plans are almost valid, fenced or not."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 
 class HostileCore(GrpcCaller):
-    """Takes the worker over from its core, which takes it back, again and again."""
+    """Repeatedly takes over the worker from its core, which takes it back."""
 
     async def payloads(self, rpc: str) -> Sequence[bytes]:
         """Of a step stream three plans, some of them changed; of others as usual."""
@@ -27,7 +27,7 @@ class HostileCore(GrpcCaller):
         ]
 
     async def _epoch(self) -> int:
-        """Mostly one that the worker takes: without it no plan is looked at."""
+        """Usually an epoch that the worker accepts, because otherwise it reads no plan."""
         if self.rng.random() < 0.2:
             return self.rng.choice((0, 1, 2**32, 2**64 - 1))
         call = self.channel.unary_unary(

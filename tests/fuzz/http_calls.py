@@ -1,4 +1,4 @@
-"""Mutated HTTP requests, some of them no HTTP at all."""
+"""Mutated HTTP requests, some of which are not HTTP."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from tests.fuzz.mutation import as_json, mutated_bytes, mutated_json
 from tests.fuzz.outcome import Outcome
 
 TIMEOUT_S = 180.0
-"""Longer than a machine with other work may keep a request waiting."""
+"""Longer than a request may wait on a busy machine."""
 
 SEEDS: Mapping[str, Any] = {
     "/v1/completions": {"model": "simulated", "prompt": [5, 6, 7], "max_tokens": 4, "seed": 3},
@@ -52,7 +52,7 @@ class HttpCaller:
         self._outcome = outcome
 
     async def call(self) -> None:
-        """One of them, to its end."""
+        """Make one request, to its end."""
         await (self._raw() if self._rng.random() < 0.05 else self._request())
 
     async def _request(self) -> None:

@@ -1,4 +1,4 @@
-"""What services have logged that they should not have to: errors, with their tracebacks."""
+"""Errors in the services' logs, with their tracebacks."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ _ERROR = re.compile(r" (ERROR|CRITICAL) |Traceback|never awaited|never retrieved
 
 
 class Logs:
-    """All services' lines, put together to records again."""
+    """All services' lines, joined to records."""
 
     def __init__(self) -> None:
         self._records: dict[str, list[list[str]]] = {}

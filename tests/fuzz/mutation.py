@@ -1,4 +1,4 @@
-"""Requests that are nearly right: well-formed ones, changed in a few places."""
+"""Almost valid requests: well-formed ones, changed in a few places."""
 
 import json
 import random
@@ -38,7 +38,7 @@ _FLOAT_TYPES = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes of it changed, dropped, doubled or put in, or its end cut off."""
+    """`data` with a few bytes changed, removed, duplicated or inserted, or truncated."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(0, len(changed))
@@ -57,7 +57,7 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutated_message(rng: random.Random, message: Message, num_changes: int) -> Message:
-    """A copy with some fields, at any depth, set to other values, or taken away."""
+    """A copy with some fields, at any depth, changed or removed."""
     copy = type(message)()
     copy.CopyFrom(message)
     for _ in range(num_changes):
@@ -118,7 +118,7 @@ def _text(rng: random.Random) -> str:
 
 
 def mutated_json(rng: random.Random, value: Any, depth: int = 0) -> Any:
-    """A JSON value with one place of it changed."""
+    """A JSON value with one change."""
     if isinstance(value, dict) and value and rng.random() < 0.9 and depth < MAX_DEPTH:
         changed = dict(value)
         name = rng.choice(list(changed))
@@ -144,5 +144,5 @@ def _json_value(rng: random.Random, depth: int) -> Any:
 
 
 def as_json(value: Any) -> bytes:
-    """As text; NaN and infinities as Python writes them, which is no JSON."""
+    """The value as text; NaN and infinities as Python writes them, which is not valid JSON."""
     return json.dumps(value).encode("utf-8", "surrogatepass")

@@ -8,7 +8,7 @@ MAX_EXAMPLES = 5
 
 @dataclass
 class Outcome:
-    """Answers by kind, and those that no caller should be able to cause."""
+    """Answers by kind, and harm: those that no caller should be able to cause."""
 
     num_requests: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -21,7 +21,7 @@ class Outcome:
         self.answers[answer] += 1
 
     def blame(self, what: str) -> None:
-        """Something that must not be; the first few are kept."""
+        """Record harm; the first few are kept."""
         if len(self.harm) < MAX_EXAMPLES:
             self.harm.append(what[:2000])
 

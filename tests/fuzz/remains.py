@@ -1,4 +1,4 @@
-"""What a run has left behind: memory, open files and threads of processes, requests and blocks."""
+"""Leaks of a run: memory, open files and threads of processes, requests and blocks."""
 
 import os
 import time
@@ -12,16 +12,16 @@ from tests.fuzz.outcome import Outcome
 from tests.support.simulated_services import resident_bytes
 
 SETTLE_S = 30.0
-"""For calls that were cut off, and their connections, to be gone."""
+"""Time for interrupted calls and their connections to end."""
 MAX_MORE_BYTES = 32 << 20
-"""Of resident memory since the warm-up: what allocators and caches that have an end may take."""
+"""Growth of resident memory since the warm-up that allocators and bounded caches explain."""
 MAX_MORE_FILES = 8
 MAX_MORE_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one process holds."""
+    """Resources of one process."""
 
     resident_bytes: int
     num_files: int
@@ -29,7 +29,7 @@ class Footprint:
 
     @classmethod
     def of(cls, process: ServiceProcess) -> "Footprint":
-        """As of now; nothing of a process that is not there."""
+        """The current resources; zero for a process that does not exist."""
         pid = process.pid
         if pid is None:
             return cls(0, 0, 0)
@@ -60,12 +60,12 @@ class Growth:
 
     @classmethod
     def since_now(cls, processes: Sequence[ServiceProcess]) -> "Growth":
-        """What is there now is what later is compared with."""
+        """Store the current resources for later comparison."""
         now = {process.name: Footprint.of(process) for process in processes}
         return cls(processes, now, now)
 
     def settle(self, outcome: Outcome) -> None:
-        """Look again, until nothing has grown or the time is up; blame what has."""
+        """Poll until nothing has grown or the time is up; report what has."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             self.after = {process.name: Footprint.of(process) for process in self.processes}
@@ -83,7 +83,7 @@ class Growth:
 
 
 def blame_what_is_open(client: Client, outcome: Outcome) -> None:
-    """Requests that nobody waits for any more, and blocks that nobody uses, must go."""
+    """Wait until no requests and no used blocks are left."""
     deadline = time.monotonic() + SETTLE_S
     while (left := _open(client.get_status(timeout=10))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -92,7 +92,7 @@ def blame_what_is_open(client: Client, outcome: Outcome) -> None:
 
 
 def _open(status: EngineStatus) -> str:
-    """What of requests and blocks is in use; empty: nothing."""
+    """The requests and blocks in use; empty if there are none."""
     counts = {
         "running": status.num_running,
         "waiting": status.num_waiting,

@@ -1,4 +1,4 @@
-"""One run: a deployment of processes, mutated requests at it, and a look at what is left of it."""
+"""One run: a deployment of processes, mutated requests, and a check for leaks."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 256
 WARM_UP = 0.2
 """Share of the requests after which memory is looked at first."""
 LAST_REQUEST_S = 60.0
-"""For a request after all of them; a core may have a worker to take back first."""
+"""Time limit of a request after the run; a core may have to take back a worker first."""
 
 
 def run(target: str, *, num_calls: int, seed: int) -> tuple[Outcome, Growth]:
@@ -68,7 +68,7 @@ async def _calls(
 
 
 def _blame_dead(services: LocalServices, outcome: Outcome) -> None:
-    """All processes are the first ones, requests are served, and nothing is left open."""
+    """Check that no process was restarted, requests are served, and nothing is left open."""
     for process in services.processes:
         if process.num_starts != 1:
             outcome.blame(f"{process.name} was started {process.num_starts} times")

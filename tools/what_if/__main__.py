@@ -31,7 +31,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def what_if(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `--record` wrote.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A recording made with `--record`.", show_default=False
+        ),
     ],
     policy: Annotated[
         list[str] | None,
@@ -48,7 +51,7 @@ def what_if(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the comparison; .svg, .png, .pdf, …"),
+        typer.Option(metavar="FILE", help="Plot the comparison to this file; .svg, .png, .pdf, …"),
     ] = None,
 ) -> None:
     """Predict how a recorded load would have fared under other policies or configurations.

@@ -21,7 +21,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latencies:
-    """Of requests that ended well; times in seconds."""
+    """Latencies of requests that ended well, in seconds."""
 
     num_requests: int
     first_token: list[float]
@@ -31,11 +31,11 @@ class Latencies:
     end_to_end: list[float]
     """From submission, per request."""
     tokens_per_s: float
-    """Of these requests, from the first submission to the last end."""
+    """Throughput of these requests, from the first submission to the last end."""
 
     @classmethod
     def of(cls, lives: Iterable[RequestHistory]) -> "Latencies":
-        """Those of finished lives; others are left out."""
+        """The latencies of finished requests."""
         finished = [life for life in lives if life.is_finished]
         ends = [life.ended for life in finished if life.ended is not None]
         span = max(ends) - min(life.submitted for life in finished) if finished else 0.0
@@ -58,7 +58,7 @@ class Latencies:
 
 
 def percentiles(values: Sequence[float]) -> list[float] | None:
-    """The values at PERCENTILES; None of nothing."""
+    """The values at PERCENTILES; None without values."""
     return np.percentile(values, PERCENTILES).tolist() if values else None
 
 
@@ -73,9 +73,9 @@ class Row:
     name: str
     latencies: Latencies
     by_tenant: dict[str, Latencies]
-    """Empty if there is but one tenant."""
+    """Empty if there is only one tenant."""
     num_preemptions: int | None
-    """None: not known, of the recording itself."""
+    """None for the recording itself, for which it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class Comparison:
     """All rows are of the same requests: those that ended well in the recording."""
 
     fits: dict[str, Fit]
-    """By worker group."""
+    """Cost models by worker group."""
     rows: list[Row]
     num_requests: int
     num_assumed: int
@@ -93,7 +93,7 @@ class Comparison:
 def compare(
     trace: Trace, recorded: SchedulerConfig, others: Mapping[str, SchedulerConfig]
 ) -> Comparison:
-    """The recording as it was, as the cost model predicts it, and as it would be with others.
+    """The recording as it was, as the cost model predicts it, and under other configurations.
 
     Raises ValueError if no step was recorded, or a worker group cannot work with a configuration.
     """

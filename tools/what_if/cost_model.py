@@ -6,8 +6,8 @@ result before was in) to its result, the wire included. It is taken to be a sum,
     base + rows · per_row + further tokens · per_token + moved blocks · per_block
 
 where further tokens are those of a row beyond its first, that is, of prefills. The fit is a least
-squares in which steps that were held up, by a busy machine say, pull with limited force (Huber
-1964): a few of them would bend plain least squares far from what a step costs as a rule.
+squares in which delayed steps, for example on a busy machine, have limited weight (Huber 1964): a
+few of them would distort plain least squares.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from scheduler_service.core import StepPlan
 
 MIN_STEPS = 32
-"""With fewer steps of its own, a worker group is taken to be like all others."""
+"""A worker group with fewer steps uses the model of all groups."""
 
 HUBER_BOUND = 2.0
 """Errors up to this many times the median error have full weight: 1.345 standard deviations, with
@@ -32,7 +32,7 @@ _TINY_S = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSize:
-    """What a step asks of a worker."""
+    """The work of a step."""
 
     num_rows: int
     num_further_tokens: int
@@ -40,7 +40,7 @@ class StepSize:
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepSize":
-        """That of a plan."""
+        """The work of a plan."""
         tokens = plan.num_tokens or ()
         return cls(
             num_rows=len(plan.seq_ids),
@@ -84,13 +84,13 @@ class Fit:
     model: CostModel
     num_steps: int
     mean_seconds: float
-    """Of a step."""
+    """Mean duration of a step, in seconds."""
     mean_error: float
-    """Of a step's prediction, without sign, in seconds."""
+    """Mean absolute error of a prediction, in seconds."""
 
 
 def fit_groups(samples: Sequence[StepSample]) -> dict[str, Fit]:
-    """A fit per worker group; raises ValueError if there is no step at all."""
+    """A fit per worker group; raises ValueError without any step."""
     if not samples:
         raise ValueError("the recording has no executed step to learn costs from")
     by_group: dict[str, list[StepSample]] = {}
@@ -122,7 +122,7 @@ def _features(size: StepSize) -> tuple[int, int, int, int]:
 
 
 def _costs_above_zero(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """While a cost comes out negative, the most negative is taken to be zero."""
+    """Least squares without negative costs: repeatedly set the most negative one to zero."""
     costs = np.zeros(sizes.shape[1])
     columns = list(range(sizes.shape[1]))
     while columns:

@@ -33,7 +33,7 @@ def _us(seconds: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, or all those before the point."""
+    """Three digits, or all digits before the decimal point."""
     rounded = float(f"{value:.3g}")
     places = 2 if rounded < 10 else 1 if rounded < 100 else 0
     return f"{value:.{places}f}"
@@ -104,11 +104,11 @@ _PANELS = (
 
 
 class CannotPlot(Exception):
-    """matplotlib is not there, or cannot write such a file."""
+    """matplotlib is not installed, or cannot write this format."""
 
 
 def check_plot(path: Path) -> None:
-    """Raise CannotPlot for what `write_plot` could not do, before any work is done."""
+    """Raise CannotPlot early if `write_plot` would fail."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:

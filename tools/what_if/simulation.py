@@ -28,7 +28,7 @@ class _Sequence:
     """Tokens sampled by this core so far."""
 
     def next_token(self) -> int:
-        """The recorded token, or one that ends nothing where the recording has no more."""
+        """The recorded token, or one that ends nothing after the last recorded one."""
         tokens = self.script.tokens[self.choice_index]
         position = self.num_output
         self.num_output += 1
@@ -41,7 +41,7 @@ def _filler(script: Script) -> int:
 
 
 class VirtualWorker:
-    """Executes plans one after the other, and takes the time that a cost model says."""
+    """Executes plans one after the other, in the time that a cost model predicts."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
@@ -49,7 +49,7 @@ class VirtualWorker:
         self._free_at = 0.0
 
     def execute(self, plan: StepPlan, now: float) -> tuple[float, StepResult]:
-        """When the result of a plan that leaves now is in, and the result."""
+        """The result of a plan that is sent now, and when it arrives."""
         seconds = self._costs.seconds(StepSize.of(plan))
         self._free_at = max(now, self._free_at) + seconds
         busy_us = round(seconds * 1e6)
@@ -64,7 +64,7 @@ class VirtualWorker:
         for seq_id in plan.forget_seq_ids:
             del self._sequences[seq_id]
         for new in plan.new_sequences:
-            # The core passes sampling parameters on without a look: here it is the script.
+            # The core does not read sampling parameters: here they carry the recorded tokens.
             script: Script = new.sampling
             if new.parent_seq_id is not None:
                 num_output = self._sequences[new.parent_seq_id].num_output
@@ -83,7 +83,7 @@ class VirtualWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """How a trace went."""
+    """The outcome of a simulation."""
 
     lives: list[RequestHistory]
     """Of accepted requests."""
@@ -95,7 +95,7 @@ class Simulated:
 def simulate(
     trace: Trace, core: SchedulerCore | RecordingCore, costs: Mapping[str, CostModel]
 ) -> Simulated:
-    """Put a trace to a fresh core until nothing is left to do; `costs` by worker group.
+    """Run a trace on a new core until nothing is left to do; `costs` by worker group.
 
     Raises ValueError if a worker group cannot work with the core's configuration.
     """
@@ -134,7 +134,7 @@ class _Simulation:
         heapq.heappush(self._agenda, (time, next(self._order), do))
 
     def _step(self) -> bool:
-        """All that is due next, and at once; False if nothing is."""
+        """Process all events of the next instant; False if there are none."""
         deadline = self._core.next_deadline()
         if deadline is not None and (not self._agenda or deadline <= self._agenda[0][0]):
             self._now = max(self._now, deadline)
@@ -147,7 +147,7 @@ class _Simulation:
             return False
         return True
 
-    # What happens.
+    # Events.
 
     def _intervene(self, entry: Entry) -> None:
         arguments = entry.arguments
@@ -162,12 +162,12 @@ class _Simulation:
                 self._lives.cancel(**arguments)
             case "remove_frontend":
                 self._lives.remove_frontend(**arguments)
-        with suppress(PagewireError):  # to abort what has ended already
+        with suppress(PagewireError):  # may abort a request that has already ended
             getattr(self._core, entry.do)(**arguments)
 
     def _submit(self, script: Script) -> None:
         try:
-            # Of a beam search only what was found is known: its choices, without their rivals.
+            # Of a beam search only the resulting choices are known, not the other beams.
             request = replace(script.request, sampling=script, beam_search=None)
             self._core.submit(request, self._now)
         except PagewireError:
@@ -193,10 +193,10 @@ class _Simulation:
 
         self._at(self._now + stop.delay_s, stop_now)
 
-    # After it.
+    # Planning.
 
     def _plan(self) -> None:
-        """All that can be planned now; what is given to a group after it has planned, too."""
+        """Plan all that can be planned now, also what a group gets after it has planned."""
         due = list(self._workers)
         while due:
             for group_id in due:

@@ -1,6 +1,6 @@
 """The load of a recording: requests, interventions and step times, and the outcome of each request.
 
-Independent of the recorded scheduler's decisions, so that it can be put to another one.
+Independent of the recorded scheduler's decisions, so that another one can run it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,13 @@ from tools.what_if.cost_model import StepSample, StepSize
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceHistory:
-    """One choice's tokens, without those that a request brought along."""
+    """One choice's tokens, without those that the request resumed with."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """When each token was reported, in seconds on the core's clock."""
     has_ended: bool = False
-    """By a token or by length."""
+    """Whether it ended by a token or by length."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class RequestHistory:
     """One request."""
 
     number: int
-    """Of the arrival in the recording, refused ones included; the same in every simulation."""
+    """Number of the arrival in the recording, including refused ones; the same in every run."""
     request: Request
     submitted: float
     choices: list[ChoiceHistory]
@@ -67,17 +67,17 @@ class Histories:
         return life
 
     def find(self, frontend_id: str, handle: int) -> tuple[RequestHistory, ChoiceHistory] | None:
-        """The live request, and its choice, that a frontend calls so."""
+        """The live request and its choice with a frontend's handle."""
         return self._live.get((frontend_id, handle))
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
-        """Its client went away. Unknown: no effect."""
+        """Note that its client disconnected. No effect if unknown."""
         found = self.find(frontend_id, handle)
         if found is not None:
             self._end(found[0], now)
 
     def remove_frontend(self, frontend_id: str, now: float) -> None:
-        """All of a frontend's clients went away."""
+        """Note that all of a frontend's clients disconnected."""
         for life in [life for (name, _), (life, _) in self._live.items() if name == frontend_id]:
             self._end(life, now)
 
@@ -126,7 +126,7 @@ INTERVENTIONS = (
     "abort",
     "remove_frontend",
 )
-"""Inputs that come when they come, whatever the core does."""
+"""Inputs whose times do not depend on the core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,14 +141,14 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """One arrival, and what its choices will say."""
+    """One arrival, and the tokens of its choices."""
 
     number: int
     request: Request
     submitted: float
-    """Requests that came in one message came at once, and were planned together."""
+    """Requests of one message arrived together, and were planned together."""
     tokens: list[list[int]]
-    """Per choice, without those that the request brought along."""
+    """Tokens per choice, without those that the request resumed with."""
     stops: list[Stop | None]
     """Per choice; None: it ends by its tokens or their number."""
     is_assumed: bool
@@ -157,7 +157,7 @@ class Script:
 
 @dataclass(kw_only=True, slots=True)
 class Trace:
-    """A recording, seen from outside the core."""
+    """The load of a recording."""
 
     lives: list[RequestHistory]
     """Of accepted requests, as recorded."""
@@ -190,7 +190,7 @@ class TraceReader:
         self._clock = _StepClock()
 
     def observe(self, entry: Entry, returned: Any) -> None:
-        """Take in one input and what the core returned."""
+        """Observe one input and what the core returned."""
         self._now = entry.now if entry.now is not None else self._now
         if entry.do in INTERVENTIONS:
             self._interventions.append(entry)
@@ -215,7 +215,7 @@ class TraceReader:
         )
 
     def _without_shutdown(self) -> list[Entry]:
-        """When all had ended the deployment was ended too, which is no part of the load."""
+        """Omit the shutdown of the deployment at the end, which is not part of the load."""
         ends = [life.ended for life in self._lives.all]
         last = max((end for end in ends if end is not None), default=None)
         if last is None or None in ends:
@@ -299,14 +299,14 @@ class _StepClock:
 
 
 def _num_brought(request: Request, index: int) -> int:
-    """Tokens of a choice that the request had from before."""
+    """Tokens that a choice of the request resumed with."""
     generated = request.generated.get(index)
     return len(generated.token_ids) if generated is not None else 0
 
 
 def _script(arrival: _Arrival, usual_length: int) -> Script:
-    """A choice whose end was not recorded gets as many tokens as are usual, at least those that it
-    got."""
+    """A choice whose end was not recorded gets the typical number of tokens, at least those that
+    it already got."""
     request, life = arrival.request, arrival.life
     choices = life.choices if life else [ChoiceHistory() for _ in range(request.num_choices)]
     stops = [arrival.stops.get(index) for index in range(len(choices))]
