@@ -115,6 +115,10 @@ class SchedulerConfig:
     """Fail a request after this many worker losses while it was running, as it may be their
     cause."""
 
+    max_outgrown_wait_s: float | None = 120.0
+    """Seconds that requests which outgrew all other worker groups wait for a lost one to return
+    before they fail. Choose more than a worker takes to restart. None: no limit."""
+
     def __post_init__(self) -> None:
         """Refuse contradictory limits with a ValueError that names the field."""
         at_least = {
@@ -138,6 +142,10 @@ class SchedulerConfig:
             raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
         if not self.queue_retry_delay_s > 0:
             raise ValueError(f"queue_retry_delay_s must be above 0, is {self.queue_retry_delay_s}")
+        if self.max_outgrown_wait_s is not None and not self.max_outgrown_wait_s >= 0:
+            raise ValueError(
+                f"max_outgrown_wait_s must be at least 0, is {self.max_outgrown_wait_s}"
+            )
 
     @property
     def max_steps_ahead(self) -> int:

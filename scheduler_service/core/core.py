@@ -27,7 +27,12 @@ from scheduler_service.core.stats.scheduler_stats import CoreSnapshot, summed
 from scheduler_service.core.stats.throughput import StepWork
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.tenants import Tenants
-from scheduler_service.errors import PagewireError, RequestAborted, UnknownRequest
+from scheduler_service.errors import (
+    GenerationFailed,
+    PagewireError,
+    RequestAborted,
+    UnknownRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +73,7 @@ class SchedulerCore:
         """A worker group is gone: what it had goes to the head of the queue, with the tokens it
         has. What a worker was computing at its death, once too often, fails; one that drained was
         to go, and does not count. Unknown: no effect."""
-        scheduler = self._fleet.remove(worker_group_id)
+        scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
             return
         seq_groups, computing = scheduler.lose(to_us(now))
@@ -82,6 +87,7 @@ class SchedulerCore:
         self._fleet.totals[model.name].num_recovered += len(seq_groups)
         if not scheduler.is_draining:
             self._blame([seq_group for seq_group in seq_groups if seq_group in computing], now)
+        model.sort_queue()
 
     def drain_worker_group(self, worker_group_id: str, now: float) -> None:
         """Give a group nothing new, and have what it has go on in other groups of its model, with
@@ -162,10 +168,15 @@ class SchedulerCore:
                 self._end(seq_group, ABORTED, deadline_exceeded(), now)
             elif seq_group.num_running or not self._end_if_late(seq_group, now):
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
+        if self._fleet.next_given_up_us < float("inf"):
+            self._fail_stranded(self._fleet.give_up_lost(to_us(now)), now)
 
     def next_deadline(self) -> float | None:
-        """When `expire` is due, at the latest; None if no request has a deadline."""
-        return self._deadlines.next_look
+        """When `expire` is due, at the latest; None if nothing is timed."""
+        given_up_us = self._fleet.next_given_up_us
+        if given_up_us == float("inf"):
+            return self._deadlines.next_look
+        return min(given_up_us / 1e6, self._deadlines.next_look or float("inf"))
 
     # Steps.
 
@@ -183,6 +194,7 @@ class SchedulerCore:
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             has_left = model.settle_outgrown(scheduler, to_us(now))
             has_left |= self._close_ended(model.schedulers, now)
+            self._fail_stranded(model.stranded(), now)
         return plan
 
     def newest_work(self, worker_group_id: str) -> StepWork:
@@ -308,6 +320,22 @@ class SchedulerCore:
             error = why_not(seq_group, model.capacities())
             if error is not None:
                 self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
+
+    def _fail_stranded(self, seq_groups: list[SequenceGroup], now: float) -> None:
+        """End requests for which no worker group is large enough, nor expected to be."""
+        for seq_group in seq_groups:
+            tokens = seq_group.outgrown_tokens
+            error = GenerationFailed(
+                f"the request has outgrown the KV cache of {tokens} tokens, and no worker group "
+                f"with a larger one joined within {self._config.max_outgrown_wait_s:g} s",
+                reason="KV_CACHE_TOO_SMALL",
+                details={
+                    "num_tokens": seq_group.max_known_tokens,
+                    "num_cache_tokens": tokens,
+                    "max_outgrown_wait_s": self._config.max_outgrown_wait_s,
+                },
+            )
+            self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 
     def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
         """A worker died that was computing these: one of them may be the cause."""

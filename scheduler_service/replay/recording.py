@@ -149,6 +149,9 @@ def decode_header(codec: Codec, data: Any) -> Header:
             f"format version {data.get('format_version')!r} is unknown: this software "
             f"({VERSION}) reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
+    if isinstance(config := data.get("config"), dict):
+        # Of version 0.1.0, which expected lost worker groups back for ever.
+        data = data | {"config": {"max_outgrown_wait_s": None} | config}
     header: Header = codec.decode(Header, data)
     return header
 

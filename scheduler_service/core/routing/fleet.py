@@ -12,6 +12,7 @@ from scheduler_service.core.request_queue import AnyQueue, ModelQueue, WaitingQu
 from scheduler_service.core.routing.router import Router, RoutingRound
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import RoutingState, SequenceGroup
+from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, ModelTotals
 from scheduler_service.core.stats.throughput import QueueThroughput
 from scheduler_service.core.tenants import Tenants
@@ -24,12 +25,23 @@ EquivalentWorkerGroups: TypeAlias = tuple[Scheduler, ...]
 """Worker groups to which the same requests may go."""
 
 
+@dataclass(frozen=True, slots=True)
+class LostWorkerGroup:
+    """A worker group that died, and whose replacement is expected."""
+
+    capacity: WorkerGroupCapacity
+    expected_until_us: float
+    """May be infinite."""
+
+
 @dataclass(slots=True, eq=False)
 class ServedModel:
     """One model's worker groups and its requests that are in none of them."""
 
     name: str
     policy: Policy
+    max_lost_us: float = float("inf")
+    """How long a lost worker group is expected back."""
     router: Router = field(default_factory=Router)
     was_served: bool = False
     """Whether a worker group has ever served it; if so, its return is waited for."""
@@ -44,8 +56,8 @@ class ServedModel:
     """Ids of worker groups that may have something to plan although nothing was heard of them,
     since they were last asked for."""
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
-    _lost: list[WorkerGroupCapacity] = field(default_factory=list)
-    """What worker groups held that have died, as far as none has come in their place."""
+    _lost: list[LostWorkerGroup] = field(default_factory=list)
+    """Worker groups that died and were not replaced, the first to be given up first."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups that there were when the queue was sorted, and whether they drained."""
     _alike: list[EquivalentWorkerGroups] = field(default_factory=list)
@@ -75,19 +87,47 @@ class ServedModel:
         self.reopen()
         self.schedulers.append(scheduler)
         self._take_place_of_lost(scheduler.capacity.num_cache_tokens)
-        self._notice_worker_groups()
+        self.sort_queue()
 
-    def remove(self, scheduler: Scheduler) -> None:
+    def remove(self, scheduler: Scheduler, now_us: int) -> None:
         """A group is gone. If it did not drain, one like it is expected to take its place."""
         self.schedulers.remove(scheduler)
         if not scheduler.is_draining:
-            self._lost.append(scheduler.capacity)
+            self._lost.append(LostWorkerGroup(scheduler.capacity, now_us + self.max_lost_us))
+
+    @property
+    def next_given_up_us(self) -> float:
+        """When the next lost worker group is given up; infinite if nothing waits for it."""
+        if not self._lost or not (self.waiting or self.unschedulable):
+            return float("inf")
+        return self._lost[0].expected_until_us
+
+    def give_up_lost(self, now_us: int) -> list[SequenceGroup]:
+        """Expect worker groups back no longer that have been lost for too long; the requests that
+        have outgrown all others and so can never continue."""
+        if now_us < self.next_given_up_us:
+            return []
+        self._lost = [lost for lost in self._lost if now_us < lost.expected_until_us]
+        return self.stranded()
+
+    def stranded(self) -> list[SequenceGroup]:
+        """Requests that have outgrown all worker groups that are here or expected back."""
+        if not self.unschedulable or self.max_lost_us == float("inf"):
+            return []
+        capacities = [*self.capacities(), *(lost.capacity for lost in self._lost)]
+        return [
+            seq_group
+            for seq_group in self.unschedulable
+            if seq_group.outgrown_tokens and not any(map(seq_group.fits, capacities))
+        ]
 
     def _take_place_of_lost(self, num_tokens: int) -> None:
         """Expect the lost group back no more whose memory was the most like this: a worker that is
         started again may find a little more or less."""
         if self._lost:
-            self._lost.remove(min(self._lost, key=lambda c: abs(c.num_cache_tokens - num_tokens)))
+            self._lost.remove(
+                min(self._lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - num_tokens))
+            )
 
     def reopen(self) -> None:
         """Put all that has not begun up for routing again."""
@@ -101,7 +141,7 @@ class ServedModel:
 
         What cannot stays, until another worker group joins or it ends.
         """
-        self._notice_worker_groups()
+        self.sort_queue()
         for scheduler in self.schedulers:
             if not scheduler.is_draining:
                 continue
@@ -141,7 +181,7 @@ class ServedModel:
         """Whether a request can go on elsewhere, now or when what was lost is back, and come to be
         as long as it could here."""
         length = seq_group.max_length(here)
-        capacities = chain(self.capacities(), self._lost)
+        capacities = chain(self.capacities(), (lost.capacity for lost in self._lost))
         return any(
             seq_group.fits(each) and seq_group.max_length(each) >= length for each in capacities
         )
@@ -149,7 +189,6 @@ class ServedModel:
     def is_needed(self, scheduler: Scheduler) -> bool:
         """Whether something that has begun waits for a worker group although it drains, or is on
         its way to it."""
-        self._notice_worker_groups()
         on_their_way = (seq_group for other in self.schedulers for seq_group in other.migrating)
         queues = chain(self.waiting, self.unschedulable, on_their_way)
         return any(scheduler in self._suitable(seq_group) for seq_group in queues)
@@ -175,8 +214,7 @@ class ServedModel:
     def check(self) -> None:
         """Assert the invariants. Looks at every worker group for every request that waits."""
         self.waiting.check()
-        if self._sorted_for != self._present():
-            return  # refusals are forgotten in the next round
+        assert self._sorted_for == self._present()
         for seq_group in self.waiting:
             for scheduler in self.schedulers:
                 known = seq_group.routing.refusals.get(scheduler.capacity.worker_group_id)
@@ -199,7 +237,6 @@ class ServedModel:
         if not self.waiting:
             self.throughput.interrupt()
             return
-        self._notice_worker_groups()
         placed: list[SequenceGroup] = []
         self.waiting.take_back()
         placing = RoutingRound(
@@ -269,8 +306,8 @@ class ServedModel:
         suitable = set(chain.from_iterable(kind))
         return [scheduler for scheduler in self.schedulers if scheduler in suitable]
 
-    def _notice_worker_groups(self) -> None:
-        """Sort the queue anew if the worker groups are others than the last time."""
+    def sort_queue(self) -> None:
+        """Sort the queue again after worker groups have joined, left or begun to drain."""
         worker_groups = self._present()
         if worker_groups != self._sorted_for:
             self._sorted_for = worker_groups
@@ -333,11 +370,11 @@ class Fleet:
         model.add(scheduler)
         return model
 
-    def remove(self, worker_group_id: str) -> Scheduler | None:
+    def remove(self, worker_group_id: str, now_us: int) -> Scheduler | None:
         """A worker group is gone; None if it was not there."""
         scheduler = self._schedulers.pop(worker_group_id, None)
         if scheduler is not None:
-            self.model_of(scheduler).remove(scheduler)
+            self.model_of(scheduler).remove(scheduler, now_us)
         return scheduler
 
     def scheduler_of(self, seq_group: SequenceGroup) -> Scheduler | None:
@@ -362,6 +399,17 @@ class Fleet:
                 model.stirred = set()
         return stirred
 
+    @property
+    def next_given_up_us(self) -> float:
+        """When the next lost worker group is given up; infinite if nothing waits for one."""
+        return min((m.next_given_up_us for m in self._models.values()), default=float("inf"))
+
+    def give_up_lost(self, now_us: int) -> list[SequenceGroup]:
+        """Expect worker groups back no longer that have been lost for too long; the requests that
+        have outgrown all others and so can never continue."""
+        given_up = [model.give_up_lost(now_us) for model in self._models.values()]
+        return list(chain.from_iterable(given_up))
+
     # Models.
 
     @property
@@ -374,7 +422,9 @@ class Fleet:
         model = self._models.get(name)
         if model is None:
             policy = POLICIES[self._config.policy](self._tenants)
-            model = self._models[name] = ServedModel(name, policy)
+            wait_s = self._config.max_outgrown_wait_s
+            max_lost_us = float("inf") if wait_s is None else to_us(wait_s)
+            model = self._models[name] = ServedModel(name, policy, max_lost_us)
         return model
 
     def model_of(self, scheduler: Scheduler) -> ServedModel:

@@ -45,6 +45,9 @@ from scheduler_service.core.step_plan import NewSequence
 
 logger = logging.getLogger(__name__)
 
+SUMMARY_INTERVAL_US = 10_000_000
+"""Time between two summaries of a worker group's preemptions in the log."""
+
 
 class SwapManager:
     """The swapped-out groups of one worker group, in the policy's order.
@@ -178,6 +181,7 @@ class Preemption:
         self._running = running
         self._rates = rates
         self._totals = totals
+        self._log = _PreemptionLog()
 
     def make_room(self, seq_group: SequenceGroup, batch: Batch) -> bool:
         """Take the blocks of the last group, or of the last sequence if that is of this group,
@@ -249,7 +253,7 @@ class Preemption:
 
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
         """Free the blocks of sequences of one group; they wait to be computed again."""
-        self._log("recompute", victims)
+        self._log.note("recompute", victims, batch.now_us)
         victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
@@ -258,20 +262,43 @@ class Preemption:
 
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
         """Move the blocks of a whole group to the host, from where it will come back."""
-        self._log("swap", victims)
+        self._log.note("swap", victims, batch.now_us)
         victims[0].seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
         self._swapping.swap_out(victims, batch)
 
-    def _log(self, means: str, victims: list[Sequence]) -> None:
-        logger.warning(
-            "preempted by=%s request_id=%s seq_ids=%s num_tokens=%d",
-            means,
-            victims[0].seq_group.request.request_id,
-            ",".join(str(seq.seq_id) for seq in victims),
-            max(seq.length for seq in victims),
-        )
+
+class _PreemptionLog:
+    """Logs each preemption at DEBUG, and a summary of them at WARNING every ten seconds at most.
+
+    Logging is synchronous and the core runs on the event loop of all requests: a line for each
+    preemption would slow it down exactly when memory is short.
+    """
+
+    def __init__(self) -> None:
+        self._counts = {"swap": 0, "recompute": 0}
+        self._due_us = 0
+
+    def note(self, mode: str, victims: list[Sequence], now_us: int) -> None:
+        """Count the preemption of sequences of one group."""
+        self._counts[mode] += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "preempted mode=%s request_id=%s seq_ids=%s num_tokens=%d",
+                mode,
+                victims[0].seq_group.request.request_id,
+                ",".join(str(seq.seq_id) for seq in victims),
+                max(seq.length for seq in victims),
+            )
+        if now_us >= self._due_us:
+            logger.warning(
+                "requests were preempted because memory ran out num_swapped=%d num_recomputed=%d",
+                self._counts["swap"],
+                self._counts["recompute"],
+            )
+            self._counts = {"swap": 0, "recompute": 0}
+            self._due_us = now_us + SUMMARY_INTERVAL_US
 
 
 class VictimSelector:

@@ -1,12 +1,13 @@
 """A core's recorded life, run again: the same plans and news, or the first that differ."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from scheduler_service.core import SchedulerConfig
+from scheduler_service.core import PolicyName, SchedulerConfig, TenantConfig
 from scheduler_service.errors import QueueFull
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recording_file import RecordingReader
@@ -92,6 +93,30 @@ def test_reworded_messages_of_errors_are_no_difference() -> None:
     index = recording.find("submit", lambda data: "raised" in data)
     recording.change(index, lambda data: data["raised"].__setitem__(1, "worded otherwise"))
     assert recording.replay().is_exact
+
+
+def test_asking_whether_a_group_is_drained_changes_nothing() -> None:
+    """With fair shares a tenant's account is lifted when the queue is sorted again."""
+    recorder = Recorder()
+    config = replace(
+        CONFIG,
+        max_num_seqs=2,
+        policy=PolicyName.FAIR,
+        tenants={"small": TenantConfig(max_kv_blocks=4)},
+    )
+    driver = CoreDriver(config, recorder.make_core)
+    for group_id in ("g0", "g1", "g2"):
+        driver.add_worker_group(make_capacity(group_id))
+    for num_tokens in (11, 5):  # the second would exceed the tenant's blocks
+        driver.submit(prompt=[1] * num_tokens, max_tokens=4, tenant="small")
+    driver.core.drain_worker_group("g2", driver.now)
+    driver.schedule("g0")
+    driver.lose_worker_group("g0")
+    assert driver.core.is_drained("g2")
+    for num_tokens, max_tokens in ((6, 6), (12, 2)):
+        driver.submit(prompt=[2] * num_tokens, max_tokens=max_tokens, tenant="other")
+    driver.run_until_idle()
+    recorder.check()
 
 
 def test_a_changed_token_shows_in_the_first_plan_that_depends_on_it() -> None:

@@ -115,6 +115,45 @@ def test_what_has_died_is_waited_for_and_taken_by_one_that_came_in_its_place() -
     assert reason(late) == "KV_CACHE_TOO_SMALL", "nobody is expected any more"
 
 
+def test_what_has_died_is_waited_for_no_longer_than_is_configured() -> None:
+    driver = make_driver(max_outgrown_wait_s=30.0)
+    before, moved = (under_way(driver, prompt=[number] * 13) for number in (1, 2))
+    driver.cancel(before)
+    add(driver, "large")
+    driver.lose_worker_group("large")
+    lost_at = driver.now
+    driver.run_until_idle()
+    assert moved.is_live
+    next_deadline = driver.core.next_deadline()
+    assert next_deadline == pytest.approx(lost_at + 30.0)
+    driver.expire(lost_at + 29.9 - driver.now)
+    assert moved.is_live
+    driver.expire(0.2)
+    driver.collect()
+    assert reason(moved) == "KV_CACHE_TOO_SMALL"
+    assert "no worker group with a larger one joined within 30 s" in str(moved.error)
+    driver.check_empty()
+    late = under_way(driver)
+    driver.run_until_idle()
+    assert reason(late) == "KV_CACHE_TOO_SMALL", "it is not waited for again"
+    assert driver.core.next_deadline() is None
+
+
+def test_what_a_drained_worker_group_leaves_behind_is_not_stranded() -> None:
+    driver = make_driver(max_outgrown_wait_s=30.0)
+    record = under_way(driver)
+    add(driver, "large")
+    while driver.core.snapshot().num_running == 0 or not driver.links["large"].results:
+        driver.schedule("small")
+        driver.schedule("large")
+        driver.deliver("small")
+    driver.core.drain_worker_group("large", driver.now)
+    driver.lose_worker_group("large")
+    driver.run_until_idle()
+    assert reason(record) == "KV_CACHE_TOO_SMALL", "nobody is expected"
+    driver.check_empty()
+
+
 def test_its_tenants_blocks_go_along() -> None:
     driver = make_driver(tenants={"small": TenantConfig(max_kv_blocks=6)})
     record = under_way(driver, tenant="small")
