@@ -1,8 +1,8 @@
-"""The pure core on an event loop: told the time, woken by deadlines, its news carried away.
+"""Runs the pure core on an event loop: passes it the time, wakes it, and delivers its outputs.
 
 All calls into the core go through here and happen on the loop's thread, so the core needs no lock.
-After each of them the driver settles, once per turn of the loop however many calls there were: it
-hands each frontend its news and sets the alarm for the next deadline.
+After them the driver settles, once per turn of the loop however many calls there were: it
+hands each frontend its outputs and sets the timer for the next deadline.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.replay.recorder import RecordingCore
 
 Core: TypeAlias = SchedulerCore | RecordingCore
-"""A core, or one that also writes down what it is told."""
+"""A core, or one that also records its input."""
 
 
 class Mailbox(Protocol):
-    """Where a frontend's news goes."""
+    """Receives the outputs for one frontend."""
 
     def deliver(self, outbox: EngineOutputs) -> None:
-        """Take news; must not block."""
+        """Take outputs; must not block."""
 
 
 class CoreDriver:
@@ -36,7 +36,7 @@ class CoreDriver:
         self.core = core
         self.clock = clock
         self.on_traced: Callable[[TracedRequest], None] | None = None
-        """Told of requests that have ended, where their traces are exported."""
+        """Called with each traced request that has ended, if traces are exported."""
         self._loop = asyncio.get_running_loop()
         self._mailboxes: dict[str, Mailbox] = {}
         self._work: dict[str, asyncio.Event] = {}
@@ -48,11 +48,11 @@ class CoreDriver:
     # Frontends
 
     def add_frontend(self, frontend_id: str, mailbox: Mailbox) -> None:
-        """From now on news for `frontend_id` goes to `mailbox`."""
+        """Deliver outputs for `frontend_id` to `mailbox` from now on."""
         self._mailboxes[frontend_id] = mailbox
 
     def remove_frontend(self, frontend_id: str) -> None:
-        """End all requests of a frontend that is gone."""
+        """End all requests of a frontend whose stream has ended."""
         self._mailboxes.pop(frontend_id, None)
         self.core.remove_frontend(frontend_id, self.clock())
         self._follow_up()
@@ -68,12 +68,12 @@ class CoreDriver:
         self._follow_up()
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """End a tenant's request of whichever frontend; raises UnknownRequest if there is none."""
+        """End a tenant's request, of any frontend; raises UnknownRequest if there is none."""
         self.core.abort(tenant, request_id, self.clock())
         self._follow_up()
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int) -> None:
-        """End a choice that has its stop string."""
+        """End a choice at its stop string."""
         self.core.stop_choice(frontend_id, handle, num_tokens, self.clock())
         self._follow_up()
 
@@ -90,19 +90,19 @@ class CoreDriver:
         return work
 
     def remove_worker_group(self, group_id: str) -> None:
-        """A group is lost: its sequences go back to the queue. Nothing happens twice."""
+        """Return the sequences of a lost group to the queue; no effect the second time."""
         if self._work.pop(group_id, None) is not None:
             self.core.remove_worker_group(group_id, self.clock())
             self._changed()
 
     def drain_worker_group(self, group_id: str) -> None:
-        """Give a group nothing new, and have what it has go on in others, as far as they can."""
+        """Give a group nothing new, and move its requests to other groups where possible."""
         if group_id in self._work:
             self.core.drain_worker_group(group_id, self.clock())
             self._changed()
 
     def is_drained(self, group_id: str) -> bool:
-        """Whether a group has nothing left to do; one that is not planned for has not."""
+        """Whether a group has nothing left to do, or is not planned for."""
         return group_id not in self._work or self.core.is_drained(group_id)
 
     def next_plan(self, group_id: str) -> StepPlan | None:
@@ -112,7 +112,7 @@ class CoreDriver:
         return plan
 
     def apply(self, group_id: str, result: StepResult) -> None:
-        """What came of the group's oldest step under way."""
+        """Apply the result of the group's oldest step in flight."""
         self.core.update(group_id, result, self.clock())
         self._wake(group_id)
         self._follow_up()
@@ -124,26 +124,26 @@ class CoreDriver:
             await self._settled.wait()
 
     def close(self) -> None:
-        """Stop the timers. The core is not used any more."""
+        """Stop the timers. The core is not used after this."""
         for timer in (self._settling, self._alarm):
             if timer is not None:
                 timer.cancel()
 
     def _changed(self) -> None:
-        """Other groups are there than before: anything may have become possible for any."""
+        """The set of groups has changed: wake all, as any may now have work."""
         for work in self._work.values():
             work.set()
         self._settle_soon()
 
     def _wake(self, group_id: str) -> None:
-        """There may be a plan for one group. If others can do with the room that it has, they hear
-        of it when it plans."""
+        """There may be a plan for one group. Groups that can use capacity that it frees are woken
+        when it plans."""
         work = self._work.get(group_id)
         if work is not None:
             work.set()
 
     def _follow_up(self) -> None:
-        """What any call into the core leads to: plans of groups that it names, and news."""
+        """After any call into the core: wake the groups that it names, and deliver outputs soon."""
         for group_id in self.core.take_stirred():
             self._wake(group_id)
         self._settle_soon()

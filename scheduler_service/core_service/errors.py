@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 
 class SessionFailed(Exception):
-    """The line to a worker broke, or the worker does not keep to the contract."""
+    """The connection to a worker broke, or the worker violates the contract."""
 
 
 class StepOverdue(SessionFailed):
-    """A step takes much longer than it should, though the worker is there."""
+    """A step takes much longer than it should although the worker sends heartbeats."""
 
     def __init__(self, step_id: int, limit_s: float) -> None:
         super().__init__(f"step {step_id} is overdue: not all results within {limit_s:.3g} s")
@@ -16,7 +16,7 @@ class StepOverdue(SessionFailed):
 
 
 class GroupHung(Exception):
-    """The group is of no use until `ranks` of it have registered anew."""
+    """The group cannot be used until its `ranks` have registered again."""
 
     def __init__(self, reason: str, ranks: Sequence[int]) -> None:
         super().__init__(reason)

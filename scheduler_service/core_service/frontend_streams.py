@@ -24,39 +24,39 @@ logger = logging.getLogger(__name__)
 
 
 class HoldTimes:
-    """The frontend's live requests, and how long each lets its tokens wait.
+    """How long each live request of the frontend lets its tokens wait.
 
-    Tokens wait as long as the least patient request allows. Whatever else there is to tell is told
-    at once, and takes the tokens with it.
+    Tokens wait as long as the request with the shortest hold time allows. All other outputs are
+    sent at once, together with the tokens that wait.
     """
 
     def __init__(self) -> None:
         self._holds_s: dict[int, float] = {}
         """By the request's handle."""
         self._shortest_s: float | None = None
-        """Of all; None when it is to be found anew."""
+        """The shortest hold time; None if it must be computed again."""
 
     def __len__(self) -> int:
-        """Requests that are live."""
+        """The number of live requests."""
         return len(self._holds_s)
 
     def begin(self, handle: int, hold_s: float) -> None:
-        """A request was taken in."""
+        """A request was accepted."""
         self._holds_s[handle] = hold_s
         self._shortest_s = None
 
     def end(self, handle: int) -> None:
-        """A request is no more, if it ever was."""
+        """A request has ended; no effect for an unknown one."""
         if self._holds_s.pop(handle, None) is not None:
             self._shortest_s = None
 
-    def delay_s(self, news: EngineOutputs) -> float:
-        """How long `news` may wait; takes note of the requests whose end they tell."""
-        for finished in news.requests_finished:
+    def delay_s(self, outputs: EngineOutputs) -> float:
+        """How long `outputs` may wait; also ends the requests that they report as ended."""
+        for finished in outputs.requests_finished:
             self.end(finished.handle)
-        for handle, _ in news.requests_failed:
+        for handle, _ in outputs.requests_failed:
             self.end(handle)
-        if news.has_more_than_tokens:
+        if outputs.has_more_than_tokens:
             return 0.0
         if self._shortest_s is None:
             self._shortest_s = min(self._holds_s.values(), default=0.0)
@@ -78,30 +78,30 @@ class FrontendStream:
         self._driver = driver
         self._pending = EngineOutputs()
         self._models: pb.ServedModels | None = None
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         self._hold_times = HoldTimes()
         self._hold: asyncio.TimerHandle | None = None
-        """Runs while tokens wait."""
+        """The timer that ends the wait of tokens."""
         self._closed: Exception | None = None
 
     def deliver(self, outbox: EngineOutputs) -> None:
-        """Add to what the next message says, and send it as soon as its requests want."""
+        """Add to the next message, and send it as soon as its requests require."""
         merge(self._pending, outbox)
         delay_s = self._hold_times.delay_s(outbox)
         if delay_s == 0:
-            self._news.set()
+            self._wake.set()
         elif self._hold is None:
-            self._hold = asyncio.get_running_loop().call_later(delay_s, self._news.set)
+            self._hold = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
 
     def tell_models(self, models: pb.ServedModels) -> None:
         """Announce in the next message which models can be served."""
         self._models = models
-        self._news.set()
+        self._wake.set()
 
     def close(self, error: Exception) -> None:
         """End the stream with `error` once what is pending has been sent."""
         self._closed = error
-        self._news.set()
+        self._wake.set()
 
     def take_in(self, message: pb.FrontendMessage) -> None:
         """Apply a message of the frontend; a refused request becomes an output.
@@ -133,23 +133,23 @@ class FrontendStream:
             self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
 
     async def read_all(self, context: Context) -> None:
-        """Take messages in until the frontend ends the stream.
+        """Apply messages until the frontend ends the stream.
 
-        Once it is closed, by a newer stream of the same frontend say, nothing more counts.
+        Once it is closed, for example by a newer stream of the same frontend, they are ignored.
         """
         while (request := await context.read()) is not grpc.aio.EOF:
             if self._closed is None:
                 self.take_in(request.message)
 
     async def write_all(self, context: Context) -> None:
-        """Send news as they come; raises what `close` was told."""
+        """Send outputs as they come; raises the error that was given to `close`."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._wake.wait()
+            self._wake.clear()
             message = self._next_message()
             if message is not None:
                 await to_its_end(context.write(pb.AttachResponse(message=message)), FAREWELL_S)
-            if self._closed is not None and not self._news.is_set():
+            if self._closed is not None and not self._wake.is_set():
                 raise self._closed
 
     def _next_message(self) -> pb.SchedulerMessage | None:
@@ -167,7 +167,7 @@ class FrontendStream:
 
 
 class FrontendStreams:
-    """All frontends' streams, at most one per frontend id."""
+    """The streams of all frontends, at most one per frontend id."""
 
     def __init__(self, driver: CoreDriver, counts: EventCounters) -> None:
         self._driver = driver
@@ -178,7 +178,7 @@ class FrontendStreams:
         self._accepts_requests = True
 
     def __len__(self) -> int:
-        """Attached frontends."""
+        """The number of attached frontends."""
         return len(self._streams)
 
     def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
@@ -204,7 +204,7 @@ class FrontendStreams:
         """Run one stream to its end; a frontend's requests end with it.
 
         Raises InvalidArgument for a malformed message, and Unavailable when the frontend has
-        attached anew or the service is shutting down.
+        attached again or the service is shutting down.
         """
         first = await context.read()
         if first is grpc.aio.EOF:
@@ -222,7 +222,7 @@ class FrontendStreams:
         former = self._streams.get(first.frontend_id)
         if former is not None:
             self._leave(former)
-            former.close(Unavailable("the frontend attached anew", reason="STREAM_REPLACED"))
+            former.close(Unavailable("the frontend has attached again", reason="STREAM_REPLACED"))
         stream = FrontendStream(first.frontend_id, self._driver)
         stream.accepts_requests = self._accepts_requests
         stream.tell_models(self._models)
@@ -239,14 +239,14 @@ class FrontendStreams:
             logger.info("frontend detached frontend_id=%s", stream.frontend_id)
 
 
-def merge(pending: EngineOutputs, news: EngineOutputs) -> None:
-    """Append `news` to `pending`, column by column."""
-    pending.accepted.extend(news.accepted)
-    pending.token_handles.extend(news.token_handles)
-    pending.token_ids.extend(news.token_ids)
-    pending.logprobs.extend(news.logprobs)
-    pending.prompt_logprobs.extend(news.prompt_logprobs)
-    pending.choices_finished.extend(news.choices_finished)
-    pending.requests_finished.extend(news.requests_finished)
-    pending.requests_failed.extend(news.requests_failed)
-    pending.worker_losses.extend(news.worker_losses)
+def merge(pending: EngineOutputs, outputs: EngineOutputs) -> None:
+    """Append `outputs` to `pending`, column by column."""
+    pending.accepted.extend(outputs.accepted)
+    pending.token_handles.extend(outputs.token_handles)
+    pending.token_ids.extend(outputs.token_ids)
+    pending.logprobs.extend(outputs.logprobs)
+    pending.prompt_logprobs.extend(outputs.prompt_logprobs)
+    pending.choices_finished.extend(outputs.choices_finished)
+    pending.requests_finished.extend(outputs.requests_finished)
+    pending.requests_failed.extend(outputs.requests_failed)
+    pending.worker_losses.extend(outputs.worker_losses)

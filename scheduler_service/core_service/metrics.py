@@ -58,13 +58,13 @@ OF_MODEL: Mapping[Metric, Callable[[ModelSnapshot], float]] = {
     Metric(
         "pagewire_prefill_tokens_total",
         Kind.COUNTER,
-        "Tokens computed by prefills, those computed again after a preemption or a loss included.",
+        "Tokens computed by prefills, including recomputation after preemptions and losses.",
         MODEL,
     ): lambda model: model.totals.num_prefill_tokens,
     Metric(
         "pagewire_delivered_tokens_total",
         Kind.COUNTER,
-        "Output tokens given to frontends.",
+        "Output tokens delivered to frontends.",
         MODEL,
     ): lambda model: model.totals.num_generated_tokens,
     Metric(
@@ -82,7 +82,7 @@ OF_MODEL: Mapping[Metric, Callable[[ModelSnapshot], float]] = {
     Metric(
         "pagewire_copied_blocks_total",
         Kind.COUNTER,
-        "KV blocks copied before a write to what several sequences share.",
+        "KV blocks copied because a sequence wrote to a block that it shared.",
         MODEL,
     ): lambda model: model.totals.num_copied_blocks,
     Metric(
@@ -96,7 +96,7 @@ OF_MODEL: Mapping[Metric, Callable[[ModelSnapshot], float]] = {
 KV_USAGE = Metric(
     "vllm:kv_cache_usage_perc",
     Kind.GAUGE,
-    "Share of a worker group's KV blocks on the device that are in use; 1 is all.",
+    "Share of a worker group's device KV blocks in use, 0 to 1.",
     ("model_name", "engine"),
 )
 
@@ -108,117 +108,127 @@ OF_GROUP: Mapping[Metric, Callable[[WorkerGroupSnapshot], float]] = {
         "pagewire_group_gpu_blocks", Kind.GAUGE, "KV blocks on a group's device.", GROUP
     ): lambda group: group.num_gpu_blocks,
     Metric(
-        "pagewire_group_free_gpu_blocks", Kind.GAUGE, "Of these, not in use.", GROUP
+        "pagewire_group_free_gpu_blocks",
+        Kind.GAUGE,
+        "KV blocks on a group's device that are not in use.",
+        GROUP,
     ): lambda group: group.num_free_gpu_blocks,
     Metric(
         "pagewire_group_cpu_blocks", Kind.GAUGE, "KV blocks in a group's host memory.", GROUP
     ): lambda group: group.num_cpu_blocks,
     Metric(
-        "pagewire_group_free_cpu_blocks", Kind.GAUGE, "Of these, not in use.", GROUP
+        "pagewire_group_free_cpu_blocks",
+        Kind.GAUGE,
+        "KV blocks in a group's host memory that are not in use.",
+        GROUP,
     ): lambda group: group.num_free_cpu_blocks,
 }
 
 GROUP_TIME = Metric(
     "pagewire_group_time_seconds_total",
     Kind.COUNTER,
-    "A group's time since it is ready, by what it was spent on: `forward`, `sample`, `plan` as far "
-    "as the worker waited for it, and `wire`, the rest; while there is nothing to do, too.",
+    "Seconds since a group became ready, by use: `forward`, `sample`, `plan` (time in which the "
+    "worker waited for plans) and `wire` (the rest, idle time included).",
     (*GROUP, "part"),
 )
 
 OF_REGISTERED: Mapping[Metric, Callable[[WorkerGroup], float]] = {
     Metric(
-        "pagewire_group_ranks", Kind.GAUGE, "A group's workers that are registered.", GROUP
+        "pagewire_group_ranks", Kind.GAUGE, "Registered workers of a group.", GROUP
     ): lambda group: len(group.workers),
     Metric(
-        "pagewire_group_world_size", Kind.GAUGE, "Workers that a group is to have.", GROUP
+        "pagewire_group_world_size",
+        Kind.GAUGE,
+        "Number of workers that make a group complete.",
+        GROUP,
     ): lambda group: group.world_size,
     Metric(
-        "pagewire_group_epoch", Kind.GAUGE, "Of a group's latest step stream.", GROUP
+        "pagewire_group_epoch", Kind.GAUGE, "Epoch of a group's current step stream.", GROUP
     ): lambda group: group.epoch,
     Metric(
-        "pagewire_group_steps_total", Kind.COUNTER, "Steps that a group has executed.", GROUP
+        "pagewire_group_steps_total", Kind.COUNTER, "Steps executed by a group.", GROUP
     ): lambda group: group.num_steps,
 }
 
 GROUP_STATE = Metric(
     "pagewire_group_state",
     Kind.GAUGE,
-    "1 for the state that a registered group is in: starting, ready, draining, lost or hung.",
+    "1 for the current state of a registered group: starting, ready, draining, lost or hung.",
     (*GROUP, "state"),
 )
 HEARTBEAT_AGE = Metric(
     "pagewire_group_heartbeat_age_seconds",
     Kind.GAUGE,
-    "Since the last heartbeat of the group's worker that has been silent the longest.",
+    "Seconds since the last heartbeat of the group's worker with the oldest one.",
     GROUP,
 )
 
 STEP_DURATION = Metric(
     "pagewire_step_duration_seconds",
     Kind.HISTOGRAM,
-    "Of a step, from when its plan was sent, or the step before was done, to its result.",
+    "Duration of a step in seconds, from sending its plan, or the end of the step before, to its "
+    "result.",
     MODEL,
 )
 STEP_TOKENS = Metric(
     "vllm:iteration_tokens_total",
     Kind.HISTOGRAM,
-    "Tokens computed in a step, of prefills and decodes.",
+    "Tokens computed in a step, prefills and decodes together.",
     MODEL,
 )
 PLAN_BYTES = Metric(
-    "pagewire_plan_bytes", Kind.HISTOGRAM, "Size of a step's plan on the wire.", MODEL
+    "pagewire_plan_bytes", Kind.HISTOGRAM, "Size of a step's plan on the wire, in bytes.", MODEL
 )
 PLANNING = Metric(
     "pagewire_planning_seconds_total",
     Kind.COUNTER,
-    "Time on the core's thread for planning steps and taking in their results.",
+    "Seconds that the core's thread spent on planning steps and applying their results.",
     MODEL,
 )
 
 OF_SERVICE: Mapping[Metric, Callable[[EventCounters], float]] = {
     Metric(
-        "pagewire_worker_registrations_total", Kind.COUNTER, "Workers that have registered."
+        "pagewire_worker_registrations_total", Kind.COUNTER, "Registrations of workers."
     ): lambda counts: counts.num_registrations,
     Metric(
         "pagewire_lease_expiries_total",
         Kind.COUNTER,
-        "Workers whose heartbeats stayed out for a lease's time.",
+        "Leases that expired because no heartbeat arrived.",
     ): lambda counts: counts.num_lease_expiries,
     Metric(
-        "pagewire_drains_total", Kind.COUNTER, "Worker groups that began to drain."
+        "pagewire_drains_total", Kind.COUNTER, "Worker groups that started to drain."
     ): lambda counts: counts.num_drains,
     Metric(
         "pagewire_link_failures_total",
         Kind.COUNTER,
-        "Times that the core's line to a worker group failed, to be tried again.",
+        "Failed sessions with worker groups, which are retried.",
     ): lambda counts: counts.num_link_failures,
     Metric(
         "pagewire_steps_overdue_total",
         Kind.COUNTER,
-        "Steps that did not come back in time from workers that were there.",
+        "Steps whose results were overdue although the workers sent heartbeats.",
     ): lambda counts: counts.num_steps_overdue,
     Metric(
         "pagewire_groups_hung_total",
         Kind.COUNTER,
-        "Worker groups that were put aside as their steps hung again and again.",
+        "Worker groups no longer used because several of their steps hung in a row.",
     ): lambda counts: counts.num_groups_hung,
     Metric(
-        "pagewire_frontend_attaches_total", Kind.COUNTER, "Streams that frontends have opened."
+        "pagewire_frontend_attaches_total", Kind.COUNTER, "Streams opened by frontends."
     ): lambda counts: counts.num_attaches,
 }
 
-UPTIME = Metric("pagewire_core_uptime_seconds", Kind.GAUGE, "Since the core started.")
-FRONTENDS = Metric("pagewire_frontends", Kind.GAUGE, "Frontends that are attached.")
+UPTIME = Metric("pagewire_core_uptime_seconds", Kind.GAUGE, "Seconds since the core started.")
+FRONTENDS = Metric("pagewire_frontends", Kind.GAUGE, "Attached frontends.")
 WORKER_LOSSES = Metric(
     "pagewire_worker_losses_total",
     Kind.COUNTER,
-    "Workers whose registration ended though nobody had told them to go.",
+    "Workers whose registration ended without a request to leave.",
 )
 TENANT_REQUESTS = Metric(
     "pagewire_tenant_requests",
     Kind.GAUGE,
-    "Live requests, in a batch or waiting for it.",
+    "Live requests, running or waiting.",
     ("tenant",),
 )
 
@@ -240,7 +250,7 @@ ALL = (
     PLAN_BYTES,
     PLANNING,
 )
-"""In the order in which they are told."""
+"""All metrics, in the order in which they are exported."""
 
 
 MAX_TENANTS = 100

@@ -22,7 +22,7 @@ Files = Mapping[str, bytes]
 
 
 class AssetCache:
-    """Files by fingerprint; callers that come while they are being fetched wait for them."""
+    """Files by fingerprint; concurrent callers share one fetch."""
 
     def __init__(self, registry: WorkerRegistry, dial: Dial) -> None:
         self._registry = registry
@@ -32,7 +32,7 @@ class AssetCache:
     async def get(self, model: str) -> Files:
         """A model's files by name.
 
-        Raises UnknownModel when no worker has the model, Unavailable when none could tell.
+        Raises UnknownModel when no worker has the model, Unavailable when no worker answered.
         """
         holders = self._registry.groups_with(model)
         if not holders:
@@ -41,7 +41,7 @@ class AssetCache:
         fetch = self._fetches.get(fingerprint)
         if fetch is None:
             self._forget_all_but({group.registration.model.fingerprint for group in self._registry})
-            # Groups may be without workers when it begins.
+            # A group may have lost its workers by the time the task starts.
             workers = [group.registration for group in holders]
             fetch = self._fetches[fingerprint] = asyncio.create_task(
                 _fetch_from_any(workers, self._dial)

@@ -1,4 +1,4 @@
-"""The scheduler core as a running service: the parts put together, and their orderly end."""
+"""The scheduler core as a running service: its composition and orderly shutdown."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "pagewire.v1.SchedulerService"
 
 FAREWELL_S = 1.0
-"""For streams to take note of their end."""
+"""How long streams may take to send their last status."""
 
 
 async def serve(config: CoreServiceConfig) -> None:
@@ -54,7 +54,7 @@ class CoreService:
     """An asynchronous context manager: listening when entered, ended when left.
 
     The health service answers NOT_SERVING, for the process as a whole too, until a worker group is
-    ready: a core without workers takes requests in, but they can only wait.
+    ready: a core without workers accepts requests, but they can only wait.
     """
 
     def __init__(self, config: CoreServiceConfig) -> None:
@@ -156,7 +156,7 @@ class CoreService:
         self._workers_changed.set()
 
     async def _announce_models(self) -> None:
-        """Tell frontends and the health service which models can be served, whenever it changes."""
+        """Announce the served models to frontends and the health service whenever they change."""
         known: list[object] = []
         while True:
             await self._workers_changed.wait()

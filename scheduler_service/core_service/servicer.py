@@ -22,7 +22,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(SchedulerServiceServicer):
-    """One method per rpc; the proto tells what each promises."""
+    """One method per RPC; the proto documents the contract of each."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ MAX_REQUESTS = 4096
 
 
 def to_detail(message: pb.StatusDetail) -> InspectionDetail:
-    """What is asked for; raises InvalidArgument."""
+    """The requested detail; raises InvalidArgument."""
     detail = InspectionDetail(
         include_requests=message.include_requests, include_blocks=message.include_blocks
     )
@@ -70,7 +70,7 @@ def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
 
 
 def block_map(blocks: BlockMap) -> pb.BlockMap:
-    """A memory's columns."""
+    """The message for one memory's block map."""
     return pb.BlockMap(owners=blocks.owners.tobytes(), num_references=blocks.num_references)
 
 
@@ -97,7 +97,7 @@ class StatusBoard:
         self._started_at = driver.clock()
 
     def snapshot(self, detail: InspectionDetail | None = None) -> status_pb2.EngineStatus:
-        """The state of this instant, in as much detail as is asked for."""
+        """The current state, in the requested detail."""
         now = self._driver.clock()
         status = self._counts(now)
         if detail is not None and (detail.include_requests or detail.include_blocks):
@@ -152,7 +152,7 @@ class StatusBoard:
         )
 
     async def log_summaries(self, interval_s: float = SUMMARY_INTERVAL_S) -> None:
-        """Log every `interval_s` seconds what happened, if anything did."""
+        """Log a summary every `interval_s` seconds if anything has changed."""
         before = self._driver.core.snapshot()
         while True:
             await asyncio.sleep(interval_s)

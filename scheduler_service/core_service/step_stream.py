@@ -1,4 +1,4 @@
-"""The hot path's core side: plans go out, results come in, a few steps at a time."""
+"""The core's side of `ExecuteSteps`: sends plans ahead and applies results."""
 
 import asyncio
 import logging
@@ -25,14 +25,13 @@ Call: TypeAlias = grpc.aio.StreamStreamCall[
 
 
 HELD_UP_SHARE = 0.1
-"""Share of a step's least limit granted on top: a loop that was held up reads waiting results in
-it."""
+"""Extra share of a step's least limit, in which a loop that was delayed reads waiting results."""
 
 
 class StepStream:
     """One `ExecuteSteps` stream to each rank of one worker group, fenced by their epoch.
 
-    All ranks get the same plans. One samples, and tells what came of them; the others' results say
+    All ranks get the same plans. One samples and returns results; the results of the others say
     only that they are in step, and a rank that is not ends the stream of all. The core gives plans
     ahead of the results, so that plan n+1 is at the workers before result n is back; where it gives
     several at once, they go in one message, and so do their results.
@@ -50,7 +49,7 @@ class StepStream:
         meter: StepCounters,
     ) -> None:
         self.num_steps = 0
-        """Steps whose results are back."""
+        """Steps with results."""
         self._calls = calls
         self._sampler = sampler
         self._num_sent = 0
@@ -67,8 +66,8 @@ class StepStream:
     async def run(self, work: asyncio.Event) -> None:
         """Plan whenever `work` is set, until the group is drained.
 
-        Raises LinkFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot go on;
-        StepOverdue, a LinkFailed, when a result does not come.
+        Raises SessionFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot
+        continue; StepOverdue, a SessionFailed, when a result does not come.
         """
         followers = [
             self._follow(rank) for rank in range(len(self._calls)) if rank != self._sampler
@@ -123,7 +122,7 @@ class StepStream:
     async def _write(self, call: Call, request: worker_pb.ExecuteStepsRequest) -> None:
         try:
             await call.write(request)
-        except asyncio.InvalidStateError:  # the call has ended; its status tells why
+        except asyncio.InvalidStateError:  # the call has ended; its status has the reason
             code, details = await call.code(), await call.details()
             raise SessionFailed(f"the worker ended the stream: {code.name} {details}") from None
 
@@ -137,7 +136,7 @@ class StepStream:
         raise SessionFailed("the worker ended the stream")
 
     def _receive(self, message: plan_pb2.StepResult, sent_us: int) -> None:
-        """Take in a result that came when that of `sent_us` on the worker's clock was there."""
+        """Apply a result that was received with the one sent at `sent_us` on the worker's clock."""
         if message.epoch < self._epoch:
             logger.warning(
                 "stale result dropped group_id=%s epoch=%d step_id=%d",
@@ -156,7 +155,7 @@ class StepStream:
         self._note_planning(started_at)
 
     async def _follow(self, rank: int) -> None:
-        """Hold a rank that does not sample to its step numbers."""
+        """Check the step numbers of a rank that does not sample."""
         num_results = 0
         while (response := await self._calls[rank].read()) is not grpc.aio.EOF:
             for result in results_of(response):
@@ -177,12 +176,12 @@ class StepStream:
             raise SessionFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
 
     async def _watch_steps(self) -> None:
-        """Raise StepOverdue when the oldest open step takes too long, however it was held up."""
+        """Raise StepOverdue when the oldest step in flight takes too long."""
         while True:
             self._sent.clear()
             if self._watch.overdue_at is None:
                 await self._sent.wait()
-            # A step that begins meanwhile is not overdue before this has passed.
+            # A step that starts meanwhile is not overdue before this time has passed.
             await asyncio.sleep(min(self._left_s(), self._least_limit_s))
             if self._left_s() > 0:
                 continue
@@ -192,7 +191,7 @@ class StepStream:
                 raise StepOverdue(num_done + 1, limit_s)
 
     def _left_s(self) -> float:
-        """Until the oldest open step is overdue."""
+        """Seconds until the oldest step in flight is overdue."""
         overdue_at = self._watch.overdue_at
         return self._least_limit_s if overdue_at is None else overdue_at - self._driver.clock()
 

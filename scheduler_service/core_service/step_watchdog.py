@@ -5,7 +5,7 @@ b and c are the worker's own: unknown, but none is below zero. The averages of m
 to it too. So whatever a, b and c are, a step takes at most as many times the average as it has
 times the average's tokens, or pairs, whichever is more. That bound holds by the average of decodes
 as by the average of prefills, and the lesser of the two is used: decodes wait for memory and
-prefills for arithmetic, so each tells little of the other.
+prefills for arithmetic, so neither predicts the other well.
 
 A limit is that bound times a generous factor, and never below a floor. The first steps of a size
 may compile kernels or record graphs: they have a higher floor and do not count for the averages.
@@ -20,7 +20,7 @@ from scheduler_service.core.stats.throughput import MovingAverage, StepWork
 from scheduler_service.core_service.errors import GroupHung, SessionFailed, StepOverdue
 
 NUM_FIRST_STEPS = 2
-"""Steps of a size that may take as long as a first one. Sizes are told apart by powers of two."""
+"""Steps of a size that may take as long as a first one. Sizes are classified by powers of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class StepTimeout:
 
 
 class _Average:
-    """Steps of one kind: what they took, and how much there was to do."""
+    """Averages over steps of one kind: duration, tokens and attention pairs."""
 
     def __init__(self) -> None:
         self._seconds = MovingAverage()
@@ -70,7 +70,7 @@ class _Average:
 
 
 class StepTimes:
-    """What one worker group's steps have taken so far, and so how long the next may take."""
+    """Durations of one worker group's steps so far, and the limit for the next that follows."""
 
     def __init__(self, timeout: StepTimeout) -> None:
         self._timeout = timeout
@@ -91,7 +91,7 @@ class StepTimes:
         return max(self.least_limit_s, floor_s, self._timeout.factor * min(bounds, default=0.0))
 
     def note(self, work: StepWork, seconds: float) -> None:
-        """Take in what a step has taken."""
+        """Record the duration of a step."""
         is_first = self._is_first(work)
         self._num_seen[_size(work)] += 1
         if not is_first:
@@ -111,7 +111,7 @@ class StepWatch:
     def __init__(self, times: StepTimes, num_ranks: int) -> None:
         self._times = times
         self._open: deque[tuple[StepWork, int]] = deque()
-        """With how many may come together."""
+        """Each step's work, and the number of results that may arrive together."""
         self._num_answers = [0] * num_ranks
         self._num_done = 0
         self._since = 0.0
@@ -125,19 +125,20 @@ class StepWatch:
 
     @property
     def limit_s(self) -> float:
-        """What the oldest open step may take, and those that its result may wait for."""
+        """Seconds for the oldest step in flight and the steps that its result waits for."""
         work, num_together = self._open[0]
         return num_together * self._times.limit_s(work)
 
     def sent(self, work: StepWork, now: float, num_together: int = 1) -> None:
-        """Another step is on its way; its result may come with those after it, so many together."""
+        """A step was sent; its result may arrive together with those of later steps, `num_together`
+        in all."""
         self._open.append((work, num_together))
         if len(self._open) == 1:
             self._begin(now)
 
     def answered(self, rank: int, now: float) -> list[float]:
-        """A rank has answered its oldest open step. Seconds that the steps took which are done by
-        it.
+        """A rank has answered its oldest step in flight. Returns the seconds that each step took
+        which this completes.
 
         A result that waited for others has a `now` of before; it is taken for no earlier than the
         answer before it, which the core may have read late.
@@ -167,34 +168,35 @@ def _size(work: StepWork) -> tuple[bool, int]:
 
 
 MAX_HANGS = 3
-"""In a row. Being busy with one step for so many of its limits counts as much."""
+"""Hangs in a row after which a group is not used; being busy with one step for as many times its
+limit counts as much."""
 
 NUM_SOUND_STEPS = 100
-"""After so many steps of one stream, hangs before it are forgotten."""
+"""Steps of one stream after which earlier hangs are forgotten."""
 
 
 class HangCounter:
-    """The hangs in a row of one group's workers, since they registered."""
+    """Counts hangs in a row of one group's workers since they registered."""
 
     def __init__(self) -> None:
         self._num_hangs = 0
         self._limit_s = 0.0
 
     def note_stream(self, num_steps: int) -> None:
-        """A stream has ended after so many steps, for whatever reason."""
+        """A stream has ended after `num_steps` steps, for any reason."""
         if num_steps >= NUM_SOUND_STEPS:
             self._num_hangs = 0
 
     def note(self, overdue: StepOverdue) -> None:
-        """A stream has ended because a step did not come back."""
+        """A stream has ended because a step was overdue."""
         self._num_hangs += 1
         self._limit_s = overdue.limit_s
 
     def check(self, infos: Sequence[worker_pb.GetInfoResponse]) -> None:
-        """Look at what the ranks say before another stream is opened to them.
+        """Check the state of the ranks before another stream is opened.
 
-        Raises GroupHung when they have hung too often or for too long, and LinkFailed while one is
-        still busy.
+        Raises GroupHung when they have hung too often or for too long, and SessionFailed while one
+        is still busy.
         """
         if self._num_hangs == 0:
             return

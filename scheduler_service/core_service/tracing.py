@@ -16,7 +16,7 @@ BEGINS = {
     RequestEvent.WORKER_LOST: "recovery",
     RequestEvent.MOVED: "recovery",
 }
-"""What a request does from an event on."""
+"""The phase that an event starts."""
 
 EVENTS = {
     RequestEvent.RESUMED: "resumed",
@@ -29,21 +29,21 @@ EVENTS = {
     RequestEvent.WORKER_LOST: "worker lost",
     RequestEvent.MOVED: "moved",
 }
-"""What the span of the whole tells of by name; the others are its begin and its end."""
+"""Names of the events of the request's span; other events are its start and its end."""
 
 _OUT_OF_BATCH = ("preempted", "recovery")
 
 Phase = tuple[str, int, int]
-"""Name, and microseconds of its begin and end."""
+"""Name, start and end in microseconds."""
 
 
 def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
-    """What the request did, without gaps, from its first event to its last."""
+    """The request's phases, without gaps, from its first event to its last."""
     name, since = "", 0
     former: RequestEvent | None = None
     num_to_compute = 0
     kinds = {event for event, *_ in entries}
-    # What goes on at a new core with tokens has no first one here.
+    # A request that continues at a new core with tokens has no first token here.
     has_token = RequestEvent.RESUMED in kinds and RequestEvent.FIRST_TOKEN not in kinds
     for event, now_us, num_tokens in entries:
         then = BEGINS.get(event, name)
@@ -66,11 +66,11 @@ def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
 
 
 def events(request: TracedRequest) -> Iterator[Event]:
-    """What happened to the request, with the worker group that took it, or its tokens by then."""
+    """The request's events, each with its worker group or with the number of tokens so far."""
     for event, now_us, value in request.entries:
         name = EVENTS.get(event)
         if event is RequestEvent.PLACED:
-            # Where there were very many, the first are no longer told apart.
+            # After very many placements the first ones share an entry.
             group_id = request.placements[min(value, len(request.placements) - 1)]
             yield "placed", now_us / 1e6, {"pagewire.group": group_id}
         elif name is not None:

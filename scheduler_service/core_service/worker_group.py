@@ -1,8 +1,9 @@
 """One worker group: the ranks that hold one copy of a model together, and their session.
 
-A group steps while it is whole, that is while every rank is registered. Whoever is lost takes the
-group's session along: its sequences go back to the core's queue at once, and the other ranks wait,
-with their weights, until the missing one has come again. So they do when one hangs too often.
+A group steps while it is whole, that is while every rank is registered. The loss of a rank ends the
+group's session: its sequences return to the core's queue at once, and the other ranks wait, with
+their weights loaded, until the missing one has registered again. The same happens when a rank hangs
+too often.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ _COMMON_FACTS = (
     "max_model_len",
     "vocab_size",
 )
-"""What a model's ranks must agree on; the size of a block, for one, is each rank's own."""
+"""What the ranks of a group must agree on; a block's size in bytes, for example, may differ."""
 
 
 class Worker:
@@ -37,66 +38,66 @@ class Worker:
         self.registration = registration
         self.last_heartbeat = now
         self.stop_reason: str | None = None
-        """Why the process shall end, when it shall."""
+        """Why the process must end, if it must."""
         self.dismissed = asyncio.Event()
-        """Set when the stream is to end, by our wish."""
-        self.told_to_stop = asyncio.Event()
-        """Set when the process has been sent word that it shall end."""
+        """Set when the core ends the stream."""
+        self.stop_sent = asyncio.Event()
+        """Set when a stop directive has been sent."""
         self.directives: asyncio.Queue[pb.WorkerDirective] = asyncio.Queue()
-        """What is to be sent. A stream takes one message at a time, so all go through here."""
+        """Directives to send. A stream takes one message at a time, so all pass through here."""
 
     def dismiss(self, stop_reason: str | None) -> None:
-        """End the stream; with a reason, tell the process to end. No effect the second time, as
-        where ranks of a group that has drained leave one by one."""
+        """End the stream, and with a reason the process, too. No effect the second time: ranks of
+        a drained group leave one by one."""
         if self.dismissed.is_set():
             return
         self.stop_reason = stop_reason
         if stop_reason is not None:
-            self.tell_to_stop(stop_reason)
+            self.send_stop(stop_reason)
         self.dismissed.set()
 
-    def tell_to_stop(self, reason: str) -> None:
-        """Tell the process to end; the stream goes on for as long as it does not."""
+    def send_stop(self, reason: str) -> None:
+        """Send a stop directive; the stream continues until the process ends it."""
         self.directives.put_nowait(pb.WorkerDirective(stop=pb.Stop(reason=reason)))
 
 
 class WorkerGroup:
-    """The registered ranks of a group. Never without any, once the first has joined."""
+    """The registered ranks of a group. Never empty once the first rank has joined."""
 
     def __init__(self, first: pb.WorkerRegistration, make_session: MakeSession) -> None:
         self.group_id = first.group_id
         self.world_size: int = max(1, first.world_size)
         self.is_draining = False
         self.is_hung = False
-        """Whether it has hung too often, and no rank has registered since."""
+        """Whether its steps hung too often, and no rank has registered since."""
         self._make_session = make_session
         self._workers: dict[int, Worker] = {}
         self._session: WorkerSession | None = None
         self._num_former_steps = 0
         self._changed = asyncio.Event()
-        """Set when the ranks are others than they were; then there is a new event."""
+        """Set, and replaced by a new event, when a rank joins or leaves."""
         self._is_stepping = False
         """Whether some rank's stream runs, or has run, the session of the ranks as they are."""
         self._session_lock = asyncio.Lock()
 
     @property
     def workers(self) -> list[Worker]:
-        """The ranks that are there, in order."""
+        """The registered ranks, in order."""
         return [self._workers[rank] for rank in sorted(self._workers)]
 
     @property
     def registration(self) -> pb.WorkerRegistration:
-        """Of the lowest rank that is there."""
+        """The registration of the lowest registered rank."""
         return self.workers[0].registration
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank is there."""
+        """Whether no rank is registered."""
         return not self._workers
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks are there."""
+        """Whether all ranks are registered."""
         return len(self._workers) == self.world_size
 
     @property
@@ -106,7 +107,7 @@ class WorkerGroup:
 
     @property
     def state(self) -> status_pb2.WorkerState.ValueType:
-        """Where the group stands. Once it drains it does so until it is gone."""
+        """The group's state. A draining group stays so until it is gone."""
         if self.is_draining:
             return status_pb2.WORKER_STATE_DRAINING
         if self._session is not None:
@@ -115,7 +116,7 @@ class WorkerGroup:
 
     @property
     def epoch(self) -> int:
-        """Of the latest step stream."""
+        """The epoch of the latest step stream."""
         if self._session is not None:
             return self._session.epoch
         return max((worker.registration.last_epoch for worker in self.workers), default=0)
@@ -127,7 +128,7 @@ class WorkerGroup:
 
     @property
     def last_heartbeat(self) -> float:
-        """Of the rank that has been silent the longest."""
+        """The oldest of the ranks' last heartbeats."""
         return min(worker.last_heartbeat for worker in self.workers)
 
     def why_refused(self, registration: pb.WorkerRegistration) -> str | None:
@@ -153,7 +154,7 @@ class WorkerGroup:
         return None
 
     def join(self, worker: Worker) -> None:
-        """A rank is there, in place of any former process of its."""
+        """Add a rank, in place of its former process if there is one."""
         rank = worker.registration.rank
         former = self._workers.get(rank)
         if former is not None:
@@ -169,16 +170,16 @@ class WorkerGroup:
         self._has_changed()
 
     def leave(self, worker: Worker) -> None:
-        """A rank is gone; nothing happens if another has taken its place."""
+        """Remove a rank; no effect if another process has taken its place."""
         rank = worker.registration.rank
         if self._workers.get(rank) is worker:
             del self._workers[rank]
             self._has_changed()
-            if self.is_draining:  # what ran here runs elsewhere now
+            if self.is_draining:  # its requests now run elsewhere
                 self._dismiss_all("drained")
 
     def drain(self) -> None:
-        """Take nothing new; the ranks are told to stop once what runs is elsewhere, or done."""
+        """Take nothing new; stop the ranks once running requests have moved or finished."""
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
@@ -222,12 +223,12 @@ class WorkerGroup:
             self._dismiss_all(str(error))
         except WorkerTakenOver as error:
             logger.warning("group taken over group_id=%s reason=%s", self.group_id, error)
-            self._dismiss_all(None)  # whoever is still ours registers anew
+            self._dismiss_all(None)  # ranks that are still ours register again
         except GroupHung as error:
-            logger.error("group put aside group_id=%s reason=%s", self.group_id, error)
+            logger.error("group hung group_id=%s reason=%s", self.group_id, error)
             self.is_hung = True
             for rank in error.ranks:
-                workers[rank].tell_to_stop(str(error))
+                workers[rank].send_stop(str(error))
         else:
             self._dismiss_all("drained")
         finally:

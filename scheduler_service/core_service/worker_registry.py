@@ -1,8 +1,8 @@
-"""Which workers there are: registration, lease, and the end of either.
+"""Registered workers: their registration, their lease, and how both end.
 
 A worker's `RegisterWorker` stream is its registration; heartbeats on it renew its lease. As long as
-the leases of all ranks of a group hold, the group's link dials them and keeps them busy. The latest
-to register as some rank of a group replaces a former one, which is told to stop.
+the leases of all ranks of a group hold, the group's session connects to them and keeps them busy. A
+worker that registers as a rank of a group replaces the former one, which is stopped.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[pb.RegisterWorkerRequest, pb.RegisterWorkerResponse]
 
 HELD_UP_SHARE = 0.1
-"""Share of the lease granted on top: a loop that was held up reads waiting heartbeats in it."""
+"""Extra share of the lease, in which a loop that was delayed reads waiting heartbeats."""
 
 MAX_LOSSES = 32
-"""Losses that are remembered, for status pages."""
+"""Losses kept for status pages."""
 
 FAREWELL_TIMEOUT_S = 1.0
-"""For a last message to a worker that may not listen any more."""
+"""How long a last message to a worker, which may no longer read, may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class WorkerRegistry:
         dial: Dial,
         counters: CoreCounters,
     ) -> None:
-        """`on_change` is called when a worker became ready or is no longer."""
+        """`on_change` is called when a worker becomes ready or stops being ready."""
         self._driver = driver
         self._lease_s = lease_s
         self._scheduler_config = scheduler_config
@@ -74,7 +74,7 @@ class WorkerRegistry:
         self._counters = counters
         self._groups: dict[str, WorkerGroup] = {}
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
-        """The last workers that were lost, the last one last."""
+        """The most recently lost workers, in order."""
         self.num_losses = 0
         """Workers lost so far."""
 
@@ -83,8 +83,8 @@ class WorkerRegistry:
         return iter([self._groups[group_id] for group_id in sorted(self._groups)])
 
     def served_models(self) -> list[model_pb2.ModelInfo]:
-        """What can be served now, by name; of several groups' lengths the greatest, as the core
-        places what is longer than the others allow where it fits."""
+        """Models that can be served now, by name, with the greatest length of all groups: the core
+        places a request where it fits."""
         models: dict[str, model_pb2.ModelInfo] = {}
         for group in self:
             model = group.registration.model
@@ -99,8 +99,8 @@ class WorkerRegistry:
         return sorted(holders, key=lambda group: not group.is_ready)
 
     def drain(self, group_id: str) -> None:
-        """Move what a group runs to others of its model, and tell its workers to stop once nothing
-        is left: without another group, what runs is finished first.
+        """Move a group's requests to other groups of its model, then stop its workers. Without
+        another group, running requests finish first.
 
         Returns at once; raises UnknownWorkerGroup.
         """
@@ -120,7 +120,7 @@ class WorkerRegistry:
             group.drain()
 
     def close(self) -> None:
-        """End every worker's stream; the processes go on and look for another core."""
+        """End every worker's stream; the processes continue and look for another core."""
         for group in self:
             for worker in group.workers:
                 worker.dismiss(None)
@@ -153,16 +153,16 @@ class WorkerRegistry:
             async with asyncio.timeout(self._lease_s):
                 first = await context.read()
         except TimeoutError:
-            raise InvalidArgument("registration", "expected within the lease's time") from None
+            raise InvalidArgument("registration", "required within the lease's time") from None
         if first is grpc.aio.EOF or not first.heartbeat.HasField("registration"):
-            raise InvalidArgument("registration", "expected in the stream's first message")
+            raise InvalidArgument("registration", "required in the stream's first message")
         registration = first.heartbeat.registration
         for field in ("worker_id", "group_id", "address"):
             if not getattr(registration, field):
-                raise InvalidArgument(f"registration.{field}", "expected a value")
+                raise InvalidArgument(f"registration.{field}", "required")
         for field in ("name", "fingerprint", "max_model_len", "vocab_size", "block_size"):
             if not getattr(registration.model, field):
-                raise InvalidArgument(f"registration.model.{field}", "expected a value")
+                raise InvalidArgument(f"registration.model.{field}", "required")
         if registration.last_epoch > MAX_EPOCH:
             raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")
         return registration
@@ -188,7 +188,7 @@ class WorkerRegistry:
         return None
 
     def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, WorkerGroup]:
-        """The worker, and the group that it is part of now."""
+        """Add a worker; returns it and its group."""
         worker = Worker(registration, self._driver.clock())
         worker.directives.put_nowait(
             pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self._lease_s * 1000)))
@@ -253,19 +253,20 @@ class WorkerRegistry:
                 self._drain(group)
 
     async def _see_off(self, worker: Worker) -> None:
-        """Return when the worker is dismissed, and has been told so if its process shall end."""
+        """Return when the worker is dismissed, and a stop directive was sent if its process must
+        end."""
         await worker.dismissed.wait()
         if worker.stop_reason is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                    await worker.told_to_stop.wait()
+                    await worker.stop_sent.wait()
 
     async def _write_directives(self, worker: Worker, context: Context) -> None:
         while True:
             directive = await worker.directives.get()
             await _write(context, directive)
             if directive.HasField("stop"):
-                worker.told_to_stop.set()
+                worker.stop_sent.set()
 
     async def _watch_lease(self, worker: Worker) -> None:
         while (left_s := self._lease_left(worker)) > 0:

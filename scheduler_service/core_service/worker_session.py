@@ -1,15 +1,16 @@
-"""The core's line to one worker group: dial, size and make its caches, step, and dial again.
+"""The core's session with one worker group: connect, size its caches, step, and reconnect.
 
     GetInfo ──▶ ProfileBlocks, once ──▶ InitializeCache(epoch) ──▶ ExecuteSteps ──▶ drained
        ▲                                                                │
        └────────── a greater epoch, after a pause ◀─── broken, or a step overdue
 
-Most groups are one worker. Of several ranks all are called alike: the least of what they profiled
-is made on each, under the same epoch, and each gets the same plans.
+Most groups are one worker. Several ranks get identical calls: each makes as many blocks as the rank
+with the fewest profiled, under the same epoch, and each gets the same plans.
 
-While the workers' leases hold, the link tries again; when one ends, the link is cancelled. Either
-way the group's sequences go back to the core's queue at once. Two things end it for good: steps
-that hang again and again, and an epoch that another core has drawn, whose worker it is then.
+While the workers' leases hold, the session reconnects; when one ends, the session is cancelled.
+Either way the group's sequences return to the core's queue at once. Two things end a session for
+good: steps that hang several times in a row, and an epoch drawn by another core, which then owns
+the worker.
 """
 
 import asyncio
@@ -43,25 +44,25 @@ from scheduler_service.tasks import run_all
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-"""For what a worker answers without work."""
+"""Timeout of calls that a worker answers at once."""
 
 PROFILE_TIMEOUT_S = 600.0
-"""For a forward pass of the largest batch, and for making the caches."""
+"""Timeout of a forward pass of the largest batch, and of allocating the caches."""
 
 MAX_EPOCH = 2**63
-"""Above what any worker can have seen, and with room above it: an epoch is a uint64 on the wire."""
+"""Above any epoch that a worker can have seen; an epoch is a uint64 on the wire."""
 
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 STABLE_AFTER_S = 30.0
-"""A stream that lasted this long was sound: after it the pauses start short again."""
+"""A stream that lasted this long was healthy: the pauses after it start short again."""
 
 
 Response = TypeVar("Response")
 Stubs: TypeAlias = Sequence[WorkerServiceStub]
-"""Of a group's ranks, in order."""
+"""The stubs of a group's ranks, in order."""
 Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]]
-"""A stub of the worker at an address, on a connection of its own."""
+"""Connects to the worker at an address, with a connection of its own."""
 
 
 class WorkerSession:
@@ -94,7 +95,7 @@ class WorkerSession:
         self._counters = counters
         self._hang_counter = HangCounter()
         self._has_drawn = False
-        """Whether an epoch was drawn here: all before were other links' or other cores'."""
+        """Whether this session has drawn an epoch; earlier ones are of other sessions or cores."""
 
     @property
     def is_draining(self) -> bool:
@@ -103,7 +104,7 @@ class WorkerSession:
 
     @property
     def has_stream(self) -> bool:
-        """Whether anything may run at the workers: without, they are being sized or dialled."""
+        """Whether steps may be running; if not, the workers are being connected or sized."""
         return self._stream is not None
 
     @property
@@ -112,7 +113,7 @@ class WorkerSession:
         return self._num_former_steps + (self._stream.num_steps if self._stream else 0)
 
     def drain(self) -> None:
-        """Take nothing new; `run` returns when nothing is left here."""
+        """Take nothing new; `run` returns when the group has no requests left."""
         self._draining.set()
         if self._stream is not None:
             self._stream.drain()
@@ -122,7 +123,7 @@ class WorkerSession:
     async def run(self) -> None:
         """Keep the group busy until it is drained.
 
-        Raises CannotServe, TakenOver or GroupHung.
+        Raises CannotServe, WorkerTakenOver or GroupHung.
         """
         pause_s = MIN_PAUSE_S
         while not self._draining.is_set():
@@ -136,10 +137,10 @@ class WorkerSession:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _try_session(self) -> str | None:
-        """One try, from dialling to drained; why it failed, or None."""
+        """One attempt, from connecting to drained; returns why it failed, or None."""
         self._set_state(status_pb2.WORKER_STATE_STARTING)
         try:
-            # On connections of its own: one that was cut off may seem to be there for long.
+            # With new connections: one that was cut off may look alive for a long time.
             async with AsyncExitStack() as stack:
                 stubs = [
                     await stack.enter_async_context(self._dial(rank.address))
@@ -160,12 +161,12 @@ class WorkerSession:
         except (CannotServe, WorkerTakenOver):
             raise
         except Exception as error:
-            logger.exception("unexpected error in a worker's link group_id=%s", self._group_id)
+            logger.exception("unexpected error in a worker session group_id=%s", self._group_id)
             return f"unexpected {type(error).__name__}"
         return None
 
     async def _prepare(self, stubs: Stubs) -> WorkerGroupCapacity:
-        """Draw a new epoch and have the caches made for it."""
+        """Draw a new epoch and make the workers allocate their caches for it."""
         infos = await run_all(*map(self._get_info, stubs, self._ranks))
         self._hang_counter.check(infos)
         self._draw_epoch(max(info.last_epoch for info in infos))
@@ -184,10 +185,12 @@ class WorkerSession:
     def _draw_epoch(self, last_epoch: int) -> None:
         """An epoch above all that the workers have seen.
 
-        Raises TakenOver if one was not ours, and CannotServe if no core can have drawn it.
+        Raises WorkerTakenOver if one was not ours, and CannotServe if no core can have drawn it.
         """
         if last_epoch > MAX_EPOCH:
-            raise CannotServe(f"a worker has seen epoch {last_epoch}, which no core draws")
+            raise CannotServe(
+                f"a worker reports epoch {last_epoch}, above the largest that a core can draw"
+            )
         if self._has_drawn and last_epoch > self.epoch:
             raise WorkerTakenOver(f"epoch {last_epoch} is above {self.epoch}, the last drawn here")
         self.epoch = max(self.epoch, last_epoch) + 1
@@ -205,8 +208,8 @@ class WorkerSession:
         return info
 
     async def _profile_blocks(self, stubs: Stubs) -> worker_pb.ProfileBlocksResponse:
-        """What fits on every rank, measured once: it costs a forward pass, and memory does not
-        change."""
+        """Blocks that fit on every rank; profiled once, as it costs a forward pass and memory does
+        not change."""
         request = worker_pb.ProfileBlocksRequest(
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
@@ -216,7 +219,9 @@ class WorkerSession:
                 *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # its memory will not grow
+            if (
+                error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            ):  # it will not have more memory later
                 raise CannotServe(error.details()) from error
             raise
         blocks = worker_pb.ProfileBlocksResponse(
@@ -246,7 +251,7 @@ class WorkerSession:
             raise CannotServe(str(error)) from error
 
     async def _execute_steps(self, stubs: Stubs, capacity: WorkerGroupCapacity) -> None:
-        """Step until drained. However this ends, the core knows that the group is gone."""
+        """Step until drained; at the end, in any case, remove the group from the core."""
         if self._draining.is_set():
             return
         calls = [stub.ExecuteSteps() for stub in stubs]
@@ -279,7 +284,7 @@ class WorkerSession:
             self._set_state(status_pb2.WORKER_STATE_LOST)
 
     def _sampler(self) -> int:
-        """Index of the rank whose results count. Raises CannotServe unless there is just one."""
+        """Index of the rank that samples. Raises CannotServe unless there is exactly one."""
         samplers = [index for index, rank in enumerate(self._ranks) if rank.samples]
         if len(self._ranks) == 1:
             return 0
@@ -296,7 +301,7 @@ class WorkerSession:
     async def _pause(self, failure: str, pause_s: float) -> None:
         self._counters.counts.num_link_failures += 1
         logger.warning(
-            "worker link failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
+            "worker session failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
             self._group_id,
             ",".join(rank.worker_id for rank in self._ranks),
             self.epoch,
@@ -314,5 +319,5 @@ class WorkerSession:
 
 
 async def _answer(call: Awaitable[Response]) -> Response:
-    """A call as a coroutine."""
+    """Await a call, as a coroutine."""
     return await call

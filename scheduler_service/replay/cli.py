@@ -47,7 +47,7 @@ def replay_exactly(
 
 def _print_differences(console: Console, summary: Summary) -> None:
     if summary.news_difference is not None:
-        lines = difference_lines("first news that differ", summary.news_difference)
+        lines = difference_lines("first outputs that differ", summary.news_difference)
         console.print("\n".join(lines), markup=False)
     if summary.difference is not None:
         lines = difference_lines("first difference", summary.difference)

@@ -1,4 +1,4 @@
-"""Runs a recording again, without workers or models, and compares what comes of it."""
+"""Runs a recording again, without workers or models, and compares the results."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.recording import NEWS, Entry, Header, Outcomes
 
 Observer = Callable[[Entry, Any], None]
-"""Told each input and what the core returned for it."""
+"""Called with each input and what the core returned for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first place where the replay is unlike the recording."""
+    """The first place where the replay differs from the recording."""
 
     entry: Entry
     number: int
@@ -35,18 +35,18 @@ class Summary:
     num_requests: int = 0
     """Accepted ones."""
     num_plans: int = 0
-    """Plans that are equal; the first that is not is the last input looked at."""
+    """Plans that are equal; the replay ends at the first that is not."""
     num_news: int = 0
-    """Sets of news that are equal."""
+    """Sets of outputs that are equal."""
     is_news_incomparable: bool = False
-    """Whether news were compared only up to the first failed request: in format version 1 their
-    hashes depend on the messages of errors."""
+    """Whether outputs were compared only up to the first failed request: in format version 1
+    their hashes depend on the messages of errors."""
     seconds: float = 0.0
     """From the first input to the last, on the recording's clock."""
     difference: Difference | None = None
     """In a plan, or in an error that was raised; nothing after it can be compared."""
     news_difference: Difference | None = None
-    """In what frontends were told; plans may be equal beyond."""
+    """In outputs for frontends; later plans may be equal."""
 
     @property
     def is_exact(self) -> bool:
@@ -55,7 +55,7 @@ class Summary:
 
 
 class ExactReplay:
-    """A core that is told the recorded inputs."""
+    """A core that receives the recorded inputs."""
 
     def __init__(self, header: Header, codec: Codec) -> None:
         self.summary = Summary()

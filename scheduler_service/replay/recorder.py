@@ -1,7 +1,7 @@
-"""A scheduler core that writes down what it is told.
+"""A scheduler core that records its input.
 
-`RecordingCore` stands between the driver and the core: the core knows nothing of it, and a
-deployment that does not record does not have it.
+`RecordingCore` stands between the driver and the core. The core does not know it, and a deployment
+that does not record does not use it.
 """
 
 import logging
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lines(Protocol):
-    """Where a recording goes; `Output` is a file."""
+    """Receives the lines of a recording, such as `RecordingWriter`."""
 
     is_open: bool
     """Whether lines still count."""
@@ -53,7 +53,7 @@ class Lines(Protocol):
 
 
 class RecordingCore:
-    """Has the interface of `SchedulerCore`, whose docstrings tell what the methods do."""
+    """Has the interface of `SchedulerCore`; see there for what the methods do."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RecordingCore:
         lines.write(to_text(encode_header(codec, _header(config))))
 
     def close(self) -> None:
-        """Complete the recording. The core is not used any more."""
+        """Complete the recording. The core is not used after this."""
         self._lines.close()
 
     # Inputs.
@@ -124,7 +124,7 @@ class RecordingCore:
         news: dict[str, EngineOutputs] = self._call("take_outboxes")
         return news
 
-    # Questions, and what changes nothing that a plan depends on.
+    # Methods that change nothing that a plan depends on.
 
     def take_traced(self) -> list[TracedRequest]:
         return self._core.take_traced()
@@ -161,7 +161,7 @@ class RecordingCore:
         except Exception as error:
             self._record(method, arguments, None, error)
             raise
-        # Most looks for news find none, and change nothing.
+        # Most calls find no outputs, and change nothing.
         if returned or method != "take_outboxes":
             self._record(method, arguments, returned, None)
         return returned
@@ -173,7 +173,7 @@ class RecordingCore:
             return
         try:
             self._lines.write(self._line(method, arguments, returned, error))
-        except Exception as problem:  # ours, and no reason to fail a request
+        except Exception as problem:  # a bug of the recorder is no reason to fail a request
             logger.exception("input cannot be recorded do=%s", method)
             self._lines.fail(problem)
 

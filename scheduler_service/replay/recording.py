@@ -1,4 +1,4 @@
-"""What a recording says: a header, then an entry per input to the core, each a line of JSON.
+"""The contents of a recording: a header, then an entry per input to the core, each a line of JSON.
 
     {"format":"pagewire recording","format_version":2,"software_version":"0.1.0",…,"config":{…}}
     {"do":"add_worker_group","capacity":{"worker_group_id":"g0",…},"now":815.2}
@@ -7,12 +7,12 @@
     {"do":"update","worker_group_id":"g0","result":{"step_id":1,"token_ids":[17]},"now":816.1}
     {"do":"take_outboxes","chain":"93b0…"}
 
-`do` is the method of `SchedulerCore`, and beside it are its arguments, as the method declares
-them. Then comes what it led to: `raised`, the class and the message of an error; `chain`, where it
-returned a plan or news. Plans have one chain and news another; each value is the hash of the one
-before it and of what was returned, so that equal values mean that all was equal so far. Errors
-count with their class, as messages may be reworded; in news of format version 1 they counted with
-their messages, too.
+`do` is the method of `SchedulerCore`; its arguments follow, under the names that the method
+declares. Then comes the outcome: `raised`, the class and the message of an error, or `chain`, if
+the method returned a plan or outputs. Plans have one chain and outputs another; each value is the
+hash of the one before it and of what was returned, so that equal values mean that everything so far
+was equal. Errors in outputs are hashed by class, as messages may be reworded; format version 1
+hashed their messages as well.
 """
 
 import base64
@@ -89,7 +89,7 @@ def _decode_sampling(text: str) -> SamplerParams:
 
 
 CODEC = Codec(_encode_sampling, _decode_sampling)
-"""Sampling parameters are messages as a rule; their bytes keep what this version does not know."""
+"""Sampling parameters are protobuf messages, whose bytes preserve unknown fields."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +100,13 @@ class Header:
     format_version: int = FORMAT_VERSION
     software_version: str
     recorded_at: str
-    """UTC, ISO 8601; entries have the core's clock, which begins anywhere."""
+    """UTC, ISO 8601; entries have the core's clock, whose zero is arbitrary."""
     config: SchedulerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One input and what it led to."""
+    """One input and its outcome."""
 
     line: int
     do: str
@@ -115,19 +115,19 @@ class Entry:
     raised: list[str] | None = None
     """Class and message of the error."""
     chain: str | None = None
-    """Of plans or of news; None: the core returned none."""
+    """The chain of plans or of outputs; None if the core returned none."""
     plan: StepPlan | None = None
     """In recordings with plans."""
 
     @property
     def now(self) -> float | None:
-        """The clock that the core was given, in seconds; None where it needs none."""
+        """The time passed to the core, in seconds; None if the method takes none."""
         now: float | None = self.arguments.get("now")
         return now
 
 
 def encode_header(codec: Codec, header: Header) -> dict[str, Any]:
-    """For `json`. The configuration is whole: a later version may have other defaults."""
+    """The header for `json`, with the whole configuration: defaults may change later."""
     data: dict[str, Any] = codec.encode(Header, header)
     kinds = typing.get_type_hints(SchedulerConfig)
     config = {
@@ -141,7 +141,7 @@ def encode_header(codec: Codec, header: Header) -> dict[str, Any]:
 
 
 def decode_header(codec: Codec, data: Any) -> Header:
-    """The header that the first line's JSON stands for; raises Unreadable."""
+    """Decode the first line's JSON; raises Unreadable."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Unreadable(f"this is no recording: expected an object with the format {FORMAT!r}")
     if data.get("format_version") not in READABLE_VERSIONS:
@@ -157,7 +157,7 @@ def decode_header(codec: Codec, data: Any) -> Header:
 
 
 def decode_entry(codec: Codec, line: int, data: Any) -> Entry:
-    """The entry that a line's JSON stands for; raises Unreadable."""
+    """Decode another line's JSON; raises Unreadable."""
     if isinstance(data, dict):
         data = _with_current_names(data)
     if not isinstance(data, dict) or data.get("do") not in PARAMETERS:
@@ -198,9 +198,9 @@ class HashChain:
         self._digest = b""
 
     def add(self, data: Any) -> str:
-        """Add what a codec made of a value; the chain's value from now on.
+        """Add a value encoded by a codec; returns the new value of the chain.
 
-        Hashed are marshal's bytes, which take a fifth of the time of JSON's text.
+        It hashes marshal's bytes, which take a fifth of the time of JSON text.
         """
         self._digest = xxhash.xxh3_128_digest(self._digest + marshal.dumps(data, _MARSHAL_VERSION))
         return self._digest.hex()
@@ -211,7 +211,7 @@ to_text = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Outcomes:
-    """Follows one core's plans and news; owns their chains."""
+    """The hash chains of one core's plans and outputs."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -223,7 +223,7 @@ class Outcomes:
         return self._plans.add(self._codec.encode(StepPlan, plan))
 
     def of_news(self, news: NEWS) -> str:
-        """The chain's value with these news."""
+        """The chain's value with these outputs."""
         return self._news.add(self._codec.encode(NEWS, news))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The file of a recording: written by a thread of its own, and read."""
+"""Writes recordings to files, on a thread, and reads them."""
 
 import gzip
 import itertools
@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 FLUSH_INTERVAL_S = 0.5
-"""The most that is lost when the process is killed."""
+"""Seconds of recording lost at most when the process is killed."""
 
 MAX_BACKLOG_CHARS = 64 * 2**20
-"""Lines that wait for the disk; beyond this the disk is too slow, and the recording ends."""
+"""Characters that may wait for the disk; beyond this the recording ends."""
 
 COMPRESSED = ".gz"
-"""A file whose name ends so is compressed."""
+"""Suffix of compressed files."""
 
 GZIP_LEVEL = 3
-"""Token ids are nearly as small as with the greatest, in a fraction of the time."""
+"""Compresses token ids nearly as well as the highest level, in a fraction of the time."""
 
 
 class RecordingWriter:
@@ -55,7 +55,7 @@ class RecordingWriter:
         logger.info("recording path=%s", self.path)
 
     def write(self, line: str) -> None:
-        """Take a line, without its end; never blocks."""
+        """Queue a line, without its newline; never blocks."""
         if not self.is_open:
             return
         self._num_taken += len(line)
@@ -65,7 +65,7 @@ class RecordingWriter:
         self._lines.append(line)
 
     def fail(self, why: object) -> None:
-        """End the recording where it is: what follows a gap could not be replayed."""
+        """End the recording here: input after a gap could not be replayed."""
         if self.is_open:
             self.is_open = False
             logger.error("recording ended early path=%s reason=%s", self.path, why)
@@ -118,7 +118,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 class BadRecording(Exception):
-    """The file is no recording, or not one that this software can read; tells the line."""
+    """The file is not a recording that this software can read; names the line."""
 
     def __init__(self, path: Path, line: int, why: object) -> None:
         super().__init__(f"{path}, line {line}: {why}")

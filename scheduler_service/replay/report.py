@@ -22,7 +22,7 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     lines += [f"copy block {source} to {target}" for source, target in _tuples(plan.copy, 2)]
     lines += [_show_new(new) for new in plan.new_sequences]
     for seq_id, token in _tuples(plan.appended_tokens, 2):
-        lines.append(f"{seq_id} goes on by {token}")
+        lines.append(f"{seq_id} continues with {token}")
     for seq_id, index, block in _tuples(plan.block_updates, 3):
         lines.append(f"block table of {seq_id}: entry {index} is block {block}")
     return [*lines, f"rows {' '.join(_show_rows(plan)) or 'none'}"]
@@ -31,7 +31,7 @@ def show_plan(plan: StepPlan | None) -> list[str]:
 def _show_new(new: NewSequence) -> str:
     if new.parent_seq_id is not None:
         origin = f"forks {new.parent_seq_id}"
-        origin += "".join(f" and goes on by {token}" for token in new.token_ids)
+        origin += "".join(f" and continues with {token}" for token in new.token_ids)
     else:
         num_output = len(new.token_ids) - new.num_prompt_tokens
         origin = f"prompt={new.num_prompt_tokens} output={num_output}"
@@ -64,7 +64,7 @@ def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> l
         f"inputs:   {summary.num_inputs} in {summary.seconds:.3f} s, "
         f"replayed in {took_s:.2f} s ({summary.seconds / took_s:.1f} seconds per second)",
         f"plans:    {summary.num_plans} equal{' until the difference' * bool(summary.difference)}",
-        f"news:     {summary.num_news} equal",
+        f"outputs:  {summary.num_news} equal",
     ]
     if summary.is_news_incomparable:
         lines[-1] += " until the first failed request; later ones depend on messages of errors"
@@ -74,7 +74,7 @@ def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> l
 
 
 def difference_lines(title: str, difference: Difference) -> list[str]:
-    """Where a replay is unlike its recording, and what it has instead."""
+    """The difference between a replay and its recording, line by line."""
     entry = difference.entry
     lines = [
         f"{title}: {entry.do}, input {difference.number} (line {entry.line}), "
@@ -91,7 +91,7 @@ def _outcome(do: str, chain: str | None, raised: list[str] | None, plan: StepPla
     if raised is not None:
         return f"raised {': '.join(raised)}"
     if chain is None:
-        return {"schedule": "nothing to do", "take_outboxes": "no news"}.get(do, "no error")
+        return {"schedule": "nothing to do", "take_outboxes": "no outputs"}.get(do, "no error")
     step = f"step {plan.step_id}, " if plan is not None else ""
     return f"{step}hash {chain}"
 

@@ -56,12 +56,12 @@ async def test_what_runs_goes_on_in_another_group_at_once(
             await core.DrainWorker(pb.DrainWorkerRequest(group_id="leaving"))
         else:
             leaving.heartbeat_state = DRAINING
-        await until(lambda: "drain" in leaving.directives, "it was told to drain")
+        await until(lambda: "drain" in leaving.directives, "it was asked to drain")
         group = (await status_of(core))["leaving"]
         assert (group.state, group.num_running_sequences) == (DRAINING, 0)
         num_planned = len(leaving.plans)
         leaving.may_answer.set()
-        await until(lambda: leaving.stop_reason == "drained", "it was told to stop")
+        await until(lambda: leaving.stop_reason == "drained", "it was asked to stop")
         assert len(leaving.plans) == num_planned, "nothing more was planned there"
         await until(lambda: "leaving" not in ready_groups(service), "the group is gone")
         await frontend.wait_finished(1)
@@ -85,7 +85,7 @@ async def test_what_had_to_stay_moves_to_a_group_that_joins(
         await fleet.start(FakeWorker("joining"))
         await until(lambda: ready_groups(service) == {"joining"}, "it is ready")
         leaving.may_answer.set()
-        await until(lambda: leaving.stop_reason == "drained", "the other was told to stop")
+        await until(lambda: leaving.stop_reason == "drained", "the other was asked to stop")
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 200)
 
@@ -104,7 +104,7 @@ async def test_requests_finish_although_all_groups_are_drained(
         for handle in range(1, 5):
             await frontend.wait_finished(handle)
             assert frontend.tokens[handle] == counted(handle, 100)
-    await until(lambda: all(worker.stop_reason for worker in workers), "both are told to stop")
+    await until(lambda: all(worker.stop_reason for worker in workers), "both are asked to stop")
 
 
 async def test_a_group_whose_caches_are_being_made_is_drained_at_once(
@@ -115,7 +115,7 @@ async def test_a_group_whose_caches_are_being_made_is_drained_at_once(
     await fleet.start(worker)
     await until(lambda: worker.num_profiles, "it is being sized")
     service.registry.drain("starting")
-    await until(lambda: worker.stop_reason == "drained", "it was told to stop", timeout_s=10)
+    await until(lambda: worker.stop_reason == "drained", "it was asked to stop", timeout_s=10)
     assert worker.directives == ["serve", "drain", "stop"]
     worker.may_initialize.set()
 

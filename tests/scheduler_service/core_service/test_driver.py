@@ -9,7 +9,7 @@ from tests.support.core_driver import make_capacity, make_request
 
 
 class Deployment:
-    """A core with worker groups, none of which plans unless it is told to."""
+    """A core with worker groups, none of which plans by itself."""
 
     def __init__(self, config: SchedulerConfig, **models: str) -> None:
         """`models`: by group."""

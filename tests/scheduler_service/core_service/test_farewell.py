@@ -1,4 +1,4 @@
-"""What a worker is told when it is to go, on a stream that takes one message at a time."""
+"""Directives to a worker that must leave, on a stream that takes one message at a time."""
 
 import asyncio
 from functools import partial
@@ -52,7 +52,7 @@ class SlowStream:
         self.written.append(response.directive.WhichOneof("directive"))
 
 
-async def test_a_drained_worker_is_told_to_stop_after_it_was_told_to_drain() -> None:
+async def test_a_drained_worker_is_asked_to_stop_after_it_was_asked_to_drain() -> None:
     driver = CoreDriver(SchedulerCore(SchedulerConfig()))
     registry = WorkerRegistry(
         driver,

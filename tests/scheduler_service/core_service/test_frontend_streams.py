@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 
 class SlowReader:
-    """A call's context whose peer takes the next message only when told to."""
+    """A call's context whose peer takes the next message only when a test lets it."""
 
     def __init__(self) -> None:
         self.messages: list[pb.SchedulerMessage] = []
@@ -218,7 +218,7 @@ async def test_a_stream_that_was_replaced_submits_nothing_more() -> None:
     driver = CoreDriver(SchedulerCore(SchedulerConfig()))
     message = pb.FrontendMessage(submits=[submission("again", 1, [10])])
     replaced, current = FrontendStream("again", driver), FrontendStream("again", driver)
-    replaced.close(Unavailable("attached anew"))
+    replaced.close(Unavailable("attached again"))
     await replaced.read_all(cast(Any, Writer(message)))
     assert driver.core.snapshot().num_waiting == 0
     await current.read_all(cast(Any, Writer(message)))

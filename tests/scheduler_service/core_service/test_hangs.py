@@ -65,7 +65,7 @@ async def test_a_worker_that_hangs_in_a_row_is_put_aside_until_it_registers_anew
         await frontend.submit(1, [1, 2, 3], max_tokens=5)
         failed = await frontend.wait_failed(1)
         assert failed.reason == "WORKERS_LOST", "it may be the cause"
-        await until(lambda: worker.stop_reason, "it was told to stop")
+        await until(lambda: worker.stop_reason, "it was asked to stop")
         assert f"hung {MAX_HANGS} times in a row" in (worker.stop_reason or "")
         assert len(worker.epochs) == MAX_HANGS
         response = await core.GetStatus(pb.SchedulerServiceGetStatusRequest())
@@ -114,7 +114,7 @@ async def test_a_worker_that_is_busy_with_a_lost_step_is_given_nothing_until_it_
     assert worker.epochs == [1, 2]
 
 
-async def test_of_several_ranks_the_one_that_stays_busy_is_told_to_stop(
+async def test_of_several_ranks_the_one_that_stays_busy_is_asked_to_stop(
     service: CoreService, fleet: Fleet
 ) -> None:
     ranks = [
@@ -126,7 +126,7 @@ async def test_of_several_ranks_the_one_that_stays_busy_is_told_to_stop(
         await frontend.submit(1, [1, 2, 3], max_tokens=5)
         await until(lambda: ranks[1].plans, "it has a plan")
         ranks[1].busy_us = int(MAX_HANGS * LIMIT_S * 1e6)
-        await until(lambda: ranks[1].stop_reason, "it was told to stop")
+        await until(lambda: ranks[1].stop_reason, "it was asked to stop")
         assert states(service) == {"g": HUNG}
         await ranks[1].kill()
         await fleet.start(FakeWorker("new", group_id="g", rank=1, world_size=2))
@@ -177,7 +177,7 @@ async def test_a_worker_that_another_core_has_taken_over_is_left_to_it(
 async def test_a_worker_that_is_cut_off_in_one_direction_loses_its_requests_until_it_is_not(
     service: CoreService, fleet: Fleet, way: str
 ) -> None:
-    """Its heartbeats come by another connection, so nothing else tells."""
+    """Its heartbeats use another connection, so nothing else shows the loss."""
     worker = FakeWorker("cut-off")
     await worker.listen()
     async with one_way_proxy(worker.address) as proxy:

@@ -99,6 +99,6 @@ async def test_tokens_that_wait_are_told_in_time() -> None:
     for token in range(3):
         attachment.deliver(EngineOutputs(token_handles=[1], token_ids=[token]))
         assert reader.token_ids == list(range(token))
-        await until(lambda: len(reader.token_ids) > token, "the token was told")  # noqa: B023
+        await until(lambda: len(reader.token_ids) > token, "the token was sent")  # noqa: B023
     writing.cancel()
     driver.close()

@@ -153,7 +153,7 @@ async def test_a_group_in_which_not_just_one_rank_samples_is_sent_away(
     service: CoreService, fleet: Fleet, samples: bool
 ) -> None:
     ranks = [await fleet.start(rank(number, samples=samples)) for number in (0, 1)]
-    await until(lambda: all(worker.stop_reason for worker in ranks), "both are told")
+    await until(lambda: all(worker.stop_reason for worker in ranks), "both were notified")
     assert "expected one rank that samples" in (ranks[0].stop_reason or "")
 
 
@@ -165,7 +165,7 @@ async def test_a_group_is_drained_as_one(service: CoreService, fleet: Fleet) -> 
         service.registry.drain(GROUP)
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 60)
-    await until(lambda: all(worker.stop_reason for worker in ranks), "both are told to stop")
+    await until(lambda: all(worker.stop_reason for worker in ranks), "both are asked to stop")
     await until(lambda: not list(service.registry), "the group is gone")
     assert [worker.directives for worker in ranks] == [["serve", "drain", "stop"]] * 2
     assert [worker.stop_reason for worker in ranks] == ["drained", "drained"]
@@ -184,7 +184,7 @@ async def test_a_group_that_waits_for_ranks_is_drained_at_once(
 ) -> None:
     first = await fleet.start(rank(0))
     service.registry.drain(GROUP)
-    await until(lambda: first.stop_reason == "drained", "it is told to stop")
+    await until(lambda: first.stop_reason == "drained", "it is asked to stop")
     assert first.directives == ["serve", "drain", "stop"]
 
 
@@ -198,7 +198,7 @@ async def test_a_draining_group_that_loses_a_rank_is_drained(
         first.hold_results()
         service.registry.drain(GROUP)
         await second.kill()
-        await until(lambda: first.stop_reason == "drained", "the other is told to stop")
+        await until(lambda: first.stop_reason == "drained", "the other is asked to stop")
         await fleet.start(FakeWorker("elsewhere"))
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 60)

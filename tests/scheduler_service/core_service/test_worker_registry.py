@@ -134,7 +134,7 @@ async def test_a_worker_that_has_seen_an_epoch_that_no_core_draws_is_told_to_end
     worker = FakeWorker("fooled")
     worker.last_epoch = 2**64 - 1
     await fleet.start(worker)
-    await until(lambda: worker.directives[-1:] == ["stop"], "it is told to end")
+    await until(lambda: worker.directives[-1:] == ["stop"], "it is asked to end")
     assert (await core.GetStatus(pb.SchedulerServiceGetStatusRequest())).HasField("status")
 
 
@@ -182,7 +182,7 @@ async def test_a_newcomer_replaces_the_worker_of_the_same_group(
         await frontend.submit(1, [1, 2, 3], max_tokens=300)
         await frontend.wait_tokens(1, 3)
         new = await fleet.start(FakeWorker("new", group_id="g"))
-        await until(lambda: old.stop_reason, "the old one was told to stop")
+        await until(lambda: old.stop_reason, "the old one was asked to stop")
         assert "new" in (old.stop_reason or "")
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 300)
@@ -190,7 +190,7 @@ async def test_a_newcomer_replaces_the_worker_of_the_same_group(
     assert [worker.registration.worker_id for worker in service.registry] == ["new"]
 
 
-async def test_a_worker_that_registers_twice_is_not_told_to_stop(
+async def test_a_worker_that_registers_twice_is_not_asked_to_stop(
     service: CoreService, fleet: Fleet
 ) -> None:
     worker = await fleet.start(FakeWorker())
@@ -215,7 +215,7 @@ async def test_another_model_of_the_same_name_is_refused(
 
 async def test_a_worker_without_memory_is_told_so(service: CoreService, fleet: Fleet) -> None:
     worker = await fleet.start(FakeWorker(num_gpu_blocks=0))
-    await until(lambda: worker.stop_reason, "it was told to stop")
+    await until(lambda: worker.stop_reason, "it was asked to stop")
     assert "block" in (worker.stop_reason or "")
 
 
@@ -241,13 +241,13 @@ async def test_a_drained_group_without_another_finishes_what_runs_and_stops(
             await core.DrainWorker(pb.DrainWorkerRequest(group_id="leaving"))
         else:
             worker.heartbeat_state = status_pb2.WORKER_STATE_DRAINING
-        await until(lambda: "drain" in worker.directives, "it was told to drain")
+        await until(lambda: "drain" in worker.directives, "it was asked to drain")
         await frontend.submit(2, [7], max_tokens=3)
         await until(lambda: 2 in frontend.accepted, "the second request was accepted")
         worker.may_answer.set()
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 20)
-        await until(lambda: worker.stop_reason == "drained", "it was told to stop")
+        await until(lambda: worker.stop_reason == "drained", "it was asked to stop")
         assert frontend.tokens[2] == [], "nothing new was planned there"
         await fleet.start(FakeWorker("staying"))
         await frontend.wait_finished(2)

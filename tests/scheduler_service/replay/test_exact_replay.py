@@ -1,4 +1,4 @@
-"""A core's recorded life, run again: the same plans and news, or the first that differ."""
+"""A replay of a recording gives the same plans and outputs, or the first that differ."""
 
 import json
 from dataclasses import replace
