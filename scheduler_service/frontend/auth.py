@@ -1,7 +1,7 @@
-"""Authentication: from the credentials of a call to whose call it is and what it may do.
+"""Authentication: the tenant of a call and its permissions, from the call's credentials.
 
-gRPC and HTTP ask the same question, with the value of `authorization` (`Bearer KEY`) as the caller
-sent it, before they read anything else of a call.
+gRPC and HTTP both pass the value of `authorization` (`Bearer KEY`) as the caller sent it, before
+they read anything else of a call.
 
 The file of API keys is TOML, a table `key` for each, as `pagewire key new` writes it:
 
@@ -12,9 +12,9 @@ The file of API keys is TOML, a table `key` for each, as `pagewire key new` writ
     expires = 2027-01-01T00:00:00Z     # absent: never
     operator = true                    # absent: false
 
-It holds only hashes. A plain hash is enough: keys are drawn with 256 bits, so nobody can try them
-all. They are looked up by their hash, too; what the time of a lookup reveals is about the hash of a
-guess, which leads to no better guess.
+The file holds only hashes. A plain hash is sufficient because keys have 256 random bits, which
+cannot be enumerated. Keys are looked up by their hash; the time that a lookup takes reveals
+something about the hash of a guess, which does not help to make a better guess.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ from service_common.watched_files import read_file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Principal:
-    """Whose call it is, and what its key is good for."""
+    """The tenant of a call, and what its key permits."""
 
     name: str = ""
-    """What the core knows it as: shares, limits and request ids go by it."""
+    """The tenant's name at the core: shares, limits and request ids are per name."""
     models: Collection[str] | None = None
     """Models it may use; None: all."""
     is_operator: bool = True
-    """Whether it may see the deployment's state, which shows what other tenants do."""
+    """Whether it may see the deployment's state, which includes other tenants' requests."""
 
     def may_use(self, model: str) -> bool:
         """Whether it may use a model of this name, whether or not there is one."""
@@ -51,7 +51,7 @@ class Principal:
         """Raise PermissionDenied unless it may use a model of this name."""
         if not self.may_use(model):
             raise PermissionDenied(
-                f"this key is not good for the model {model!r}",
+                f"this API key may not use model {model!r}",
                 reason="MODEL_NOT_ALLOWED",
                 details={"model": model},
             )
@@ -60,26 +60,26 @@ class Principal:
         """Raise PermissionDenied unless it may see the deployment's state."""
         if not self.is_operator:
             raise PermissionDenied(
-                "this key is not an operator's: it cannot see the deployment's state",
+                "this API key may not see the deployment's state: it requires `operator = true`",
                 reason="NOT_AN_OPERATOR",
             )
 
 
 class Authentication(Protocol):
-    """Knows callers by their credentials."""
+    """Identifies callers by their credentials."""
 
     asks_for_key: bool
     """Whether a caller must bring a key."""
 
     def authenticate(self, authorization: str | None) -> Principal:
-        """Whose call it is that brings this; None: a call that brings nothing.
+        """The tenant of a call with these credentials; None stands for a call without any.
 
-        Raises Unauthenticated unless the credentials are there, known and in force.
+        Raises Unauthenticated if they are missing, unknown or expired.
         """
 
 
 class NoAuthentication:
-    """Everybody may call, and everything is one tenant's."""
+    """Accepts every call as the same, unnamed tenant's."""
 
     asks_for_key = False
 
@@ -87,7 +87,7 @@ class NoAuthentication:
         self._everybody = Principal()
 
     def authenticate(self, authorization: str | None) -> Principal:
-        """The one tenant, whatever is brought."""
+        """The one tenant, whatever the credentials."""
         return self._everybody
 
 
@@ -99,15 +99,15 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiKey:
-    """What a key is good for."""
+    """The tenant and the expiry of one key."""
 
     tenant: Principal
     expires: float | None = None
-    """Seconds since 1970 from which on it is not good any more; None: never."""
+    """Unix time in seconds from which on the key is invalid; None: never."""
 
 
 Keys: TypeAlias = Mapping[str, ApiKey]
-"""By the SHA-256 of the key, in hexadecimal digits."""
+"""Keys by the hexadecimal digits of their SHA-256."""
 
 
 class ApiKeys:
@@ -116,7 +116,7 @@ class ApiKeys:
     asks_for_key = True
 
     def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float] = time.time) -> None:
-        """`keys` is asked at every call."""
+        """`keys` is called for every call, so that a changed file applies at once."""
         self._keys = keys
         self._clock = clock
 
@@ -124,18 +124,18 @@ class ApiKeys:
         """The tenant of the key that a call brings; raises Unauthenticated."""
         if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated(
-                "expected an API key, as authorization: Bearer KEY", reason="NO_API_KEY"
+                "no API key: send the metadata `authorization: Bearer KEY`", reason="NO_API_KEY"
             )
         key = self._keys().get(hash_of(authorization[len(_BEARER) :].strip()))
         if key is None:
-            raise Unauthenticated("the API key is unknown", reason="UNKNOWN_API_KEY")
+            raise Unauthenticated("unknown API key", reason="UNKNOWN_API_KEY")
         if key.expires is not None and self._clock() >= key.expires:
             raise Unauthenticated("the API key has expired", reason="EXPIRED_API_KEY")
         return key.tenant
 
 
 def hash_of(key: str) -> str:
-    """What stands for a key in the file."""
+    """A key's hash, as the file holds it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -158,7 +158,7 @@ def read_keys(path: Path) -> Keys:
         where = f"api_keys: {path}: key {number}"
         digest = _digest(where, entry)
         if digest in keys:
-            raise ValueError(f"{where}: the same key is there before")
+            raise ValueError(f"{where}: duplicate key")
         keys[digest] = _key(where, entry)
     return keys
 
@@ -168,7 +168,7 @@ def _digest(where: str, entry: Any) -> str:
         raise ValueError(f"{where}: expected a table")
     unknown = sorted(entry.keys() - set(_FIELDS))
     if unknown:
-        raise ValueError(f"{where}: {unknown[0]}: unknown; there are: {', '.join(_FIELDS)}")
+        raise ValueError(f"{where}: {unknown[0]}: unknown field; allowed: {', '.join(_FIELDS)}")
     digest = entry.get("sha256")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise ValueError(f"{where}: sha256: expected 64 hexadecimal digits")
@@ -197,7 +197,7 @@ def _key(where: str, entry: Mapping[str, Any]) -> ApiKey:
 
 
 def _expiry(where: str, value: Any) -> float | None:
-    """A day means its beginning, and no offset means UTC."""
+    """An expiry as Unix time. A date stands for its first moment; the default time zone is UTC."""
     if value is None:
         return None
     if not isinstance(value, date):

@@ -34,16 +34,16 @@ class FrontendConfig:
     line, but not in the environment."""
 
     tls: TlsFiles | None = None
-    """What clients are shown, and what they must show."""
+    """The certificate for clients, and the authority of certificates required of them."""
 
     cluster: ClusterConfig = NO_CLUSTER
-    """What to show the core."""
+    """Credentials for the core."""
 
     max_connections: int = 16_384
     """Most connections of clients; more are refused."""
 
     http: str | None = None
-    """Where HTTP clients call, HOST:PORT; None: nowhere."""
+    """Address for HTTP clients, HOST:PORT; None: no HTTP."""
 
     http_share_port: bool = False
     """Let other frontends on this machine listen for HTTP at the same address; connections are
@@ -76,17 +76,24 @@ class FrontendConfig:
             _check_http(self.http)
         self._check_keys()
         if self.max_connections < 1:
-            raise ValueError("max_connections: expected at least 1")
+            raise ValueError(f"max_connections: expected at least 1, got {self.max_connections}")
         if self.max_concurrent_requests < 1:
-            raise ValueError("max_concurrent_requests: expected at least 1")
+            raise ValueError(
+                f"max_concurrent_requests: expected at least 1, got {self.max_concurrent_requests}"
+            )
         if self.max_tenant_requests is not None and self.max_tenant_requests < 1:
             raise ValueError(
                 f"max_tenant_requests: expected at least 1, got {self.max_tenant_requests}"
             )
         if self.default_timeout_s is not None and not 0 < self.default_timeout_s < float("inf"):
-            raise ValueError("default_timeout: expected a positive number of seconds")
+            raise ValueError(
+                "default_timeout: expected a positive number of seconds, "
+                f"got {self.default_timeout_s:g}"
+            )
         if not 0 <= self.grace_period_s < float("inf"):
-            raise ValueError("grace_period: expected a number of seconds, at least 0")
+            raise ValueError(
+                f"grace_period: expected at least 0 seconds, got {self.grace_period_s:g}"
+            )
 
     @property
     def tenant_share(self) -> int:
@@ -97,14 +104,16 @@ class FrontendConfig:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether strangers are kept out."""
+        """Whether callers must authenticate."""
         asks_certificate = self.tls is not None and self.tls.ca is not None
         return asks_certificate or self.api_keys is not None or self.api_key is not None
 
     def _check_keys(self) -> None:
         if self.api_keys is not None:
             if self.api_key is not None:
-                raise ValueError("api_key: expected either one key or api_keys, a file of them")
+                raise ValueError(
+                    "api_key: excludes api_keys; give either one key or a file of keys"
+                )
             read_keys(self.api_keys)
         elif self.api_key is not None and len(self.api_key) < MIN_API_KEY_CHARS:
             raise ValueError(f"api_key: expected at least {MIN_API_KEY_CHARS} characters")
@@ -121,15 +130,15 @@ MAX_PUBLIC_MESSAGE_BYTES = 16 << 20
 """Largest message a client may send: a prompt of four million token ids."""
 
 MAX_PUBLIC_STREAMS = 1024
-"""Open calls of one client's connection; more of them wait at the client."""
+"""Open calls of one client connection; further calls wait at the client."""
 
 MAX_PUBLIC_IDLE_MS = 900_000
-"""Time after which a client's connection without calls is closed; a client that comes back opens
-another by itself."""
+"""Time after which a client's connection without calls is closed; clients reconnect by
+themselves."""
 
 
 def public_server_options(*, max_connections: int) -> Options:
-    """Options of a server that strangers can reach."""
+    """Options of a server that is reachable by untrusted clients."""
     return [
         *server_options(max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", MAX_PUBLIC_STREAMS),

@@ -1,8 +1,8 @@
 """The frontend's side of the stream to the core: submissions and cancellations out, tokens in.
 
-What is to be sent is collected until the stream takes the next message, so that a burst of
-submissions is one message and at most one message is in flight. After the stream broke, the next
-one gets every open request again, with the tokens that it has.
+Everything to be sent is collected until the stream accepts the next message, so that a burst of
+submissions is one message and at most one message is in flight. When the stream has broken, the
+next one gets every open request again, with its tokens so far.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 CORE_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 32 << 10)]
-"""Bytes the core may send ahead of what this process has read. Kept small, so that a frontend that
-cannot keep up is not seconds behind: the core then merges several steps' news into one message, and
-every client gets fewer and larger responses."""
+"""Bytes that the core may send ahead of what this process has read. They are few, so that an
+overloaded frontend does not fall seconds behind: the core merges the outputs of several steps into
+one message, and clients get fewer and larger responses."""
 
 
 class CoreConnection:
     """Called like a stub of `SchedulerService`, on one channel at a time.
 
-    A channel keeps the certificates that it was made with; `renew` makes another for newer ones.
+    A channel keeps the certificates that it was made with; `renew` replaces it for newer ones.
     """
 
     def __init__(self, cluster: Cluster, address: str) -> None:
@@ -54,12 +54,11 @@ class CoreConnection:
         self._stub = self._cluster.stub(SchedulerServiceStub, self._channel)
 
     def __getattr__(self, rpc: str) -> Any:
-        """A call of the stub in use."""
+        """A method of the current stub."""
         return getattr(self._stub, rpc)
 
     async def renew(self) -> None:
-        """If there are other certificates now, go on with a new channel; calls on the former one
-        end."""
+        """Replace the channel if the certificates have changed; calls on the old one end."""
         if self._cluster.channel_credentials() is not self._credentials:
             former = self._channel
             self._open()
@@ -71,14 +70,14 @@ class CoreConnection:
 
 
 MAX_SUBMIT_BYTES = 4 << 20
-"""Submissions in one message, roughly: after a reconnect there may be many long ones."""
+"""Approximate limit of the submissions in one message: a reconnect may have many long ones."""
 
 
 class SendBuffer:
-    """The messages to be, of one stream."""
+    """What one stream has to send, until it is written."""
 
     def __init__(self, frontend_id: str | None = None) -> None:
-        """`frontend_id` makes the first message a greeting, due at once."""
+        """With `frontend_id`, the first message carries it and is due at once."""
         self._frontend_id = frontend_id
         self._submits: dict[RequestStream, None] = {}
         self._cancels: list[int] = []
@@ -88,13 +87,13 @@ class SendBuffer:
             self._wake.set()
 
     def submit(self, request: RequestStream) -> None:
-        """Submit a request, with what it has when the message is made."""
+        """Submit a request, with the tokens that it has when the message is made."""
         self._submits[request] = None
         self._wake.set()
 
     def cancel(self, request: RequestStream) -> None:
-        """Take a request back."""
-        if request in self._submits:  # the core has not heard of it
+        """Cancel a request."""
+        if request in self._submits:  # not sent to the core yet
             del self._submits[request]
             return
         self._cancels.append(request.handle)
@@ -108,7 +107,7 @@ class SendBuffer:
         self._wake.set()
 
     async def next(self) -> scheduler_pb.FrontendMessage:
-        """Wait until there is something to say, and say all of it."""
+        """Wait until there is something to send; a message with all of it."""
         await self._wake.wait()
         self._wake.clear()
         message = scheduler_pb.FrontendMessage(cancels=to_column(self._cancels), stops=self._stops)
@@ -136,7 +135,7 @@ MAX_HANDLE = 2**31 - 1
 
 
 class CoreClient:
-    """Carries requests to the core and its news back to their streams."""
+    """Submits requests to the core and passes its outputs to their streams."""
 
     def __init__(
         self,
@@ -152,21 +151,21 @@ class CoreClient:
         self._requests: dict[int, RequestStream] = {}
         self._choices: dict[int, tuple[RequestStream, ChoiceStream]] = {}
         self._without_model: dict[RequestStream, None] = {}
-        """Requests whose model the core does not know yet."""
+        """Requests whose model the core does not know yet, in order."""
         self._next_handle = 1
         self.is_attached = False
-        """Whether the core is there and has spoken."""
+        """Whether a stream is open and the core has sent its first message."""
         self.num_core_losses = 0
-        """Streams that broke after it had."""
+        """Streams that broke after the core's first message."""
         self._outgoing = SendBuffer()
         self._failures = LogThrottle()
         self._is_waited_for = True
-        """Whether it has not been missed yet: services may start in any order."""
+        """Whether the core was never reached nor reported missing: services start in any order."""
 
-    # What requests ask of the link.
+    # Called for requests.
 
     def submit(self, request: RequestStream) -> None:
-        """Send a request that has begun; it is kept until `close`."""
+        """Submit a resolved request, and again to later cores, until `close`."""
         request.handle = self._take_handles(len(request.choices))
         self._requests[request.handle] = request
         for choice in request.choices:
@@ -174,7 +173,7 @@ class CoreClient:
         self._outgoing.submit(request)
 
     def close(self, request: RequestStream) -> None:
-        """Forget a request; the core is told to end it unless it has ended."""
+        """Forget a request, and cancel it at the core unless it has ended there."""
         if self._requests.pop(request.handle, None) is None:
             return
         self._without_model.pop(request, None)
@@ -195,10 +194,10 @@ class CoreClient:
                 return first
 
     def _unfinished(self) -> list[RequestStream]:
-        """Those of which a core has more to say: others wait for a slow reader alone."""
+        """Requests that have not ended at the core; the others only wait for a slow reader."""
         return [each for each in self._requests.values() if not each.has_ended_at_core]
 
-    # The stream's life.
+    # The stream.
 
     async def run(self) -> None:
         """Attach, again and again, until cancelled."""
@@ -209,7 +208,7 @@ class CoreClient:
                 await self._attach()
             except grpc.aio.AioRpcError as error:
                 self._log_lost(error)
-            # A frontend without its link is of no use; whatever went wrong, a new stream may do.
+            # A frontend without its stream is useless; whatever went wrong, a new one may work.
             except Exception:
                 logger.exception("core stream failed")
             if self.is_attached:
@@ -241,7 +240,7 @@ class CoreClient:
             while True:
                 message = await self._outgoing.next()
                 await call.write(scheduler_pb.AttachRequest(message=message))
-        # A write on a stream that has ended fails without a reason; it is the read's to tell.
+        # A write on a stream that has ended fails without a reason; `_read` raises the reason.
         await asyncio.get_running_loop().create_future()
 
     def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
@@ -261,10 +260,10 @@ class CoreClient:
             request.stopwatch.lost()
         self._on_models((), ())
 
-    # The core's news.
+    # The core's outputs.
 
     def _receive(self, message: scheduler_pb.SchedulerMessage) -> None:
-        """Deliver in the message's order; then each request that got something goes on."""
+        """Deliver in the message's order, then advance each request that got something."""
         if not self.is_attached:
             self.is_attached = True
             self._is_waited_for = False
@@ -291,7 +290,7 @@ class CoreClient:
                 self._fail(request, _error_of(failed, request))
 
     def _deliver(self, message: scheduler_pb.SchedulerMessage) -> Iterable[RequestStream]:
-        """Hand everything to its choice or request; those that got something, in order."""
+        """Pass everything to its choice or request; the requests that got something, in order."""
         touched: dict[RequestStream, None] = {}
         token_ids = from_column(message.token_ids, "token_ids")
         handles = from_column(message.token_handles, "token_handles")
@@ -315,9 +314,10 @@ class CoreClient:
         return touched
 
     def _fail(self, request: RequestStream, error: PagewireError) -> None:
-        """Pass a refusal on, unless it is a matter of time for a request that is good.
+        """End a request with the core's error, unless the request can succeed later.
 
-        A core that is going leaves it to the next one, which finds out anew which models it has.
+        A request waits if the core does not know its model yet, which a new core learns from its
+        workers, or if the core is shutting down and another one will take its place.
         """
         if isinstance(error, UnknownModel):
             self._without_model[request] = None
@@ -336,7 +336,7 @@ class CoreClient:
 
     @contextmanager
     def _failing_alone(self, request: RequestStream) -> Iterator[None]:
-        """Whatever goes wrong inside ends this request with an error, and no other."""
+        """A context whose exceptions end this request, and no other."""
         try:
             yield
         except Exception:

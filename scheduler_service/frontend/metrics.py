@@ -33,16 +33,16 @@ CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
-OPEN_REQUESTS = Metric(
-    "pagewire_frontend_open_requests", Kind.GAUGE, "Requests that clients wait for."
-)
+OPEN_REQUESTS = Metric("pagewire_frontend_open_requests", Kind.GAUGE, "Open requests of clients.")
 ATTACHED = Metric(
-    "pagewire_frontend_attached", Kind.GAUGE, "Whether the frontend's request to the core is there."
+    "pagewire_frontend_attached",
+    Kind.GAUGE,
+    "Whether the frontend's stream to the core is open (1) or not (0).",
 )
 CORE_LOSSES = Metric(
     "pagewire_frontend_core_losses_total",
     Kind.COUNTER,
-    "Times that the request to the core broke; open requests went on with the next one.",
+    "Number of times that the stream to the core broke; open requests continue on the next one.",
 )
 REQUESTS = Metric(
     "pagewire_requests_total",
@@ -83,11 +83,11 @@ COUNTED: Mapping[Metric, Callable[["ModelCounts"], float]] = {
     Metric(
         "pagewire_request_worker_losses_total",
         Kind.COUNTER,
-        "Times that a request's worker was lost while it was computing the request, which went on.",
+        "Times that a request's worker was lost while computing it; the request continued.",
         MODEL,
     ): lambda counts: counts.num_worker_losses,
 }
-"""Counters that have the model as their only label."""
+"""Counters with the model as their only label."""
 
 FINISHED = Metric(
     "vllm:request_success_total",
@@ -170,7 +170,7 @@ PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
     GENERATED_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
     CHOICES_OF_REQUEST: CHOICES_BOUNDS,
 }
-"""Their buckets."""
+"""Histograms observed once per request, with their buckets."""
 
 REQUEST_PARTS = Metric(
     "pagewire_request_part_seconds",
@@ -194,15 +194,15 @@ ALL = (
     *PER_REQUEST,
     REQUEST_PARTS,
 )
-"""In the order in which they are told."""
+"""In the order in which they are exported."""
 
 
 MAX_TENANTS = 100
-"""Of each frontend, by name; the others together are one."""
+"""Label values per frontend; further tenants share one."""
 MAX_PRIORITIES = 16
 OK, CANCELLED = "ok", "cancelled"
-"""Outcomes of requests that had all their tokens, and of those whose clients went away; of others
-it is their status code."""
+"""Outcomes of requests that got all their tokens, and of those whose clients disconnected; the
+outcome of any other is its status code."""
 
 FINISH_LABELS = {
     inference_pb.FINISH_REASON_STOP: "stop",
@@ -211,7 +211,7 @@ FINISH_LABELS = {
 
 
 class ModelCounts:
-    """Of one model's requests."""
+    """Counts of one model's requests."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens: int = 0
@@ -227,13 +227,13 @@ class ModelCounts:
     def count_tokens(
         self, stopwatch: Stopwatch, num_tokens: int, num_choices: int, num_prompt_tokens: int
     ) -> None:
-        """Tokens of a request have come, to so many of its choices."""
+        """Count `num_tokens` new tokens of a request, of `num_choices` of its choices."""
         self.num_generated_tokens += num_tokens
         gap_s = stopwatch.note_tokens()
         if gap_s is None:
             self.num_prompt_tokens += num_prompt_tokens
             self.first_token.observe(stopwatch.first_token_s)
-        else:  # of several tokens of a choice at once, each took its share
+        else:  # several tokens of a choice that arrive together share the time equally
             self.token_gap.observe(gap_s * num_choices / num_tokens, num_tokens)
 
     def count_finished(
@@ -243,7 +243,7 @@ class ModelCounts:
         usage: inference_pb.Usage,
         finishes: Sequence[inference_pb.FinishReason.ValueType],
     ) -> None:
-        """A request had all its tokens; `finishes` are the ends of its choices."""
+        """Count a request that got all its tokens; `finishes`: finish reasons of its choices."""
         self.num_cached_tokens += usage.cached_tokens
         self.finishes.update(FINISH_LABELS[reason] for reason in finishes)
         for part, histogram in self.parts.items():
@@ -268,7 +268,7 @@ class ModelCounts:
 
 
 class EndedRequest(Protocol):
-    """What is counted of a request at its end."""
+    """What metrics need to know of a request at its end."""
 
     tenant: str
     priority: int
@@ -281,7 +281,7 @@ class EndedRequest(Protocol):
 
 
 class FrontendMetrics:
-    """All that one frontend has counted since it started."""
+    """Everything that one frontend has counted since it started."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelCounts] = {}
@@ -291,19 +291,19 @@ class FrontendMetrics:
         self._tenant_first_token: dict[LabelValues, Histogram] = {}
 
     def model(self, name: str) -> ModelCounts:
-        """Of a model that is or was served: there are as many as workers bring along."""
+        """Counts of a model that is or was served."""
         counts = self._models.get(name)
         if counts is None:
             counts = self._models[name] = ModelCounts()
         return counts
 
     def count_refused(self, tenant: str, priority: int, error: Exception) -> None:
-        """A request was not taken in."""
+        """Count a request that was refused."""
         outcome = status_code(error).name.lower()
         self._requests[*self._labels(tenant, priority), outcome] += 1
 
     def count_end(self, request: EndedRequest) -> str:
-        """A request that was taken in has ended, one way or another; how."""
+        """Count the end of an accepted request; its outcome."""
         labels = self._labels(request.tenant, request.priority)
         outcome = _outcome(request)
         self._requests[*labels, outcome] += 1

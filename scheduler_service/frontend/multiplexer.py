@@ -16,11 +16,11 @@ from scheduler_service.status_codes import to_status
 Write = Callable[[inference_pb.GenerateManyResponse], Awaitable[None]]
 Read = Callable[[], Awaitable[inference_pb.GenerateManyRequest | None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-"""ASGI's: a frontend without HTTP imports none of its libraries."""
+"""ASGI's receive function; typed here so that a frontend without HTTP needs no HTTP library."""
 
 MAX_ERRORS = 1024
-"""Refusals that wait for their client to read them. With as many no further request is read: who
-writes and never reads would fill our memory with them."""
+"""Errors that wait for their client to read them. At this number no further request is read: a
+client that writes and never reads would fill the memory with them."""
 
 
 OPENED_TOGETHER = 16
@@ -33,13 +33,13 @@ class RequestMultiplexer:
     def __init__(
         self, requests: RequestManager, deadline: float | None, tenant_now: Callable[[], Principal]
     ) -> None:
-        """`tenant_now` tells for each request whose it is; it may raise PagewireError."""
+        """`tenant_now` returns the tenant of the next request; it may raise PagewireError."""
         self._requests = requests
         self._tenant_now = tenant_now
         self._deadline = deadline
         self._streams: set[RequestStream] = set()
         self._news: dict[RequestStream, None] = {}
-        """Streams to take from, in the order they had news."""
+        """Streams with something to take, in the order in which they got it."""
         self._errors: deque[inference_pb.RequestError] = deque()
         self._may_read = asyncio.Event()
         self._half_closed = False
@@ -111,7 +111,7 @@ class RequestMultiplexer:
             await self._wake.wait()
 
     def _next(self) -> inference_pb.GenerateManyResponse | None:
-        """One response, of the request that has waited longest; errors at the door go first."""
+        """One response of the request that has waited longest; refusals come first."""
         if self._errors:
             self._may_read.set()
             return inference_pb.GenerateManyResponse(error=self._errors.popleft())
@@ -122,7 +122,7 @@ class RequestMultiplexer:
             if stream.is_done:
                 self._close(stream)
             elif stream.error is not None:
-                self._news[stream] = None  # the error comes behind it
+                self._news[stream] = None  # its error follows
             return inference_pb.GenerateManyResponse(response=response)
         if stream.error is None or stream not in self._streams:
             return None
@@ -146,10 +146,10 @@ def _request_error(request_id: str, error: PagewireError) -> inference_pb.Reques
 
 
 class RequestBatch:
-    """A context manager around all that one call has the core do.
+    """A context manager around all requests of one HTTP call.
 
-    Leaving it ends what is left; so does, at once, the client's going away, even while a write
-    waits for it.
+    Leaving it ends those that are left. So does the client's disconnection, at once, even while a
+    write waits for the client.
     """
 
     def __init__(self, manager: RequestManager, receive: Receive) -> None:
@@ -159,7 +159,7 @@ class RequestBatch:
         self._indexes: dict[RequestStream, int] = {}
         self._num_done = 0
         self._news: dict[RequestStream, None] = {}
-        """Streams to take from, in the order they had news."""
+        """Streams with something to take, in the order in which they got it."""
         self._client_has_gone = False
         self._wake = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -220,7 +220,7 @@ class RequestBatch:
             self._num_done += 1
             self._manager.close(stream)
         elif stream.error is not None:
-            self._news[stream] = None  # the error comes behind it
+            self._news[stream] = None  # its error follows
         return response
 
     def _on_news(self, stream: RequestStream) -> None:

@@ -1,7 +1,7 @@
-"""The requests that are open on this frontend: taken in, limited, found by id, ended.
+"""The open requests of this frontend: accepted, limited, found by id and ended.
 
-What can end a request early all comes together here: its client, an abort, its deadline, the
-service's end. Each frees its place and tells the core at once, whether or not its client reads.
+A request may be ended early by its client, an abort, its deadline or the end of the service. Each
+frees its capacity and cancels it at the core at once, whether or not its client reads.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ CHECKED_INLINE_BYTES = 1 << 16
 """Requests up to this size are checked on the event loop, in a few milliseconds at most."""
 
 RETRY_DELAY_S = 1.0
-"""What a client is told to wait when this frontend is full."""
+"""Retry delay that clients get when this frontend, or their share of it, is full."""
 
 CANCEL_LATENCY_S = 0.25
 """How long after a new call the cancellation of an earlier one may become visible here."""
 
 
 _Key: TypeAlias = tuple[str, str]
-"""Tenant and request id: no tenant finds another's request, nor that there is one."""
+"""Tenant and request id: no tenant can find another's request, or learn that it exists."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class RequestManager:
         self._none_open = asyncio.Event()
         self._none_open.set()
         self.is_draining = asyncio.Event()
-        """Set once nothing new is taken in."""
+        """Set when no new requests are accepted any longer."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -105,11 +105,11 @@ class RequestManager:
         on_news: Callable[[RequestStream], None],
         tenant: Principal,
     ) -> RequestStream:
-        """Take a tenant's request in; `close` must follow. If it is a later try at an open one,
-        that one ends.
+        """Open a tenant's request; `close` must follow. A later attempt at an open request takes
+        it over, and the earlier one ends.
 
-        `deadline` is on the monotonic clock. Raises what makes the request unacceptable here and
-        now; all that is found out later comes as the stream's error.
+        `deadline` is on the monotonic clock. Raises the error that refuses the request at once;
+        errors that are found later are the stream's.
         """
         try:
             return self._take_in(request, deadline, on_news, tenant)
@@ -175,7 +175,7 @@ class RequestManager:
         return stream
 
     def close(self, stream: RequestStream) -> None:
-        """Let go of a request, wherever it stands; the core ends it if it still runs."""
+        """Release a request in any state; if it still runs, it is cancelled at the core."""
         if not stream.is_closed:
             stream.is_closed = True
             outcome = self._metrics.count_end(stream)
@@ -195,14 +195,14 @@ class RequestManager:
             self._none_open.set()
 
     def abort(self, request_id: str, tenant: Principal) -> bool:
-        """End a tenant's request from outside its call; whether there is one here."""
+        """End a tenant's request from outside its call; False if it is not open here."""
         opened = self._open.get((tenant.name, request_id))
         if opened is not None:
             self._fail(opened, RequestAborted("the request was aborted"))
         return opened is not None
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new, give open requests `grace_s` seconds, then end them."""
+        """Refuse new requests, give open ones `grace_s` seconds to finish, then end them."""
         self.is_draining.set()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._none_open.wait(), grace_s)
@@ -240,7 +240,7 @@ class RequestManager:
             )
 
     def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
-        """The core ends requests in time; the timer is for when it is away or has no worker."""
+        """End the request at its deadline, as the core does, even if the core is away."""
         if stream.deadline is None:
             return None
         delay_s = stream.deadline - time.monotonic()
@@ -252,7 +252,7 @@ class RequestManager:
             self._fail(opened, DeadlineExceeded("the request's deadline has passed"))
 
     def _fail(self, opened: _Open, error: PagewireError) -> None:
-        """End a request that its reader has not closed yet; the reader finds the error."""
+        """End a request with an error, which its reader gets."""
         opened.stream.fail(error)
         self._stop(opened)
 
@@ -291,7 +291,7 @@ class RequestManager:
             self._core_client.submit(stream)
         except PagewireError as error:
             stream.fail(error)
-        except Exception:  # a bug; it must end with an error, and alone
+        except Exception:  # a bug, which must end this request and no other
             logger.exception("request failed request_id=%s", stream.request_id)
             stream.fail(PagewireError("internal error"))
 
@@ -299,7 +299,7 @@ class RequestManager:
 def _begin(
     stream: RequestStream, request: inference_pb.GenerateRequest, model: FrontendModel
 ) -> None:
-    """Tokenize, fill in what is open, set up the choices."""
+    """Tokenize the prompt, resolve the defaults and set up the choices."""
     stream.begin(resolve_request(request, stream.request_id, model, prompt_tokens(request, model)))
 
 
@@ -324,7 +324,7 @@ def _key(stream: RequestStream) -> _Key:
 def _check_takes_over(
     request: inference_pb.GenerateRequest, live: inference_pb.GenerateRequest
 ) -> None:
-    """Raise an error unless a request is a later try at the live one that has its id."""
+    """Raise an error unless a request is a later attempt at the live one with its id."""
     attempts.check_later(
         request.request_id,
         request.attempt,

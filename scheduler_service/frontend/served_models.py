@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """What takes the place of absent fields; ranges as in sampling.proto."""
+    """Values of absent fields, within the ranges of sampling.proto."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -66,7 +66,7 @@ def _is_valid(field: str, value: Any) -> bool:
 
 
 def parse_generation_config(data: bytes | None) -> GenerationDefaults:
-    """The defaults in a generation_config.json; what cannot be used is logged and left out."""
+    """The defaults in a generation_config.json; invalid values are logged and ignored."""
     try:
         config = json.loads(data) if data else {}
     except (ValueError, RecursionError) as error:
@@ -93,14 +93,14 @@ def _eos_token_ids(value: Any) -> frozenset[int]:
 
 
 RETRY_DELAY_S = 0.5
-"""Pause after files could not be fetched, usually because their worker is just going."""
+"""Delay after files could not be fetched, usually because their worker has just ended."""
 
 Files = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontendModel:
-    """A model with all that turns text into its tokens and back."""
+    """A model with its tokenizer and its generation defaults."""
 
     info: model_pb2.ModelInfo
     tokenizer: ModelTokenizer | None
@@ -114,7 +114,7 @@ class FrontendModel:
         return self.defaults.eos_token_ids.union(own)
 
     def require_tokenizer(self, purpose: str) -> ModelTokenizer:
-        """The tokenizer; raises UnsupportedByModel telling what it was needed for."""
+        """The tokenizer; raises UnsupportedByModel, which names its purpose, if there is none."""
         if self.tokenizer is None:
             raise UnsupportedByModel(
                 f"{purpose}: {self.why_no_tokenizer}; token ids work", reason="NO_TOKENIZER"
@@ -127,7 +127,7 @@ def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
     defaults = parse_generation_config(files.get("generation_config.json"))
     try:
         return FrontendModel(info=info, tokenizer=_build_tokenizer(files), defaults=defaults)
-    # Files are of strangers' making, and libraries raise whatever they like for bad ones.
+    # The files are not ours, and libraries raise exceptions of any type for malformed ones.
     except Exception as error:
         logger.error("tokenizer unusable model=%s error=%s", info.name, error)
         return FrontendModel(
@@ -208,7 +208,7 @@ class ModelDirectory:
             await changed.wait()
 
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
-        """As `resolve`, but raises Unavailable instead of waiting."""
+        """Like `resolve`, but raises Unavailable instead of waiting."""
         model = self._find(name, tenant)
         if model is None:
             raise Unavailable("the model is not being served now", reason="NO_MODEL_SERVED")
@@ -237,7 +237,7 @@ class ModelDirectory:
         if served and name not in self._known and not is_continued:
             names = ", ".join(sorted(served))
             raise UnknownModel(
-                f"no model named {name!r} is served; there is: {names}",
+                f"unknown model {name!r}; available models: {names}",
                 details={"model": name or "", "served": names},
             )
         return None
@@ -282,6 +282,6 @@ class ModelDirectory:
             return None
 
     def _notify(self) -> None:
-        """Wake all that wait; those who come later wait for the next change."""
+        """Wake all waiting tasks; later ones wait for the next change."""
         self.changed.set()
         self.changed = asyncio.Event()

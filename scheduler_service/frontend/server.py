@@ -1,4 +1,4 @@
-"""A frontend as a process: its stream to the core, its servicer, its orderly end."""
+"""A frontend as a process: composition, start and orderly shutdown."""
 
 import asyncio
 import logging
@@ -54,15 +54,15 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ASSETS_TIMEOUT_S = 60.0
-"""How long a model's files may take; the largest tokenizers have some 30 MB."""
+"""Timeout for fetching a model's files; the largest tokenizers have about 30 MB."""
 HTTP_LOGGER = "uvicorn.error"
 """Writes a warning for each malformed HTTP request."""
 FLUSH_S = 2.0
-"""For calls to write their last status after their requests were ended."""
+"""Time for calls to write their final status after their requests have been ended."""
 
 
 class Frontend:
-    """All parts of one frontend, wired. `start`, then `stop`; `serve` is both around a signal."""
+    """All parts of one frontend. Call `start`, then `stop`; `serve` does both around a signal."""
 
     def __init__(self, config: FrontendConfig) -> None:
         self.authentication = authentication_of(config)
@@ -85,7 +85,7 @@ class Frontend:
             tracing=self._tracing,
         )
         self.registry = make_registry(self._collect)
-        """What Prometheus is told."""
+        """The registry that Prometheus scrapes."""
         self.runner = ServiceRunner(
             listen=config.listen,
             service_names=[SERVICE_NAME],
@@ -122,7 +122,7 @@ class Frontend:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listen, and look for the core. Raises CannotListen."""
+        """Listen, and connect to the core. Raises CannotListen."""
         if self.http is not None:
             self.http.bind()
             warn_if_exposed(
@@ -135,7 +135,7 @@ class Frontend:
         ]
 
     async def stop(self) -> None:
-        """Let open requests finish within the grace period; end what is left as UNAVAILABLE."""
+        """Let open requests finish within the grace period, then end the rest as UNAVAILABLE."""
         await self.requests.drain(self.runner.grace_period_s)
         for task in self._tasks:
             task.cancel()
@@ -153,7 +153,7 @@ class Frontend:
         await until_failure(self._tasks)
 
     def _check(self, metadata: Metadata) -> None:
-        """Strangers' messages are not even read."""
+        """Refuse a call without valid credentials before its messages are read."""
         self.authentication.authenticate(authorization(metadata))
 
     def _collect(self) -> Iterator[Family]:
@@ -168,7 +168,7 @@ class Frontend:
             await self.http.stop(FLUSH_S)
 
     async def _report_health(self) -> None:
-        """SERVING once a model can be served, over HTTP too."""
+        """Report SERVING while a model can be served; start HTTP."""
         if self.http is not None:
             await self.http.start(self._http_services)
         while True:
@@ -178,7 +178,7 @@ class Frontend:
 
 
 async def serve(config: FrontendConfig) -> None:
-    """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or what makes it of no use."""
+    """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or a background task's error."""
     logging.getLogger(HTTP_LOGGER).addFilter(WarningThrottle())
     frontend = Frontend(config)
     async with published(frontend.registry, config.metrics):
@@ -190,7 +190,7 @@ async def serve(config: FrontendConfig) -> None:
 
 
 def authentication_of(config: FrontendConfig) -> Authentication:
-    """By keys, where there are any."""
+    """Authentication by API keys, if there are any."""
     if config.api_keys is not None:
         path = config.api_keys
         return ApiKeys(WatchedFiles([path], lambda: read_keys(path)).get)
@@ -201,7 +201,7 @@ def authentication_of(config: FrontendConfig) -> Authentication:
 
 
 async def _fetch_assets(core: Any, name: str) -> Mapping[str, bytes]:
-    """A model's files by name; raises Unavailable if nobody can send them now."""
+    """A model's files by name; raises Unavailable if no worker can send them now."""
     request = scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest(model=name)
     files: dict[str, bytearray] = {}
     try:
@@ -213,5 +213,5 @@ async def _fetch_assets(core: Any, name: str) -> Mapping[str, bytes]:
 
 
 def _frontend_id() -> str:
-    """Unique per process, and telling in the core's log."""
+    """A name that is unique per process and readable in the core's log."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

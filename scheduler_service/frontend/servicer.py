@@ -1,4 +1,4 @@
-"""`InferenceService`: what clients call. It awaits and translates; the work is done elsewhere."""
+"""`InferenceService` over gRPC. It awaits and translates; the work is done elsewhere."""
 
 import asyncio
 import functools
@@ -40,8 +40,8 @@ Method: TypeAlias = Callable[["InferenceServicer", Any, Context, Principal], Awa
 
 
 def _rpc(method: Method[R]) -> Rpc[R]:
-    """What gRPC calls for a method that also takes the tenant whose call it is; whatever error
-    leaves it ends the call with its status."""
+    """A gRPC method from one that also takes the caller's tenant; an exception ends the call with
+    its status."""
 
     @functools.wraps(method)
     async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
@@ -79,14 +79,14 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self._core = core
 
     def authenticate(self, context: Context) -> Principal:
-        """Whose call it is; raises Unauthenticated."""
+        """The tenant of a call; raises Unauthenticated."""
         return self._authentication.authenticate(authorization(context.invocation_metadata()))
 
     @_rpc
     async def Generate(  # type: ignore[override]
         self, request: inference_pb.GenerateRequest, context: Context, tenant: Principal
     ) -> None:
-        """Responses as they come; the end of the call, whatever its cause, ends the request."""
+        """Stream responses; the end of the call, whatever its cause, ends the request."""
         news = asyncio.Event()
         stream = await self._requests.open_soon(
             request, _deadline(context), lambda _: news.set(), tenant
@@ -109,7 +109,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
                 raise InvalidArgument("request", "expected a GenerateManyRequest") from error
             return None if message is grpc.aio.EOF else message
 
-        # The key may be revoked while the stream is open: each request asks again.
+        # The key may be revoked while the stream is open, so each request is authenticated.
         await RequestMultiplexer(
             self._requests, _deadline(context), lambda: self.authenticate(context)
         ).run(read, context.write)
@@ -164,7 +164,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     async def WatchStatus(  # type: ignore[override]
         self, request: inference_pb.WatchStatusRequest, context: Context, tenant: Principal
     ) -> None:
-        """The core's snapshots, for as long as the client and the core are there."""
+        """Stream the core's snapshots until the client or the core disconnects."""
         tenant.check_operator()
         validation.check_limits(request)
         watch = scheduler_pb.SchedulerServiceWatchStatusRequest(detail=request.detail)
@@ -178,7 +178,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             raise _core_is_away(error) from error
         finally:
             call.cancel()
-        raise Unavailable("the scheduler core has gone", reason="CORE_AWAY")
+        raise Unavailable("the scheduler core has ended the stream; try again", reason="CORE_AWAY")
 
     async def _abort_elsewhere(self, request_id: str, tenant: Principal) -> None:
         abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id, tenant=tenant.name)
@@ -188,16 +188,17 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise _core_is_away(error) from error
             raise UnknownRequest(
-                f"no request with id {request_id!r} is live", details={"request_id": request_id}
+                f"unknown request: no request with id {request_id!r} is live",
+                details={"request_id": request_id},
             ) from error
 
     def _model(self, request: Any, tenant: Principal) -> FrontendModel:
-        """The model a request names; unlike a generation it does not wait for one."""
+        """The model that a request names; unlike a generation, this does not wait for one."""
         return self._models.current(request.model if request.HasField("model") else None, tenant)
 
 
 async def _write_responses(stream: RequestStream, news: asyncio.Event, context: Context) -> None:
-    """Write until the last response; raises the stream's error after what came before it."""
+    """Write all responses; raises the stream's error after the responses that precede it."""
     while not stream.is_done:
         await news.wait()
         news.clear()

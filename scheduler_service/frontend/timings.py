@@ -1,4 +1,4 @@
-"""Where a request's wall time went: the core's account completed with the frontend's own."""
+"""A request's wall time by part: the core's timings completed with the frontend's own."""
 
 import time
 from dataclasses import dataclass, field
@@ -25,28 +25,28 @@ class Stopwatch:
 
     arrived: float = field(default_factory=time.monotonic)
     model_wait_s: float = 0.0
-    """Waited for its model to be served."""
+    """Time waiting for its model to be served."""
     tokenize_s: float = 0.0
-    """Spent on tokenizing, and on settling what the request leaves open."""
+    """Time for tokenizing and for resolving defaults."""
     last_text_s: float = 0.0
-    """Spent on the text of the tokens that came last. That of those before was made while the
-    worker computed the next ones, and delayed nobody."""
+    """Time for detokenizing the last tokens. Earlier tokens were detokenized while the worker
+    computed the next ones, without any delay."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
     recovery_s: float = 0.0
-    """Spent without a core that knows the request, after it was lost."""
+    """Time without a core that knows the request, after a loss."""
     unaccounted_s: float = 0.0
-    """Spent under a core that was lost, and its account of the time with it."""
+    """Time at a core that was lost together with its timings."""
     core_losses: list[float] = field(default_factory=list)
-    """When a core was lost, or said that it does not take the request yet."""
+    """Times at which a core was lost, or did not accept the request yet."""
     _submitted_at: float | None = None
-    """When the present core was sent the request."""
+    """When the request was sent to the current core."""
     _accepted: bool = False
-    """Whether the present core has it."""
+    """Whether the current core has accepted it."""
     _lost_at: float | None = None
 
     def submitted(self) -> None:
-        """A core is sent the request (again); from its arrival there the core accounts for it."""
+        """The request is sent to a core, which measures its time from the arrival there."""
         now = time.monotonic()
         if self._lost_at is not None:
             self.recovery_s += now - self._lost_at
@@ -54,11 +54,11 @@ class Stopwatch:
         self._submitted_at, self._accepted = now, False
 
     def accepted(self) -> None:
-        """The core has taken the request in."""
+        """The core has accepted the request."""
         self._accepted = True
 
     def lost(self) -> None:
-        """The core that was sent the request is gone, or does not take it yet."""
+        """The core to which the request was sent is lost, or does not accept it yet."""
         if self._submitted_at is None:
             return
         self._lost_at = time.monotonic()
@@ -71,7 +71,7 @@ class Stopwatch:
         self._submitted_at = None
 
     def note_tokens(self) -> float | None:
-        """Tokens have come. How long after the ones before; None for the first."""
+        """Record the arrival of tokens; seconds since the previous ones, or None for the first."""
         now = time.monotonic()
         before, self.last_token_at = self.last_token_at, now
         if self.first_token_at is None:
@@ -91,10 +91,10 @@ class Stopwatch:
         return 0.0 if self.first_token_at is None else self.last_token_at - self.first_token_at
 
     def total(self, core: inference_pb.Timings) -> inference_pb.Timings:
-        """The whole account as of now; its parts add up to its total.
+        """All timings as of now; the parts add up to the total.
 
-        `wire_us` has what nobody else accounts for: the way between the processes, and waiting
-        there, for a client that reads slowly, too.
+        `wire_us` gets the time that no other part covers: transfers between the processes and
+        waiting there, including for a client that reads slowly.
         """
         timings = inference_pb.Timings()
         timings.CopyFrom(core)

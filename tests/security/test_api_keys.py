@@ -247,7 +247,7 @@ def test_a_key_expires_at_its_very_second(tmp_path: Path) -> None:
         (f'[[key]]\nsha256 = "{ONE}"\ntenant = "a"', "key 1: sha256"),
         (entry(ONE, "a b"), "key 1: tenant"),
         (entry(ONE, ""), "key 1: tenant"),
-        (entry(ONE, "a") + entry(ONE, "b"), "key 2: the same key"),
+        (entry(ONE, "a") + entry(ONE, "b"), "key 2: duplicate key"),
         (entry(ONE, "a", "models = 1"), "key 1: models"),
         (entry(ONE, "a", "expires = 1"), "key 1: expires"),
         (entry(ONE, "a", "operator = 1"), "key 1: operator"),

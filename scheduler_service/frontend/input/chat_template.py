@@ -26,11 +26,11 @@ _FAILURES = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template may end with: it is a program, and besides its own refusals can fail like any."""
+"""Errors that a template may raise: it is a program, and can fail for reasons of its own."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; for a prompt it is no more."""
+    """`{% generation %}` marks the assistant's words for training; prompts ignore it."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -60,7 +60,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. Raises InvalidArgument if the template refuses the messages.
 
-        `variables` are those of the caller's that the template may know; ours go before them.
+        `variables` are the caller's own; the standard variables take precedence over them.
         """
         known = {"documents": None, **(variables or {}), **self._special_tokens}
         known |= {

@@ -30,8 +30,8 @@ FINGERPRINT_BYTES = 16
 
 
 def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
-    """A hash of the prompt and of all parameters but the seed, which a client may learn only from
-    the first response."""
+    """A hash of the prompt and of all parameters except the seed, which a client may learn only
+    from the first response."""
     wish = inference_pb.GenerateRequest()
     wish.CopyFrom(request)
     wish.ClearField("request_id")
@@ -48,8 +48,8 @@ def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
 
 
 INLINE_BYTES = 4096
-"""Requests up to this size are settled on the event loop, in about a millisecond at most; a
-thread's hand-over would cost more than it saves."""
+"""Requests up to this size are resolved on the event loop, in about a millisecond at most; handing
+them to a thread would cost more than it saves."""
 
 T = TypeVar("T")
 
@@ -64,10 +64,10 @@ def draw_request_id() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRequest:
-    """What a stream needs to know of its request, and what the core is told of it."""
+    """A request without open defaults: what its stream needs, and what is submitted to the core."""
 
     submit: scheduler_pb.Submit
-    """Complete but for handle, timeout, generated tokens, and what became of it so far."""
+    """Complete except for handle, timeout, generated tokens and the request's history."""
     model: FrontendModel
     prompt_token_ids: Sequence[int]
     num_choices: int
@@ -80,7 +80,7 @@ class ResolvedRequest:
     stop_token_ids: frozenset[int]
     """All tokens that end a choice."""
     reported_stop_token_ids: frozenset[int]
-    """Of those, the ones told as the stop reason: not plain ends of sequence."""
+    """Those that are reported as stop reasons: all but ends of sequence."""
     stop: StopStrings
     include_stop: bool
     skip_special_tokens: bool
@@ -96,7 +96,7 @@ class ResolvedRequest:
     @property
     def is_streamed(self) -> bool:
         """Whether tokens go to the client as they come. Otherwise the choices are known only when
-        all have ended; the client gets nothing before, and a resumed request begins anew."""
+        all have ended; the client gets nothing before, and a resumed request starts again."""
         return not (self.is_ranked or self.submit.HasField("beam_search"))
 
     @property
@@ -166,7 +166,7 @@ def resolve_request(
 
 
 def _max_tokens(params: sampling_pb2.SamplingParams, model: FrontendModel, num_prompt: int) -> int:
-    """As asked or as the model's author says, within the room that the prompt leaves."""
+    """The request's or the model's own maximum, within the length that the prompt leaves."""
     check_prompt_length(num_prompt, model)
     room = model.info.max_model_len - num_prompt
     if params.HasField("max_tokens"):
@@ -177,7 +177,7 @@ def _max_tokens(params: sampling_pb2.SamplingParams, model: FrontendModel, num_p
 def _stop_tokens(
     params: sampling_pb2.SamplingParams, model: FrontendModel
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """All stop tokens, and those of them that are more than an end of sequence."""
+    """All stop tokens, and those of them that are reported as stop reasons."""
     asked = frozenset(params.stop_token_ids)
     ignores_end = params.ignore_eos and not params.HasField("structured_output")
     end = frozenset() if ignores_end else model.eos_token_ids
@@ -237,15 +237,15 @@ def _sampler_params(
 
 
 def _searches(params: sampling_pb2.SamplingParams) -> bool:
-    """Whether there is a choice among beams; a single one is greedy, as in transformers."""
+    """Whether there are several beams; a single one is greedy decoding, as in transformers."""
     return params.beam_search.width > 1
 
 
 def _num_candidates(params: sampling_pb2.SamplingParams, num_stop_tokens: int) -> int:
-    """How many of each beam the worker reports.
+    """Number of candidates that the worker reports for each beam.
 
-    Of the candidates that go on, the best `width` may all be one beam's. So many are left when all
-    of its stop tokens are better.
+    The best `width` continuations may all be of one beam, and all of its stop tokens may be more
+    probable than they are.
     """
     return max(params.beam_search.width + num_stop_tokens, params.logprobs)
 

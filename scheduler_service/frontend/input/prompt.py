@@ -17,8 +17,8 @@ MAX_JSON_CONTAINERS = 1 << 18
 garbage collector visits all of them in one piece."""
 
 _END = "\uffff"
-"""Put behind the text of a turn that is to be continued, to find its end in what a template makes
-of it: the text may stand in the template's own words behind it, too. No character has this code."""
+"""Appended to the text of a turn that is to be continued, to find the text's end in the rendered
+prompt: the template's own words may contain the same text. No character has this code."""
 
 
 def check_chat(chat: inference_pb.Chat) -> None:
@@ -79,7 +79,7 @@ def chat_text(chat: inference_pb.Chat, model: FrontendModel) -> str:
 
 
 def _message(message: inference_pb.ChatMessage) -> dict[str, Any]:
-    """What is absent stays so: templates ask whether a key is there."""
+    """A turn for the template; absent fields stay absent, as templates test for them."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.HasField(name):
@@ -115,10 +115,10 @@ def _parse_object(text: str, path: str) -> dict[str, Any]:
         )
     try:
         value = json.loads(text) if text else {}
-        if "\\u" in text:  # templates write it out, and half a character is no text
+        if "\\u" in text:  # templates write it out, and an unpaired surrogate cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(path, "expected no half of a surrogate pair") from None
+        raise InvalidArgument(path, "contains an unpaired surrogate") from None
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(path, f"expected JSON: {error}") from None
     if not isinstance(value, dict):
@@ -136,7 +136,7 @@ def _check_continued(chat: inference_pb.Chat) -> None:
 
 
 def _cut_at_end(text: str, content: str) -> str:
-    """The prompt up to the end of the last turn's text, which is marked."""
+    """The prompt up to the end of the last turn's text, which `_END` marks."""
     text, _, _ = text.rpartition(_END)
     if not text.endswith(content):
         raise InvalidArgument(
@@ -212,7 +212,7 @@ def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool
 
 
 def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
-    """Most prompt tokens beside which the output has the room that it asks for."""
+    """Maximum number of prompt tokens that leaves room for the output's max_tokens."""
     max_model_len = model.info.max_model_len
     num_output = params.max_tokens if params.HasField("max_tokens") else 1
     if num_output >= max_model_len:

@@ -1,4 +1,4 @@
-"""A model's tokenizer: text and chats to token ids, and the way back.
+"""A model's tokenizer: text and chats to token ids, and token ids to text.
 
 Built from the files the worker holds (tokenizer.json, tokenizer_config.json, chat_template.jinja),
 as the `transformers` library reads them: an explicit `add_bos_token` or `add_eos_token` in the
@@ -56,9 +56,10 @@ class ModelTokenizer:
         tokenizer_config: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Raises ValueError if a file cannot be read as what it should be.
+        """Raises ValueError for a malformed file.
 
-        `chat_template` is the content of chat_template.jinja; it goes before the configuration's.
+        `chat_template` is the content of chat_template.jinja; it takes precedence over the
+        configuration's.
         """
         config = tokenizer_config or {}
         text = tokenizer_json.decode()
@@ -181,7 +182,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _set_post_processor(
     tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Put special tokens around texts as the configuration says, where it says anything."""
+    """Add special tokens around texts as the configuration says, if it says anything."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     before, after = (

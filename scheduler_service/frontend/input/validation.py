@@ -1,7 +1,7 @@
-"""What a request may say. Ranges are declared in the protos.
+"""Validation of requests. Ranges are declared in the protos.
 
 Checks come in two rounds: `check_request` needs the request alone, `check_against_model` also the
-model. Every complaint is an InvalidArgument that names the field by its path in the request.
+model. Every error is an InvalidArgument that names the field by its path in the request.
 """
 
 import math
@@ -40,7 +40,7 @@ def check_request_id(request: inference_pb.GenerateRequest) -> None:
 
 
 def check_request(request: inference_pb.GenerateRequest) -> None:
-    """Raise InvalidArgument for whatever no model could make right."""
+    """Raise InvalidArgument for what is invalid whichever model the request is for."""
     check_request_id(request)
     check_limits(request)
     _check_prompt(request)
@@ -123,7 +123,7 @@ def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
 
 
 def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
-    """Fields that are fine alone and senseless together."""
+    """Fields that are valid alone and contradict each other."""
     n = params.n if params.HasField("n") else 1
     if params.HasField("best_of"):
         _expect(params.best_of >= n, "sampling_params.best_of", f"expected at least n ({n})")
@@ -138,7 +138,7 @@ def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
 
 
 def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> None:
-    """Beam search chooses by log probability alone, and ends by tokens."""
+    """Beam search chooses by log probability alone and ends by tokens: other fields are invalid."""
     prefix = "sampling_params."
     width = params.beam_search.width
     _expect(width >= n, f"{prefix}beam_search.width", f"expected at least n ({n})")
@@ -173,7 +173,9 @@ def _check_resume(request: inference_pb.GenerateRequest) -> None:
     params = request.sampling_params
     _expect(request.HasField("request_id"), "request_id", "required with resume")
     _expect(
-        params.HasField("seed"), "sampling_params.seed", "required with resume, as Started told it"
+        params.HasField("seed"),
+        "sampling_params.seed",
+        "required with resume: send the seed from Started",
     )
     n = params.n if params.HasField("n") else 1
     seen: set[int] = set()

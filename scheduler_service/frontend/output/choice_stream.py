@@ -26,7 +26,7 @@ class Finish:
 
 @dataclass(slots=True)
 class _Incoming:
-    """What the core has sent and `advance` has not looked at."""
+    """What the core has sent and `advance` has not processed."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[scheduler_pb.ChoiceLogprobs] = field(default_factory=list)
@@ -36,11 +36,11 @@ class _Incoming:
 class ChoiceStream:
     """Tokens, text and end of one choice.
 
-    Tokens that count are all those up to the one that completes a stop string, or up to the end
-    the core tells; later ones are dropped. A stop string may end in mid-token: that token counts,
-    and the text of `token_ids` is then longer than the text that was sent.
+    Tokens count up to the one that completes a stop string, or up to the end that the core reports;
+    later ones are dropped. A stop string may end within a token: that token counts, and the text of
+    `token_ids` is then longer than the text that was sent.
 
-    A stop or end-of-sequence token is among the tokens; its text is shown only on request.
+    A stop or end-of-sequence token is one of the tokens; its text is included only on request.
     """
 
     def __init__(self, index: int, request: ResolvedRequest, token_text: TokenText) -> None:
@@ -56,7 +56,7 @@ class ChoiceStream:
         self._incoming = _Incoming()
         self._text: list[str] = []
         self._logprobs: list[scheduler_pb.ChoiceLogprobs] = []
-        """Of the tokens not sent yet."""
+        """Log probabilities of the tokens not sent yet."""
         self._num_sent = 0
         self._finish_sent = False
 
@@ -77,7 +77,7 @@ class ChoiceStream:
         self._incoming.finish = Finish(finished.reason, stop_token_id=told)
 
     def advance(self) -> bool:
-        """Take in what was received; whether a stop string ended the choice ahead of the core."""
+        """Process what was received; True if a stop string ended the choice before the core did."""
         incoming, self._incoming = self._incoming, _Incoming()
         if self.finish is not None:
             return False
@@ -93,7 +93,7 @@ class ChoiceStream:
     def restore(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
         """Start from what a client already has; `field` names it in errors.
 
-        Raises InvalidArgument if no such choice can have come of the request.
+        Raises InvalidArgument if the request cannot have produced such a choice.
         """
         self._take_tokens(resumed.token_ids)
         self._end_if_complete()
@@ -105,10 +105,10 @@ class ChoiceStream:
         self._mark_sent(resumed, field)
 
     def skip(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
-        """Leave out what a client already has of this choice, which has ended and of which nothing
-        was taken; `field` names it in errors.
+        """Omit what a client already has of this choice, which has ended and of which nothing has
+        been taken; `field` names it in errors.
 
-        Raises InvalidArgument if that is not how the choice begins.
+        Raises InvalidArgument if the choice does not begin with it.
         """
         num_received = len(resumed.token_ids)
         if self.token_ids[:num_received] != list(resumed.token_ids):
@@ -148,13 +148,13 @@ class ChoiceStream:
             self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=self._matcher.matched)
 
     def _is_complete(self) -> bool:
-        """Whether the tokens leave the core nothing but to end the choice."""
+        """Whether the choice must end after the tokens so far."""
         if len(self.token_ids) >= self._request.max_tokens:
             return True
         return bool(self.token_ids) and self.token_ids[-1] in self._request.stop_token_ids
 
     def _end_if_complete(self) -> None:
-        """End a restored choice that had ended when its stream was cut."""
+        """End a restored choice that had ended when its stream broke."""
         if self.finish is not None or not self._is_complete():
             return
         last = self.token_ids[-1]
@@ -165,7 +165,7 @@ class ChoiceStream:
             self._end(Finish(inference_pb.FINISH_REASON_LENGTH))
 
     def _end(self, finish: Finish) -> None:
-        """End as the core says, unless the last of the text completes a stop string."""
+        """End with the core's reason, unless the last of the text completes a stop string."""
         self._show(self._detokenizer.flush())
         if self.finish is None:
             rest = self._matcher.flush()
@@ -182,7 +182,7 @@ class ChoiceStream:
     # To the core, after a reconnect.
 
     def generated(self) -> scheduler_pb.GeneratedTokens:
-        """What the core needs to go on."""
+        """What the core needs in order to continue."""
         return scheduler_pb.GeneratedTokens(
             choice_index=self.index,
             token_ids=to_column(self.token_ids),
@@ -194,7 +194,7 @@ class ChoiceStream:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would give a delta."""
+        """Whether `take` would return a delta."""
         return bool(
             len(self.token_ids) > self._num_sent
             or self._text
@@ -202,7 +202,7 @@ class ChoiceStream:
         )
 
     def take(self, max_tokens: int) -> inference_pb.ChoiceDelta:
-        """What is new, `max_tokens` tokens at most; text and end come with the last of them."""
+        """At most `max_tokens` new tokens; text and finish come with the last of them."""
         until = min(len(self.token_ids), self._num_sent + max_tokens)
         new = self.token_ids[self._num_sent : until]
         delta = inference_pb.ChoiceDelta(index=self.index, token_ids=new)

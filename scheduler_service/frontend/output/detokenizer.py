@@ -1,16 +1,16 @@
-"""Text from tokens as they come, never taken back and never half a character.
+"""Incremental detokenization: text is never retracted and never ends within a character.
 
-The pieces of a `Detokenizer`, joined, are what the tokenizer's own `decode` makes of all the tokens
-at once. Two kinds of tokenizer cover what language models use:
+The pieces that a `Detokenizer` returns, joined, equal the tokenizer's own `decode` of all tokens.
+Two kinds of tokenizer cover those of language models:
 
 - **Byte-level** (GPT-2, Llama 3, Qwen): every token is a fixed run of bytes, so the text is those
   bytes, decoded as UTF-8 while they come. Exact, and a dictionary look-up per token.
-- **Everything else** (sentencepiece conversions and older kinds): what a token looks like depends
-  on its neighbours, so a token is decoded together with those of the piece before it, whose text is
-  then cut off. Byte-fallback tokens (`<0xE4>`) wait for the first token that is none: only then is
-  it known whether the run is text, or broken and shown as one U+FFFD per byte.
+- **Everything else** (sentencepiece conversions and older kinds): a token's text depends on its
+  neighbours, so a token is decoded together with those of the preceding piece, whose text is then
+  removed. Byte-fallback tokens (`<0xE4>`) wait for the first token of another kind: only then is it
+  known whether the run is valid UTF-8 or shown as one U+FFFD per byte.
 
-A token costs O(1) amortised either way.
+Both take amortized constant time per token.
 """
 
 import codecs
@@ -23,23 +23,23 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
-"""Tokens held back for ending in U+FFFD, where a decoder of unknown kind might still mend it."""
+"""Tokens held back while their text ends in U+FFFD, which further tokens may complete."""
 
 
 class Detokenizer(Protocol):
     """The text of one growing run of tokens."""
 
     def push(self, token_id: int) -> str:
-        """Text that has become certain with one more token."""
+        """Text that is final after one more token."""
         ...
 
     def flush(self) -> str:
-        """The rest, when no more tokens come. Nothing may be pushed afterwards."""
+        """The remaining text, when there are no more tokens. Nothing may be pushed afterwards."""
         ...
 
 
 class NoText:
-    """For models without a tokenizer: there is no text."""
+    """The detokenizer of models without a tokenizer: there is no text."""
 
     def push(self, token_id: int) -> str:
         """Nothing."""
@@ -58,24 +58,24 @@ class ByteLevelDetokenizer:
         self._rest = b""
 
     def push(self, token_id: int) -> str:
-        """Whole characters, and U+FFFD for bytes that no later byte can mend."""
+        """Whole characters, and U+FFFD for bytes that no later byte can complete."""
         data = self._rest + self._token_bytes(token_id)
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[used:]
         return text
 
     def flush(self) -> str:
-        """U+FFFD if the last character is cut off."""
+        """U+FFFD if the last character is incomplete."""
         text, self._rest = self._rest.decode("utf-8", "replace"), b""
         return text
 
 
 class WindowDetokenizer:
-    """New tokens decoded behind those of the piece before them.
+    """Decodes new tokens together with those of the preceding piece.
 
-    `_anchor` holds the tokens of the last piece that has text of its own, `_context` also those of
-    the piece after it, if that has none: enough for a decoder that treats the first token, or the
-    border of two tokens, in a special way.
+    `_anchor` holds the tokens of the last piece that has text of its own; `_context` also those of
+    the piece after it, if that has none. This is sufficient for a decoder that treats the first
+    token, or the border of two tokens, in a special way.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class WindowDetokenizer:
         if own_text or not self._anchor:
             self._anchor = self._context = self._held
             self._context_text = own_text
-        else:  # such as a space alone, which a decoder strips where nothing precedes it
+        else:  # such as a single space, which a decoder strips at the start of a text
             self._context = self._anchor + self._held
             self._context_text = self._decode(self._context)
         self._held = []
@@ -132,7 +132,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes the detokenizers of one tokenizer; what they share is kept here."""
+    """Makes the detokenizers of one tokenizer, and holds what they share."""
 
     def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
         """`decoder` is the `decoder` section of tokenizer.json."""

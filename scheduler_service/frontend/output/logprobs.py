@@ -1,4 +1,4 @@
-"""Log probabilities as the core sends them (columns) to those clients get (with token texts)."""
+"""Log probabilities, from the core's columns to entries with token texts."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def token_logprobs(
 
 
 class PromptLogprobs:
-    """Collects the log probabilities of one prompt, which come in pieces."""
+    """Collects the log probabilities of one prompt, which arrive in pieces."""
 
     def __init__(self, prompt_token_ids: Sequence[int], token_text: TokenText) -> None:
         self._prompt = prompt_token_ids
@@ -40,7 +40,7 @@ class PromptLogprobs:
         return len(self.positions) == len(self._prompt)
 
     def receive(self, update: scheduler_pb.PromptLogprobsUpdate) -> None:
-        """The next positions; those already known (a prompt computed again) are passed over."""
+        """Append the next positions; those that a repeated prefill sends again are skipped."""
         token_ids = from_column(update.token_ids, "token_ids")
         logprobs = _floats(update.logprobs)
         ranks = from_column(update.ranks, "ranks")
@@ -55,7 +55,7 @@ class PromptLogprobs:
 def _position(
     token_ids: Sequence[int], logprobs: Sequence[float], rank: int, token_text: TokenText
 ) -> inference_pb.TokenLogprobs:
-    """The token that stands there comes first in the columns, then the most probable ones."""
+    """One position: the actual token is first in the columns, then the most probable ones."""
     return inference_pb.TokenLogprobs(
         token=_token(token_ids[0], logprobs[0], rank, token_text),
         top=[

@@ -1,8 +1,8 @@
 """One open request: the outputs of its choices, merged until its reader takes them, and its span.
 
-A stream holds no queue of messages. What has not been read is the tail of each choice's tokens and
-text, so that a slow reader costs no more memory than the tokens themselves and then gets them in
-one message.
+A stream has no queue of messages. What has not been read is the tail of each choice's tokens and
+text, so that a slow reader costs no more memory than the tokens themselves, and gets them in one
+message.
 """
 
 import time
@@ -25,10 +25,11 @@ from service_common.tracing import Tracing
 def best_choices(
     candidates: Sequence[ChoiceStream], request: ResolvedRequest
 ) -> list[ChoiceStream]:
-    """The candidates to return, best first, less what a resumed request's client has of them.
+    """The candidates to return, best first, without what a resumed request's client already has.
 
-    Those of `best_of` are ranked by the sum of their tokens' log probabilities, the first among
-    equals. Raises InvalidArgument if the client cannot have what it says from this request.
+    Candidates of `best_of` are ranked by the sum of their tokens' log probabilities; equal ones
+    keep their order. Raises InvalidArgument if this request cannot have produced what the client
+    has.
     """
     returned = list(candidates)
     if request.is_ranked:
@@ -40,11 +41,11 @@ def best_choices(
 
 
 GOOD_ENDS = ("ok", "cancelled")
-"""Outcomes that are nobody's failure."""
+"""Outcomes that are not failures."""
 
 
 class RequestSpan:
-    """From the request's arrival to its end, under its client's span where it brings one."""
+    """The span of a request, from its arrival to its end, below its client's span if it has one."""
 
     def __init__(self, tracing: Tracing, stream: "RequestStream") -> None:
         self._tracing = tracing
@@ -55,10 +56,10 @@ class RequestSpan:
             {"pagewire.request_id": stream.request_id, "pagewire.tenant": stream.tenant},
         )
         self.traceparent = tracing.traceparent_of(self._span)
-        """For the core; empty if the trace is not recorded."""
+        """Passed to the core; empty if the trace is not recorded."""
 
     def end(self, stream: "RequestStream", outcome: str) -> None:
-        """The request has ended, one way or another."""
+        """End the span with the request's outcome."""
         if not self.traceparent:
             return
         span = self._span
@@ -95,10 +96,11 @@ MAX_LOGPROBS_PER_RESPONSE = 32_768
 
 
 class RequestStream:
-    """From arrival to the last response, whoever reads it.
+    """One request from its arrival to its last response.
 
-    Life: made on arrival; `begin` once it is settled; the core's news through the `receive_…`
-    methods, each round closed with `advance`; `take` until `is_done`. `fail` ends it at any point.
+    It is made on arrival and begins with `begin`, when it is resolved. The core's outputs come
+    through the `receive_…` methods and are processed by `advance`; the reader calls `take` until
+    `is_done`. `fail` ends it at any point.
     """
 
     def __init__(
@@ -108,44 +110,44 @@ class RequestStream:
         on_news: Callable[["RequestStream"], None],
         tenant: str,
     ) -> None:
-        """`deadline` is on the monotonic clock; `on_news` hears when there may be something new
+        """`deadline` is on the monotonic clock; `on_news` is called when there may be something new
         to `take`, or an error."""
         self.request_id = request_id
         self.tenant = tenant
-        """Whose request it is."""
+        """Name of the tenant that sent it."""
         self.priority = 0
         self.deadline = deadline
         self.stopwatch = Stopwatch()
         self.counts: ModelCounts | None = None
-        """Those of its model, once it is known."""
+        """The counts of its model, once it is known."""
         self.trace: RequestSpan | None = None
-        """Where spans are exported."""
+        """Its span, if spans are exported."""
         self.usage: inference_pb.Usage | None = None
-        """Once the last response was taken, as `timings`."""
+        """Set, like `timings`, when the last response has been taken."""
         self.timings: inference_pb.Timings | None = None
         self.error: PagewireError | None = None
         """Why the stream ended early; what came before may still be taken."""
         self.is_done = False
         """Whether the last response was taken."""
         self.is_closed = False
-        """Whether its reader has let go of it."""
+        """Whether its reader has released it."""
         self.handle = 0
-        """The link's number for the first choice; 0 before it is submitted."""
+        """Number of the first choice on the stream to the core; 0 before it is submitted."""
         self.num_worker_losses = 0
-        """Workers that died while they were computing it, as its cores have told."""
+        """Workers that died while computing it, as its cores have reported."""
         self.choices: list[ChoiceStream] = []
-        """As the core knows them."""
+        """As the core numbers them."""
         self.has_ended_at_core = False
-        """Whether the core has no more to say about it."""
+        """Whether the core has reported its end."""
         self._on_news = on_news
         self._request: ResolvedRequest | None = None
         self._returned: list[ChoiceStream] = []
-        """The choices that the client gets, in its order; none as long as it is not known which."""
+        """The choices that the client gets, in its order; none while they are not known yet."""
         self._prompt_logprobs: PromptLogprobs | None = None
         self.is_accepted = False
-        """Whether a core has ever taken it in."""
+        """Whether a core has ever accepted it."""
         self._was_accepted_before = False
-        """Whether one took in the try that it follows."""
+        """Whether a core accepted the earlier attempt that it replaces."""
         self._arrived = time.monotonic()
         self._started_sent = False
         self._finished: scheduler_pb.RequestFinished | None = None
@@ -182,13 +184,13 @@ class RequestStream:
     # To the core.
 
     def submission(self) -> scheduler_pb.Submit:
-        """What the core is told, the first time or again after it was lost."""
+        """The submission for the core, the first or a later one."""
         assert self._request is not None
         submit = scheduler_pb.Submit()
         submit.CopyFrom(self._request.submit)
         submit.handle = self.handle
         submit.tenant = self.tenant
-        if not submit.HasField("beam_search"):  # a search tells nothing before its end
+        if not submit.HasField("beam_search"):  # a search outputs nothing before its end
             submit.generated.extend(
                 choice.generated() for choice in self.choices if choice.token_ids or choice.finish
             )
@@ -204,7 +206,7 @@ class RequestStream:
         return submit
 
     def client_field(self, field: str) -> str:
-        """What the client calls a field that the core complains about."""
+        """The client's path of a field that the core refuses."""
         if field == "num_choices" and self._request is not None:
             field = "best_of" if self._request.is_ranked else "n"
         is_sampling = field.partition(".")[0] in SamplingParams.DESCRIPTOR.fields_by_name
@@ -213,7 +215,7 @@ class RequestStream:
     # From the core.
 
     def receive_accepted(self) -> None:
-        """The core has taken the request in."""
+        """The core has accepted the request."""
         self.stopwatch.accepted()
         if not self.is_accepted:
             self.is_accepted = True
@@ -225,7 +227,7 @@ class RequestStream:
             self._prompt_logprobs.receive(update)
 
     def advance(self) -> Iterable[ChoiceStream]:
-        """Make text of the tokens received; the choices that a stop string has just ended."""
+        """Detokenize the tokens received; the choices that a stop string has just ended."""
         began = time.perf_counter()
         stopped = []
         num_tokens = num_choices = 0
@@ -265,12 +267,12 @@ class RequestStream:
         self._on_news(self)
 
     def receive_failed(self, error: PagewireError) -> None:
-        """The core has refused or ended it."""
+        """The core has refused the request or ended it with an error."""
         self.has_ended_at_core = True
         self.fail(error)
 
     def fail(self, error: PagewireError) -> None:
-        """End early; the first error counts, and none does after the end."""
+        """End early; only the first error counts, and only before the end."""
         if self.error is None and self._finished is None:
             self.error = error
             self._on_news(self)

@@ -1,13 +1,13 @@
-"""Stop strings in a text that comes in pieces.
+"""Stop strings in a text that arrives in pieces.
 
-Where a text stops is a function of the text alone, however it is cut into pieces: at the first
-position where any stop string is complete; of several that end there, the longest. Text that may
-turn out to be the start of a stop string is held back.
+A text stops at the first position where any stop string is complete, however the text is cut into
+pieces; of several that end there, the longest counts. Text that may be the start of a stop string
+is held back.
 
-Each stop string is looked for by Knuth, Morris and Pratt's automaton (1977). Its state is how much
-of the string the text ends with, hence how much must be held back; it takes four bytes for each
-character. One automaton for all of them, Aho and Corasick's, would take hundreds, and a request may
-have 16,384 characters.
+Each stop string is matched by the automaton of Knuth, Morris and Pratt (1977). Its state is the
+length of the stop string's prefix with which the text ends, and thereby how much must be held back;
+it takes four bytes per character. A single automaton for all stop strings (Aho and Corasick) would
+take hundreds of bytes per character, and a request may have 16,384 characters of them.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 
 class _StopString:
-    """One stop string, and where to go on after a beginning of it that did not come to its end."""
+    """One stop string, with the fallback states of its automaton."""
 
     __slots__ = ("_fallbacks", "text")
 
@@ -24,7 +24,7 @@ class _StopString:
         self._fallbacks = _fallbacks(text)
 
     def step(self, length: int, char: str) -> int:
-        """How much of it the text ends with after one more character; `length`: before that."""
+        """The state after one more character; `length`: the state before it."""
         if length == len(self.text):
             length = self._fallbacks[length]
         while length and self.text[length] != char:
@@ -33,7 +33,7 @@ class _StopString:
 
 
 def _fallbacks(text: str) -> "array[int]":
-    """By the length of a beginning of `text`: that of the longest shorter one at its end."""
+    """For each prefix of `text`: length of its longest proper prefix that is also its suffix."""
     fallbacks = array("I", (0, 0))
     length = 0
     for char in text[1:]:
@@ -64,17 +64,17 @@ class StopMatcher:
         self._first_chars = strings.first_chars
         self._include_stop = include_stop
         self._lengths = [0] * len(self._strings)
-        """How much of each the text ends with."""
+        """State of each stop string's automaton."""
         self._is_within = False
-        """Whether that is anything."""
+        """Whether any of them is not in its initial state."""
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Text that may be shown with one more piece; nothing may follow a match.
+        """Text that may be sent after one more piece; no piece may follow a match.
 
-        With `may_stop` false a stop string that is complete within this piece is passed over.
+        If `may_stop` is false, a stop string that is complete within this piece is ignored.
         """
         if not text or not self._strings:
             return text
@@ -90,12 +90,12 @@ class StopMatcher:
         return held[:shown]
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """The text held back, when the text has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, char: str) -> str | None:
-        """Take one more character; the longest stop string that is complete with it."""
+        """Process one more character; the longest stop string that it completes."""
         complete = None
         for index, string in enumerate(self._strings):
             length = self._lengths[index] = string.step(self._lengths[index], char)

@@ -15,7 +15,7 @@ from scheduler_service.frontend.structured_output.sandbox_process import Sandbox
 
 
 def texts_of(params: sampling_pb2.SamplingParams) -> list[str]:
-    """What the output must match, as texts: all of a choice, else one."""
+    """The texts of a constraint: all of a choice's, otherwise one."""
     kind = params.WhichOneof("structured_output")
     assert kind is not None, "asked for"
     return list(params.choice.choices) if kind == "choice" else [getattr(params, kind)]
@@ -27,7 +27,7 @@ def constraint_of(
     end_token_ids: Iterable[int],
     last_token_ids: Iterable[int],
 ) -> sampling_pb2.Constraint:
-    """What a worker is told where structured output is asked for."""
+    """A request's constraint as its worker gets it."""
     kind = params.WhichOneof("structured_output")
     assert kind is not None, "asked for"
     constraint = sampling_pb2.Constraint(

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Otherwise llguidance allows, where only one text can follow, no token of it but the tokenizer's
-own next one; the contract allows all that begin it."""
+"""Without this, llguidance allows only the tokenizer's own next token where a single text can
+follow; the contract allows every token that begins it."""
 
 WHITE_SPACE = r"(?: |\r?\n[ \t]{0,32})"
-"""Between the parts of a JSON text: as compact, spaced and indented ones have it. Bounded, so that
-no model writes white space for ever."""
+"""White space between the parts of a JSON text, for compact, spaced and indented ones. Bounded, so
+that a model cannot write white space without end."""
 
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 

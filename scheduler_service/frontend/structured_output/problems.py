@@ -25,12 +25,12 @@ _ANNOTATIONS = frozenset(
         *("deprecated", "readOnly", "writeOnly", "discriminator"),
     )
 )
-"""Keywords that say nothing of what matches."""
+"""Keywords that do not affect what matches."""
 
 _IN_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _IN_PLACE = ("items", "additionalItems", "additionalProperties")
-"""Where a schema has schemas in it."""
+"""Keywords that contain schemas."""
 
 _CODES = {"~": "~0", "/": "~1"}
 
@@ -55,7 +55,7 @@ def places(schema: Any) -> Iterator[Place]:
 
 
 def unsupported_keyword(schema: Any) -> tuple[str, str] | None:
-    """The first keyword that is not kept to, and the pointer to its schema."""
+    """The first keyword that is not supported, and the pointer to its schema."""
     for place in places(schema):
         for keyword in place.schema if isinstance(place.schema, dict) else ():
             if keyword not in _SUPPORTED | _ANNOTATIONS and not _is_extension(keyword):
@@ -64,7 +64,7 @@ def unsupported_keyword(schema: Any) -> tuple[str, str] | None:
 
 
 def _is_extension(keyword: str) -> bool:
-    """Names that no specification will ever give a meaning, but for the one our compiler reads."""
+    """Names that are reserved for extensions, except for the one that the compiler reads."""
     return keyword.startswith("x-") and keyword != "x-guidance"
 
 
@@ -100,7 +100,7 @@ LIMITS = LLParserLimits(
 """As workers set them."""
 
 MAX_CHARS = 500
-"""Of a problem; compilers quote what they were given."""
+"""Maximum length of a problem; compilers quote their input."""
 
 MAX_OPTIONAL_PROPERTIES = 400
 """Of one object: each adds four items to a row of the parser, which has at most
@@ -110,10 +110,10 @@ TRIED_BYTES = 16
 """Of a text that matches: its first rows show whether the parser's limits hold."""
 
 MAX_TRIED_PLACES = 200
-"""Schemas within a schema that are tried by themselves, to tell where its problem is."""
+"""Schemas within a schema that are compiled by themselves, to locate its problem."""
 
 _NO_BYTE = "NoExtension"
-"""How the compiler calls a grammar that nothing matches."""
+"""The compiler's name for a grammar that nothing matches."""
 
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/', re.DOTALL)
 """Of a grammar: strings, comments, regular expressions."""
@@ -196,7 +196,7 @@ def _schema_reason(message: str) -> str:
 
 
 def _innermost_with(reason: str, schema: Any) -> str | None:
-    """The pointer to a schema that has this problem by itself, and none in it has."""
+    """The pointer to the innermost schema that has this problem by itself."""
     inner_first = list(places(schema))[MAX_TRIED_PLACES::-1]
     for pointer, inner in inner_first:
         message = _compile(lark.schema_to_lark(inner)) if isinstance(inner, dict) else None
@@ -206,7 +206,7 @@ def _innermost_with(reason: str, schema: Any) -> str | None:
 
 
 def _find_in_patterns(schema: Any) -> str | None:
-    """The first pattern of a schema that is none."""
+    """The first invalid pattern of a schema, with its problem."""
     for pointer, inner in places(schema):
         if not isinstance(inner, dict):
             continue
@@ -281,7 +281,7 @@ def _parse_some(matcher: LLMatcher) -> str | None:
 
 
 def _parse_regex_error(message: str) -> tuple[int | None, str | None]:
-    """Where, in characters of the pattern as it was compiled, and what; None where not told.
+    """Offset in the compiled pattern, in characters, and message; None for what is not given.
 
     The message holds the pattern, indented by four, a line with carets below it, and the error.
     """
@@ -306,4 +306,4 @@ def _without_context(message: str) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")

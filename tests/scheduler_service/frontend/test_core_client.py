@@ -99,7 +99,7 @@ async def test_a_core_that_dies_is_waited_for_and_a_new_one_gets_the_open_reques
 async def test_what_has_ended_is_not_submitted_to_the_next_core_for_a_slow_reader(
     served: Served, is_good: bool
 ) -> None:
-    """It would be computed again, and by whom nobody would tell to stop."""
+    """It would be computed again, and nobody would stop it."""
     model = build_model(model_info(), model_files(byte_level()))
     ended = RequestStream("slow", None, lambda _: None, "")
     ended.begin(resolve_request(generate_request([5]), "slow", model, [5]))
@@ -331,19 +331,19 @@ async def test_an_unforeseen_failure_ends_its_own_request_only(
     assert text_of(await read_all(other_call)) == "b"
 
 
-@pytest.mark.parametrize("news", ["prompt_logprobs", "requests_finished"])
-async def test_news_that_cannot_be_understood_end_their_own_request_only(
-    served: Served, news: str
+@pytest.mark.parametrize("output", ["prompt_logprobs", "requests_finished"])
+async def test_outputs_that_are_malformed_end_their_own_request_only(
+    served: Served, output: str
 ) -> None:
     call, request = await started(served, prompt_logprobs=1)
     other_call, other = await started(served)
     kind = {"prompt_logprobs": scheduler_pb.PromptLogprobsUpdate}.get(
-        news, scheduler_pb.RequestFinished
+        output, scheduler_pb.RequestFinished
     )
     message: Any = kind(handle=request.handle)
     if isinstance(message, scheduler_pb.PromptLogprobsUpdate):
         message.token_ids = b"abc"
-    await request.attachment.send(**{news: [message]})
+    await request.attachment.send(**{output: [message]})
     error = await error_of(call)
     assert error.code() == grpc.StatusCode.INTERNAL
     await other.complete(letters("b"))
@@ -371,7 +371,7 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
 
 
 class BreakingCore:
-    """A connection, its stub and its calls: a stream that breaks when told to."""
+    """A connection, its stub and its calls: a stream that breaks on demand."""
 
     def __init__(self) -> None:
         self.breaks = asyncio.Event()

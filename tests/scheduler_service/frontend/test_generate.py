@@ -97,7 +97,7 @@ async def test_requests_at_once_have_handles_that_do_not_overlap(served: Served)
 
 
 async def finished_with(served: Served, ids: list[int], finish: object = None, **fields: object):
-    """All responses to a request that got `ids`, and what the core was told of stops."""
+    """All responses to a request that got `ids`, and the stops that the core received."""
     call = served.client.Generate(generate_request([5], **fields))
     request = await served.core.next_request()
     await request.accept()

@@ -22,7 +22,7 @@ ANYBODY = Principal()
 
 
 class Fetch:
-    """Gives files, counts, and fails as often as it is told."""
+    """Returns files, counts its calls, and fails `num_failures` times."""
 
     def __init__(self, num_failures: int = 0) -> None:
         self.names: list[str] = []

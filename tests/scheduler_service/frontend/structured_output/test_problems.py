@@ -1,4 +1,4 @@
-"""What is wrong with a constraint is told with its place."""
+"""The problem of a constraint is reported with its place."""
 
 import json
 
@@ -50,7 +50,7 @@ PLACE = "/properties/a~1b~0/items/0/anyOf/1"
         ),
         ("grammar", 'start: %json {"not": {}}', 'Unimplemented keys: ["not"] at line 1, column 8'),
         ("json_schema", '{"type":\n "a" "b"}', "at line 2, column 6"),
-        ("json_schema", '{"minimum": NaN}', "NaN is no JSON"),
+        ("json_schema", '{"minimum": NaN}', "NaN is not valid JSON"),
         ("json_schema", "[" * 100_000, "expected JSON"),
         ("json_schema", "[]", "expected a JSON object or true"),
         ("json_schema", "false", "expected a JSON object or true"),
