@@ -1,11 +1,10 @@
 """The application: its routers, middleware, the shape of errors, and its OpenAPI document."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http import monitoring, tokenize
@@ -26,13 +25,13 @@ from scheduler_service.frontend.http.openai.protocol import (
 from scheduler_service.frontend.http.services import HttpServices
 from service_common.version import VERSION
 
-SCHEMAS: Sequence[tuple[type[BaseModel], Literal["validation", "serialization"]]] = (
-    (ChatRequest, "validation"),
-    (CompletionRequest, "validation"),
-    (tokenize.TokenizeText, "validation"),
-    (tokenize.TokenizeChat, "validation"),
-    (tokenize.DetokenizeBody, "validation"),
-    (ChatCompletionChunk, "serialization"),
+SCHEMAS: Sequence[type[Any]] = (
+    ChatRequest,
+    CompletionRequest,
+    tokenize.TokenizeText,
+    tokenize.TokenizeChat,
+    tokenize.DetokenizeBody,
+    ChatCompletionChunk,
 )
 """Bodies that FastAPI does not know, because it neither parses requests nor writes streams."""
 
@@ -68,7 +67,10 @@ def _corrected(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     for name in _NEVER_USED:
         schemas.pop(name, None)
-    _, added = models_json_schema(SCHEMAS, ref_template="#/components/schemas/{model}")
+    _, added = TypeAdapter.json_schemas(
+        [(kind.__name__, "validation", TypeAdapter[Any](kind)) for kind in SCHEMAS],
+        ref_template="#/components/schemas/{model}",
+    )
     for name, schema in added["$defs"].items():
         schemas.setdefault(name, schema)
     return document

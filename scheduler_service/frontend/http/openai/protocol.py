@@ -1,8 +1,13 @@
-"""Bodies of OpenAI's API: requests and responses of chat completions and completions."""
+"""Bodies of OpenAI's API: requests and responses of chat completions and completions.
 
-from typing import Annotated, Literal
+Requests are models, which validate. Responses are typed dictionaries: the endpoints build them, the
+type checker compares both, and the OpenAPI document describes the same types.
+"""
 
-from pydantic import BaseModel, Field
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
@@ -46,7 +51,15 @@ class CompletionRequest(SamplingFields):
     )
 
 
-class LegacyLogprobsBody(BaseModel):
+class AnswerHead(TypedDict):
+    """The fields that every answer and every chunk has."""
+
+    id: str
+    created: int
+    model: str
+
+
+class LegacyLogprobsBody(TypedDict):
     """Parallel lists over the tokens."""
 
     text_offset: list[int]
@@ -55,7 +68,7 @@ class LegacyLogprobsBody(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(TypedDict):
     """One token at one position of the prompt."""
 
     logprob: float
@@ -66,13 +79,13 @@ class PromptLogprob(BaseModel):
 PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(TypedDict):
     """Of the prompt's tokens."""
 
-    cached_tokens: int = Field(description="Found in the prefix cache.")
+    cached_tokens: Annotated[int, Field(description="Found in the prefix cache.")]
 
 
-class UsageBody(BaseModel):
+class UsageBody(TypedDict):
     """Counts of tokens."""
 
     prompt_tokens: int
@@ -81,28 +94,33 @@ class UsageBody(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-class CompletionChoice(BaseModel):
+class ChunkUsage(TypedDict, total=False):
+    """The usage in a chunk: null, or the usage so far, if it was requested."""
+
+    usage: UsageBody | None
+
+
+class CompletionChoice(TypedDict):
     """One continuation."""
 
     index: int
     text: str
     logprobs: LegacyLogprobsBody | None
     finish_reason: Literal["stop", "length"] | None
-    stop_reason: int | str | None = Field(description="The stop token or string that ended it.")
-    prompt_logprobs: PromptLogprobsBody | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    stop_reason: Annotated[
+        int | str | None, Field(description="The stop token or string that ended it.")
+    ]
+    prompt_logprobs: NotRequired[PromptLogprobsBody | None]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int] | None]
 
 
-class Completion(BaseModel):
+class Completion(AnswerHead):
     """The answer, or a chunk of a stream."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: UsageBody | None = None
+    usage: NotRequired[UsageBody | None]
 
 
 class TextPart(Strict):
@@ -219,7 +237,7 @@ class ChatRequest(ChatPrompt, SamplingFields):
     moderation: None = None
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(TypedDict):
     """One candidate token at a position."""
 
     token: str
@@ -233,100 +251,117 @@ class TokenLogprobBody(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobsBody(BaseModel):
+class ChatLogprobsBody(TypedDict):
     """Log probabilities of a choice's tokens."""
 
     content: list[TokenLogprobBody]
     refusal: None
 
 
-class AnswerToolCall(BaseModel):
+class AnswerFunction(TypedDict):
+    """A function and its arguments, as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(TypedDict):
     """A call that the model makes."""
 
     id: str
     type: Literal["function"]
-    function: FunctionCall
+    function: AnswerFunction
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(TypedDict):
     """The message that the model writes."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[AnswerToolCall] | None = None
+    tool_calls: NotRequired[list[AnswerToolCall]]
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(TypedDict):
     """One answer."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobsBody | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
-    token_ids: list[int] | None = None
+    token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(AnswerHead):
     """The whole answer."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: UsageBody
-    prompt_logprobs: PromptLogprobsBody | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: NotRequired[PromptLogprobsBody]
+    prompt_token_ids: NotRequired[list[int]]
 
 
-class FunctionDelta(BaseModel):
+class FunctionDelta(TypedDict):
     """The next part of a call: its name comes once, its arguments in pieces."""
 
-    name: str | None = None
-    arguments: str | None = None
+    name: NotRequired[str]
+    arguments: NotRequired[str]
 
 
-class ToolCallDelta(BaseModel):
+class ToolCallDelta(TypedDict):
     """The next part of the call with this index."""
 
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: FunctionDelta
 
 
-class Delta(BaseModel):
+class Delta(TypedDict):
     """The new part of a message."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
-class ChunkChoice(BaseModel):
+class ChoiceFields(TypedDict, total=False):
+    """The fields of a choice besides its text: its end, and what was requested of its tokens."""
+
+    logprobs: ChatLogprobsBody | None
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class PromptFields(TypedDict, total=False):
+    """The requested fields of the prompt."""
+
+    prompt_logprobs: PromptLogprobsBody
+    prompt_token_ids: list[int]
+
+
+class ChunkChoice(TypedDict):
     """The new part of one choice."""
 
     index: int
     delta: Delta
     logprobs: ChatLogprobsBody | None
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(AnswerHead):
     """One chunk of a stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChunkChoice]
-    usage: UsageBody | None = None
-    prompt_logprobs: PromptLogprobsBody | None = None
-    prompt_token_ids: list[int] | None = None
+    usage: NotRequired[UsageBody | None]
+    prompt_logprobs: NotRequired[PromptLogprobsBody]
+    prompt_token_ids: NotRequired[list[int]]

@@ -3,12 +3,11 @@
 import logging
 import re
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +18,16 @@ from scheduler_service.errors import InvalidArgument, PagewireError, RequestAbor
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import error_body, error_response
 from scheduler_service.frontend.http.middleware import REQUEST_ID
+from scheduler_service.frontend.http.openai.protocol import (
+    AnswerHead,
+    ChatLogprobsBody,
+    ChunkUsage,
+    LegacyLogprobsBody,
+    PromptLogprobsBody,
+    TokenLogprobBody,
+    TopLogprob,
+    UsageBody,
+)
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input.processor import draw_request_id
@@ -174,7 +183,7 @@ class UsageSum:
         if not self._has_output:
             usage.completion_tokens = 0
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> UsageBody:
         """The `usage` of answers and chunks."""
         prompt, cached, completion = (
             sum(getattr(usage, name) for usage in self._by_request.values())
@@ -189,18 +198,15 @@ class UsageSum:
 
 
 class Envelope:
-    """Puts choices into an answer, or a chunk of it, with its id, model and usage."""
+    """The parts of an answer around its choices: its id, model and usage."""
 
-    def __init__(
-        self, request: SamplingFields, answer_id: str, kind: str, *, has_output: bool = True
-    ) -> None:
+    def __init__(self, request: SamplingFields, answer_id: str, *, has_output: bool = True) -> None:
         options = request.stream_options
-        self._includes_usage = options is not None and options.include_usage
+        self.includes_usage = options is not None and options.include_usage
         self._includes_usage_so_far = options is not None and options.continuous_usage_stats
         self._usage = UsageSum(has_output=has_output)
-        self._head = {
+        self.head: AnswerHead = {
             "id": answer_id,
-            "object": kind,
             "created": int(time.time()),
             "model": request.model or "",
         }
@@ -208,27 +214,21 @@ class Envelope:
     def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Count the next response of request `index`."""
         if response.HasField("started"):
-            self._head["model"] = response.started.model
+            self.head["model"] = response.started.model
         self._usage.take(index, response)
 
-    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """One chunk of a stream."""
-        chunk: dict[str, Any] = self._head | {"choices": [choice]}
-        if self._includes_usage:
-            chunk["usage"] = self._usage.body() if self._includes_usage_so_far else None
-        return chunk
+    def usage(self) -> UsageBody:
+        """The usage so far."""
+        return self._usage.body()
 
-    def last_chunks(self) -> Iterable[dict[str, Any]]:
-        """The usage, if it was requested."""
-        if self._includes_usage:
-            yield self.whole([])
-
-    def whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """All choices and the usage."""
-        return self._head | {"choices": list(choices), "usage": self._usage.body()}
+    def chunk_usage(self) -> ChunkUsage:
+        """The usage in a chunk that has choices."""
+        if not self.includes_usage:
+            return {}
+        return {"usage": self._usage.body() if self._includes_usage_so_far else None}
 
 
-FINISH_REASONS = {
+FINISH_REASONS: Mapping[int, Literal["stop", "length"] | None] = {
     inference_pb.FINISH_REASON_UNSPECIFIED: None,
     inference_pb.FINISH_REASON_STOP: "stop",
     inference_pb.FINISH_REASON_LENGTH: "length",
@@ -262,7 +262,7 @@ def make_request(
     return request
 
 
-def streamed_or_whole(answer: type[BaseModel], chunk: type[BaseModel] | None = None) -> Any:
+def streamed_or_whole(answer: type[Any], chunk: type[Any] | None = None) -> Any:
     """The OpenAPI description of an answer that is JSON, or chunks with `stream`."""
     name = (chunk or answer).__name__
     event_stream = {
@@ -301,9 +301,9 @@ class LegacyLogprobs:
         self._as_ids = as_ids
         self._offset = 0
 
-    def write(self, positions: Iterable[inference_pb.TokenLogprobs]) -> dict[str, Any]:
+    def write(self, positions: Iterable[inference_pb.TokenLogprobs]) -> LegacyLogprobsBody:
         """The lists for the next positions; offsets count from the choice's first token."""
-        lists: dict[str, list[Any]] = {
+        lists: LegacyLogprobsBody = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
@@ -330,17 +330,19 @@ class LegacyLogprobs:
 
 def chat_logprobs(
     positions: Iterable[inference_pb.TokenLogprobs], *, as_ids: bool
-) -> dict[str, Any]:
+) -> ChatLogprobsBody:
     """`logprobs` of /v1/chat/completions."""
-    content = [
-        _chat_token(position.token, as_ids)
-        | {"top_logprobs": [_chat_token(token, as_ids) for token in position.top]}
+    content: list[TokenLogprobBody] = [
+        {
+            **_chat_token(position.token, as_ids),
+            "top_logprobs": [_chat_token(token, as_ids) for token in position.top],
+        }
         for position in positions
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> dict[str, Any]:
+def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> TopLogprob:
     """`bytes` are those of the text; None where the token is part of a character."""
     is_whole = "\ufffd" not in token.text
     return {
@@ -352,7 +354,7 @@ def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> dict[str, Any]
 
 def prompt_logprobs(
     positions: Sequence[inference_pb.TokenLogprobs],
-) -> list[dict[str, dict[str, Any]] | None]:
+) -> PromptLogprobsBody:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; None for the first."""
     return [
         {

@@ -16,12 +16,20 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.openai.protocol import (
+    AnswerMessage,
+    ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatMessageBody,
     ChatPrompt,
     ChatRequest,
+    ChoiceFields,
+    ChunkChoice,
+    Delta,
+    FinishReason,
+    FunctionDelta,
     NamedToolChoice,
+    PromptFields,
     ToolBody,
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
@@ -110,9 +118,6 @@ def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> 
     )
 
 
-Piece = dict[str, Any]
-"""A `delta` of OpenAI's chunks."""
-
 _ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -123,7 +128,8 @@ class AssistantMessage:
         self._parser = plan.make_parser() if plan.make_parser is not None else None
         self._one_call = one_call
         self._texts: list[str] = []
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[tuple[str, str]] = []
+        """Id and name."""
         self._arguments: list[list[str]] = []
         self._drops_call = False
 
@@ -132,21 +138,21 @@ class AssistantMessage:
         """Whether the model has called a function."""
         return bool(self._calls)
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[Delta]:
         """The pieces in the next text."""
         if self._parser is None:
             self._texts.append(text)
             return [{"content": text}]
         return self._pieces(self._parser.push(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Delta]:
         """The pieces that were held back, at the end of the text."""
         return self._pieces(self._parser.finish()) if self._parser is not None else []
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> AnswerMessage:
         """The whole message."""
         text = "".join(self._texts)
-        message: dict[str, Any] = {
+        message: AnswerMessage = {
             "role": "assistant",
             "content": text or (None if self._calls else ""),
             "refusal": None,
@@ -154,16 +160,16 @@ class AssistantMessage:
         if self._calls:
             message["tool_calls"] = [
                 {
-                    "id": call["id"],
+                    "id": call_id,
                     "type": "function",
-                    "function": {"name": call["name"], "arguments": "".join(arguments)},
+                    "function": {"name": name, "arguments": "".join(arguments)},
                 }
-                for call, arguments in zip(self._calls, self._arguments, strict=True)
+                for (call_id, name), arguments in zip(self._calls, self._arguments, strict=True)
             ]
         return message
 
-    def _pieces(self, events: Iterable[Event]) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _pieces(self, events: Iterable[Event]) -> list[Delta]:
+        pieces: list[Delta] = []
         for event in _merged(events):
             if isinstance(event, Content):
                 self._texts.append(event.text)
@@ -172,21 +178,22 @@ class AssistantMessage:
                 pieces += self._start_call(event)
             elif not self._drops_call:
                 self._arguments[-1].append(event.text)
-                pieces.append(self._call_piece({"function": {"arguments": event.text}}))
+                pieces.append(self._call_delta({"arguments": event.text}))
         return pieces
 
-    def _start_call(self, event: CallStart) -> list[Piece]:
+    def _start_call(self, event: CallStart) -> list[Delta]:
         self._drops_call = self._one_call and self.has_calls
         if self._drops_call:
             return []
         call_id = _draw_call_id()
-        self._calls.append({"id": call_id, "name": event.name})
+        self._calls.append((call_id, event.name))
         self._arguments.append([])
-        function = {"name": event.name, "arguments": ""}
-        return [self._call_piece({"id": call_id, "type": "function", "function": function})]
+        delta = self._call_delta({"name": event.name, "arguments": ""})
+        delta["tool_calls"][0] |= {"id": call_id, "type": "function"}
+        return [delta]
 
-    def _call_piece(self, call: dict[str, Any]) -> Piece:
-        return {"tool_calls": [{"index": len(self._calls) - 1} | call]}
+    def _call_delta(self, function: FunctionDelta) -> Delta:
+        return {"tool_calls": [{"index": len(self._calls) - 1, "function": function}]}
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
@@ -222,7 +229,7 @@ class _ChatChoice:
     message: AssistantMessage
     logprobs: list[inference_pb.TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    end: dict[str, Any] = field(default_factory=dict)
+    end: ChoiceFields = field(default_factory=ChoiceFields)
 
 
 class ChatResponseBuilder:
@@ -231,29 +238,36 @@ class ChatResponseBuilder:
     def __init__(self, request: ChatRequest, request_id: str, plan: ToolPlan) -> None:
         self._request = request
         self._plan = plan
-        kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self._envelope = Envelope(request, f"chatcmpl-{request_id}", kind)
+        self._envelope = Envelope(request, f"chatcmpl-{request_id}")
         one_call = request.parallel_tool_calls is False
         self._choices = [
             _ChatChoice(AssistantMessage(plan, one_call=one_call)) for _ in range(request.n or 1)
         ]
-        self._of_prompt: dict[str, Any] = {}
+        self._of_prompt: PromptFields = {}
         """Fields about the prompt; in a stream, the next chunk has them."""
 
     # ResponseBuilder.
 
-    def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
+    def chunks(
+        self, index: int, response: inference_pb.GenerateResponse
+    ) -> Iterable[ChatCompletionChunk]:
         """The roles first, then the new part of each choice."""
         self._take(index, response)
         if response.HasField("started"):
             for number in range(len(self._choices)):
-                yield self._chunk(number, {"role": "assistant", "content": ""})
+                yield self._chunk(number, {"role": "assistant", "content": ""}, {})
         for delta in response.choices:
             yield from self._delta_chunks(delta)
 
-    def last_chunks(self) -> Iterable[Any]:
+    def last_chunks(self) -> Iterable[ChatCompletionChunk]:
         """The usage, if it was requested."""
-        return self._envelope.last_chunks()
+        if self._envelope.includes_usage:
+            yield {
+                **self._envelope.head,
+                "object": "chat.completion.chunk",
+                "choices": [],
+                "usage": self._envelope.usage(),
+            }
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Append the new part of each choice."""
@@ -267,15 +281,27 @@ class ChatResponseBuilder:
                 choice.message.finish()
                 choice.end = self._end(delta)
 
-    def whole(self) -> Any:
+    def whole(self) -> ChatCompletion:
         """All choices, and the usage."""
-        choices = [
-            {"index": index, "message": choice.message.body(), "logprobs": None}
-            | self._of_tokens(choice.logprobs, choice.token_ids)
-            | choice.end
+        choices: list[ChatChoice] = [
+            {
+                "index": index,
+                "message": choice.message.body(),
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+                **self._of_tokens(choice.logprobs, choice.token_ids),
+                **choice.end,
+            }
             for index, choice in enumerate(self._choices)
         ]
-        return self._envelope.whole(choices) | self._of_prompt
+        return {
+            **self._envelope.head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self._envelope.usage(),
+            **self._of_prompt,
+        }
 
     # Parts.
 
@@ -287,26 +313,28 @@ class ChatResponseBuilder:
         if response.prompt_logprobs:
             self._of_prompt["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
 
-    def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[Any]:
+    def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChatCompletionChunk]:
         """A chunk per piece of the message; the last one has the tokens and the end."""
         message = self._choices[delta.index].message
-        pieces: list[Piece] = message.push(delta.text) if delta.text else []
+        pieces: list[Delta] = message.push(delta.text) if delta.text else []
         if delta.finish_reason:
             pieces += message.finish()
-        rest = self._of_tokens(delta.logprobs, delta.token_ids) if delta.token_ids else {}
+        rest: ChoiceFields = {}
+        if delta.token_ids:
+            rest = self._of_tokens(delta.logprobs, delta.token_ids)
         if delta.finish_reason:
             rest |= self._end(delta)
         if rest and not pieces:
             pieces = [{}]
         for place, piece in enumerate(pieces):
             is_last = place == len(pieces) - 1
-            yield self._chunk(delta.index, piece, **(rest if is_last else {}))
+            yield self._chunk(delta.index, piece, rest if is_last else {})
 
     def _of_tokens(
         self, logprobs: Iterable[inference_pb.TokenLogprobs], token_ids: Iterable[int]
-    ) -> dict[str, Any]:
+    ) -> ChoiceFields:
         """The requested fields of output tokens besides their text."""
-        fields: dict[str, Any] = {}
+        fields: ChoiceFields = {}
         if self._request.logprobs:
             as_ids = bool(self._request.return_tokens_as_token_ids)
             fields["logprobs"] = chat_logprobs(logprobs, as_ids=as_ids)
@@ -314,17 +342,29 @@ class ChatResponseBuilder:
             fields["token_ids"] = list(token_ids)
         return fields
 
-    def _end(self, delta: inference_pb.ChoiceDelta) -> dict[str, Any]:
-        reason = FINISH_REASONS[delta.finish_reason]
+    def _end(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
+        reason: FinishReason | None = FINISH_REASONS[delta.finish_reason]
         has_calls = self._choices[delta.index].message.has_calls and not self._plan.is_named
         if reason == "stop" and has_calls:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": stop_reason(delta)}
 
-    def _chunk(self, index: int, delta: Piece, **rest: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _chunk(self, index: int, delta: Delta, rest: ChoiceFields) -> ChatCompletionChunk:
+        choice: ChunkChoice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+            **rest,
+        }
         of_prompt, self._of_prompt = self._of_prompt, {}
-        return self._envelope.chunk(choice | rest) | of_prompt
+        return {
+            **self._envelope.head,
+            "object": "chat.completion.chunk",
+            "choices": [choice],
+            **self._envelope.chunk_usage(),
+            **of_prompt,
+        }
 
 
 PART_SEPARATOR = "\n"

@@ -17,7 +17,9 @@ from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.openai.protocol import (
     MAX_PROMPTS,
+    ChunkUsage,
     Completion,
+    CompletionChoice,
     CompletionRequest,
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
@@ -34,9 +36,6 @@ from scheduler_service.frontend.http.openai.serving import (
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
-
-Piece = dict[str, Any]
-"""The new part of a choice, with the same keys; None means that nothing is new."""
 
 
 @dataclass(slots=True)
@@ -63,40 +62,47 @@ class CompletionResponseBuilder:
         self._n = request.n or 1
         self._prompt_text = prompt_text
         self._has_output = request.max_tokens != 0
-        self._envelope = Envelope(
-            request, f"cmpl-{request_id}", "text_completion", has_output=self._has_output
-        )
+        self._envelope = Envelope(request, f"cmpl-{request_id}", has_output=self._has_output)
         self._prompts = [_Prompt() for _ in range(num_prompts)]
         as_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs = defaultdict[int, LegacyLogprobs](lambda: LegacyLogprobs(as_ids=as_ids))
-        self._whole: dict[int, Piece] = {}
+        self._whole: dict[int, CompletionChoice] = {}
         """The choices that have begun, by index."""
 
     # ResponseBuilder.
 
-    def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
+    def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Completion]:
         """One chunk per choice that has something new."""
-        return [self._envelope.chunk(piece) for piece in self._pieces(index, response)]
+        for piece in self._pieces(index, response):
+            yield self._completion([piece], self._envelope.chunk_usage())
 
-    def last_chunks(self) -> Iterable[Any]:
+    def last_chunks(self) -> Iterable[Completion]:
         """The usage, if it was requested."""
-        return self._envelope.last_chunks()
+        if self._envelope.includes_usage:
+            yield self._completion([], {"usage": self._envelope.usage()})
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Append the new part of each choice."""
         for piece in self._pieces(index, response):
-            whole = self._whole.setdefault(piece["index"], self._piece(piece["index"]))
+            whole: Any = self._whole.setdefault(piece["index"], self._piece(piece["index"]))
             for name, value in piece.items():
                 if name != "index" and value is not None:
                     whole[name] = _joined(whole[name], value)
 
-    def whole(self) -> Any:
+    def whole(self) -> Completion:
         """All choices, and the usage."""
-        return self._envelope.whole([self._whole[index] for index in sorted(self._whole)])
+        choices = [self._whole[index] for index in sorted(self._whole)]
+        return self._completion(choices, {"usage": self._envelope.usage()})
+
+    def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
+        head = self._envelope.head
+        return {**head, "object": "text_completion", "choices": choices, **usage}
 
     # Pieces.
 
-    def _pieces(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Piece]:
+    def _pieces(
+        self, index: int, response: inference_pb.GenerateResponse
+    ) -> Iterable[CompletionChoice]:
         """The new part of each choice in one response."""
         prompt = self._prompts[index]
         self._envelope.take(index, response)
@@ -108,7 +114,7 @@ class CompletionResponseBuilder:
         for delta in response.choices:
             yield self._output_piece(index * self._n + delta.index, delta)
 
-    def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[Piece]:
+    def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[CompletionChoice]:
         """The requested fields of the prompt, once all of them are known."""
         request = self._request
         has_logprobs = request.prompt_logprobs is not None
@@ -118,39 +124,47 @@ class CompletionResponseBuilder:
         if not is_asked or prompt.is_sent or is_missing or prompt.started is None:
             return
         prompt.is_sent = True
-        piece: Piece = {"text": self._prompt_text(index, prompt.started) if request.echo else ""}
-        if has_logprobs:
-            piece["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
-        if request.return_token_ids:
-            piece["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
+        text = self._prompt_text(index, prompt.started) if request.echo else ""
         for choice in range(index * self._n, (index + 1) * self._n):
+            piece = self._piece(choice, text)
+            if has_logprobs:
+                piece["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+            if request.return_token_ids:
+                piece["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
             if echoes_logprobs:
                 piece["logprobs"] = self._logprobs[choice].write(prompt.logprobs)
-            yield self._piece(choice, **piece)
+            yield piece
 
-    def _output_piece(self, index: int, delta: inference_pb.ChoiceDelta) -> Piece:
+    def _output_piece(self, index: int, delta: inference_pb.ChoiceDelta) -> CompletionChoice:
         if not self._has_output:  # the one token that was generated is dropped
-            return self._piece(index, finish_reason="length" if delta.finish_reason else None)
-        piece: Piece = {
-            "text": delta.text,
-            "finish_reason": FINISH_REASONS[delta.finish_reason],
-            "stop_reason": stop_reason(delta),
-        }
+            piece = self._piece(index)
+            piece["finish_reason"] = "length" if delta.finish_reason else None
+            return piece
+        piece = self._piece(index)
+        piece["text"] = delta.text
+        piece["finish_reason"] = FINISH_REASONS[delta.finish_reason]
+        piece["stop_reason"] = stop_reason(delta)
         if self._request.logprobs is not None:
             piece["logprobs"] = self._logprobs[index].write(delta.logprobs)
         if self._request.return_token_ids:
             piece["token_ids"] = list(delta.token_ids)
-        return self._piece(index, **piece)
+        return piece
 
-    def _piece(self, index: int, **fields: Any) -> Piece:
-        """A piece with every key that the request's answers have."""
-        piece: Piece = {"index": index, "text": "", "logprobs": None}
-        piece |= {"finish_reason": None, "stop_reason": None}
+    def _piece(self, index: int, text: str = "") -> CompletionChoice:
+        """A piece with every key that the request's answers have; None means that nothing is
+        new."""
+        piece: CompletionChoice = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
         if self._request.prompt_logprobs is not None:
             piece["prompt_logprobs"] = None
         if self._request.return_token_ids:
             piece |= {"prompt_token_ids": None, "token_ids": None}
-        return piece | fields
+        return piece
 
 
 def _joined(former: Any, new: Any) -> Any:
