@@ -1,9 +1,11 @@
 """`/tokenize`, `/detokenize` and `/version`, as in vLLM."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel, Field
+from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
@@ -34,7 +36,7 @@ class TokenizeChat(ChatPrompt):
     return_token_strs: bool | None = None
 
 
-class Tokens(BaseModel):
+class Tokens(TypedDict):
     """Token ids, and their entries in the vocabulary if those were requested."""
 
     count: int
@@ -76,11 +78,11 @@ def make_router(services: HttpServices) -> APIRouter:
     @router.post(
         "/tokenize",
         summary="Text to token ids",
-        responses=ERROR_RESPONSES,
-        response_model=Tokens,
+        responses=ERROR_RESPONSES | {200: {"model": Tokens}},
+        response_model=None,
         openapi_extra=describe_body(TokenizeText, TokenizeChat),
     )
-    async def tokenize(body: TokenizeAny, caller: Caller) -> dict[str, Any]:
+    async def tokenize(body: TokenizeAny, caller: Caller) -> Response:
         """Tokenize a text, or a conversation rendered with the model's chat template."""
         request = inference_pb.TokenizeRequest()
         if isinstance(body, TokenizeText):
@@ -90,12 +92,13 @@ def make_router(services: HttpServices) -> APIRouter:
             request.chat.CopyFrom(chat_of(body))
         model = services.models.current(body.model, caller)
         answer = await processor.tokenize(request, model)
-        return {
+        tokens: Tokens = {
             "count": len(answer.token_ids),
             "max_model_len": answer.max_model_len,
             "tokens": list(answer.token_ids),
             "token_strs": list(answer.tokens) if body.return_token_strs else None,
         }
+        return Response(to_json(tokens), media_type="application/json")
 
     @router.post(
         "/detokenize",

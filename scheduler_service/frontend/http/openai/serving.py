@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -106,7 +105,8 @@ class CompletionResponse(Response):
             async with RequestBatch(self._services.requests, receive) as running:
                 if not await self._run(running, send):
                     return
-            response = JSONResponse(self._form.whole())
+            whole = to_json(self._form.whole())
+            response = Response(whole, media_type="application/json")
         except PagewireError as error:
             response = error_response(self._in_the_clients_terms(error))
         response.headers["X-Request-Id"] = self._request_id
