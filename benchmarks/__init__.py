@@ -1,12 +1,12 @@
-"""Scripts that measure; each prints its figures beside a peer's or a limit's from the same run.
+"""Benchmarks; each prints its figures next to a peer's or a limit's from the same run.
 
 | script | measures |
 | --- | --- |
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
 | `recording` | what `--record` adds to that |
-| `fairness` | what a flooding tenant does to others, and shares by weight, in simulated time |
+| `fairness` | effect of a flooding tenant on others, and shares by weight, in simulated time |
 | `pipelining` | a device's idle time between steps, by pipeline depth |
-| `wire` | sizes of plans and results, what it takes to make and read them, round trips |
+| `wire` | sizes of plans and results, time to encode and decode them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
 | `scaling_out` | whether requests notice that workers come and go |
 | `frontend` | a frontend's CPU time per streamed token |

@@ -1,7 +1,7 @@
 """Whether engines sample the same greedy tokens as `transformers` does, one prompt at a time.
 
-To be asked in float32 only: in bfloat16, the most probable tokens of random weights are often
-equal to the last bit, and which one wins says nothing.
+For float32 only: in bfloat16, the most probable tokens of random weights often have equal logits,
+so that a difference means nothing.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,26 @@ NUM_TOKENS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """Of one engine with the reference."""
+    """Agreement of one engine with the reference."""
 
     equal_requests: int
     requests: int
     equal_tokens: int
-    """Before the first that differs, in all requests."""
+    """Tokens before the first difference, over all requests."""
     tokens: int
 
 
 def agreements(
     engines: Sequence[Engine], reference: Engine, vocab_size: int
 ) -> dict[str, Agreement]:
-    """Of all engines, each given the prompts together, with a reference given each alone."""
+    """Agreement of all engines (prompts together) with a reference (each prompt alone)."""
     jobs = _jobs(vocab_size)
     expected = [tokens for job in jobs for tokens in _run(reference, [job])]
     return {engine.name: agreement(_run(engine, jobs), expected) for engine in engines}
 
 
 def agreement(got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Agreement:
-    """How far outputs are the same."""
+    """How far outputs agree."""
     equal = [_num_equal(*pair) for pair in zip(got, expected, strict=True)]
     return Agreement(
         equal_requests=sum(map(list.__eq__, map(list, got), map(list, expected))),
@@ -48,7 +48,7 @@ def agreement(got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -
 
 
 def _num_equal(got: Sequence[int], expected: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Number of tokens before the first difference."""
     pairs = enumerate(zip(got, expected, strict=True))
     return next((index for index, (one, other) in pairs if one != other), len(expected))
 

@@ -28,7 +28,7 @@ class BareFrontend:
         self, core_address: str, model: str, *, prompt_tokens: int, output_tokens: int
     ) -> None:
         self.num_tokens = 0
-        """Output tokens that have come."""
+        """Number of output tokens received."""
         self.num_finished = 0
         self._model = model
         self._prompt_tokens = prompt_tokens
@@ -64,7 +64,7 @@ class BareFrontend:
         self._has_news.set()
 
     async def run(self, seconds: float) -> None:
-        """Let time pass; raises what ended the stream, if something did."""
+        """Sleep; raises the stream's error, if it has ended."""
         done, _ = await asyncio.wait(
             self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )

@@ -1,4 +1,4 @@
-"""The most that this machine reads from memory and multiplies in a second.
+"""This machine's highest memory bandwidth and arithmetic throughput.
 
     python -m benchmarks.ceilings --dtype bfloat16
 
@@ -6,9 +6,9 @@ Measured in a process of its own, in the same run as what is compared with it: t
 ways to read, and of matrix products of several sizes as the worker makes them. Prints JSON.
 
 The best way is what a short trial of each finds; its rate is the mean of some tenths of a second.
-A host that others share gives its memory's best moments to nobody for as long as a run lasts: 30
-to 57 GB/s were seen within six seconds. So that process stays (`CeilingsProcess`), to measure in
-the moment before something is timed and in the one after.
+On a shared host, bandwidth varies within a run: 30 to 57 GB/s were measured within six seconds.
+Therefore the process stays alive (`CeilingsProcess`), to measure just before and after something is
+timed.
 """
 
 import argparse
@@ -32,25 +32,25 @@ from benchmarks.processes import send_signal
 from worker_service.models.linear import OneDNNWeight, can_pack, pack
 
 READ_BYTES = 2**30
-"""Far more than caches hold."""
+"""Much larger than the caches."""
 TRIALS = 3
 """Of each way."""
 TRIAL_S, SUSTAINED_S = 0.05, 0.3
 """At least, of a trial and of each of the three parts of what is measured."""
 
 Way = tuple[float, Callable[[], object]]
-"""Bytes or floating-point operations, and how they are read or done."""
+"""Number of bytes or floating-point operations, and the function that reads or computes them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """Of one machine in one dtype."""
+    """Ceilings of one machine in one dtype."""
 
     read_bytes_per_s: float
     flops_per_s: float
 
     def mean(self, other: "Ceilings") -> "Ceilings":
-        """Of both times together."""
+        """The mean of two measurements."""
         return Ceilings(
             read_bytes_per_s=harmonic_mean((self.read_bytes_per_s, other.read_bytes_per_s)),
             flops_per_s=harmonic_mean((self.flops_per_s, other.flops_per_s)),
@@ -58,8 +58,8 @@ class Ceilings:
 
 
 class CeilingsProcess(LineProcess):
-    """Another process that measures when it is asked to, and is stopped in between: its threads
-    would spin."""
+    """A process that measures on request, and is stopped in between, because its threads would
+    spin."""
 
     def __init__(self, dtype: str, device: str, threads: int) -> None:
         flags = ["--dtype", dtype, "--device", device, "--threads", str(threads), "--when-asked"]
@@ -68,21 +68,21 @@ class CeilingsProcess(LineProcess):
         send_signal(self.pid, signal.SIGSTOP)
 
     def measure(self) -> Ceilings:
-        """Those of the next second."""
+        """Measure for about a second."""
         send_signal(self.pid, signal.SIGCONT)
         measured = Ceilings(**self.ask({}))
         send_signal(self.pid, signal.SIGSTOP)
         return measured
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End it."""
+        """Stop the process."""
         send_signal(self.pid, signal.SIGCONT)
         super().close(timeout_s)
 
 
 @torch.inference_mode()
 def measure(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """The best of all ways."""
+    """The fastest candidate."""
     return Measurer(dtype, device).measure()
 
 
@@ -108,7 +108,7 @@ class Measurer:
 
 
 def _best(ways: list[Way], device: torch.device) -> Way:
-    """By a short trial of each."""
+    """Choose by a short trial of each."""
     trials = [
         max(amount / _mean_seconds(work, TRIAL_S, device) for _ in range(TRIALS))
         for amount, work in ways

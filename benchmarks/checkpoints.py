@@ -1,4 +1,4 @@
-"""Checkpoints of known shapes with random weights, and a tokenizer that works.
+"""Checkpoints of known shapes with random weights and a working tokenizer.
 
     python -m benchmarks.checkpoints --shape llama-160m --dtype bfloat16 FOLDER
 
@@ -29,11 +29,11 @@ MAX_SHARD_BYTES = 2 * 2**30
 
 
 def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
-    """The checkpoint's folder inside `folder`; made if it is not there."""
+    """The checkpoint's directory inside `folder`; created if necessary."""
     path = folder / f"{shape.name}-{dtype}"
     if (path / "config.json").exists():
         return path
-    # What is half written after an interruption has another name.
+    # An interrupted write leaves a directory of another name.
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -45,7 +45,7 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
 
 
 def gguf(shape: Shape, dtype: str, folder: Path) -> Path:
-    """The same checkpoint as one file for llama.cpp; made if it is not there."""
+    """The same checkpoint as one file for llama.cpp; created if necessary."""
     source = checkpoint(shape, dtype, folder)
     path = source.with_suffix(source.suffix + ".gguf")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What the engines' runs amount to: medians, ratios, shares of the floor."""
+"""Summary of the engines' runs: medians, ratios, shares of the floor."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ Floor = Callable[[Ceilings], float]
 
 
 def compare(results: Results, floors: Mapping[str, Floor]) -> list[Row]:
-    """A line for each workload."""
+    """One row per workload."""
     return [_row(workload, runs, floors.get(workload)) for workload, runs in results.runs.items()]
 
 
@@ -47,14 +47,14 @@ def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor: Floor | None) 
         if floor is not None and run.ceilings is not None
     ]
     if least:
-        # Of all turns together: what memory gives in one is not quite what was measured around it.
+        # Over all turns: the bandwidth during one is not exactly the one measured around it.
         row["share_of_floor"] = round(sum(f for f, _ in least) / sum(s for _, s in least), 3)
         row["shares_of_floor"] = [round(floor_s / seconds, 3) for floor_s, seconds in least]
     return row
 
 
 def ceilings_range(results: Results) -> dict[str, list[float]]:
-    """The lowest and the highest of each ceiling, as they were around the turns."""
+    """The lowest and the highest measurement of each ceiling."""
     measured = [
         asdict(run.ceilings)
         for by_engine in results.runs.values()
@@ -73,7 +73,7 @@ def _spread(runs: Sequence[Run]) -> float:
 
 
 def all_runs(results: Results) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Every run, for the record."""
+    """Every run, for the results file."""
     return {
         workload: {
             name: [_rounded(asdict(run)) for run in its_runs] for name, its_runs in runs.items()
@@ -89,7 +89,7 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """For the terminal."""
+    """The table for the terminal."""
     names = list(dict.fromkeys(name for row in rows for name in _of(row, "tokens_per_s")))
     ours = ["best peer", "ratio", "÷ in-process", "share of floor", "foreign cores"]
     shown = Table("workload", *names, *ours, title=title)

@@ -1,4 +1,4 @@
-"""The services of docker-compose.yml as processes on this machine, with their very commands.
+"""The services of docker-compose.yml as processes on this machine, with the same commands.
 
 Host names become the loopback address. A service that others find by its name has one port; workers
 each take a free one, as each container has addresses of its own.
@@ -38,7 +38,7 @@ class Composed:
 
     @property
     def address(self) -> str:
-        """Where clients call."""
+        """Addresses for clients."""
         return f"127.0.0.1:{self._ports['7600']}"
 
     def start(self, service: str) -> Service:
@@ -69,7 +69,7 @@ class Composed:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """The last started first; after an error at once, as requests may be open."""
+        """Stop in reverse order; after an error kill, as requests may be open."""
         for service in reversed(self._started):
             if service.exit_code is not None:
                 continue

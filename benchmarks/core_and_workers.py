@@ -31,8 +31,8 @@ class CoreAndWorkers:
         checks_plans: bool = True,
         num_gpu_blocks: int = 16384,
     ) -> None:
-        """`step_us`: what each worker's steps take, whatever is in them. `checks_plans`: workers
-        are simulated, a process each; else they are `answering_workers`, several to a process."""
+        """`step_us`: duration of every step. `checks_plans`: workers are simulated, a process
+        each; else they are `answering_workers`, several to a process."""
         self._folder = RuntimeDirectory()
         self._step_us = step_us
         self._checks_plans = checks_plans
@@ -45,7 +45,7 @@ class CoreAndWorkers:
             "scheduler",
             *("--listen", self.core_address),
             *("--max-num-seqs", str(max_num_seqs)),
-            *("--lease-ms", "60000"),  # a machine that is too busy is to be measured, too
+            *("--lease-ms", "60000"),  # an overloaded machine is measured, too
             *("--log-level", "warning"),
         )
 
@@ -90,7 +90,7 @@ class CoreAndWorkers:
         return processor_seconds(self._core.pid)
 
     def worker_seconds(self) -> list[float]:
-        """The same of each worker process."""
+        """Processor time of each worker process."""
         return [processor_seconds(worker.pid) for worker in self._workers if worker.pid]
 
     def _answering(self, first: int, number: int) -> ServiceProcess:

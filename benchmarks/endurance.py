@@ -31,7 +31,7 @@ NUM_WORKERS = 2
 VOCAB_SIZE = 32_000
 CANCELLED_PER_ROUND = 10
 SETTLED_SHARE = 0.2
-"""Of the requests, those before which caches and allocators may still be filling up."""
+"""Share of the requests during which caches and allocators may still be filling."""
 
 FLAGS = {
     "simulate": True,
@@ -41,7 +41,7 @@ FLAGS = {
     "log_level": "warning",
 }
 STEM = list(range(100, 148))
-"""What every eighth prompt begins with."""
+"""Prefix of every eighth prompt."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Memory:
     rss_bytes: list[int] = field(default_factory=list)
 
     def note(self, num_finished: int) -> None:
-        """Take another sample."""
+        """Add a sample."""
         self.finished.append(num_finished)
         self.rss_bytes.append(psutil.Process(self.pid).memory_info().rss)
 
@@ -133,7 +133,7 @@ async def run(num_requests: int, num_rounds: int) -> tuple[list[Memory], float]:
 
 
 def rows(memories: Sequence[Memory]) -> list[dict[str, object]]:
-    """One for each process."""
+    """One row per process."""
     lines: list[dict[str, object]] = []
     for memory in memories:
         _, rss = memory.settled()

@@ -1,14 +1,14 @@
-"""What one tenant's flood does to another, and how weights share out the work, in simulated time.
+"""Effect of one tenant's flood on another, and shares by weight, in simulated time.
 
-One worker group whose steps take as long as a cost model says, and the real scheduler core before
-it. Two figures per policy:
+One worker group with step times from a cost model, and the real scheduler core. Two figures per
+policy:
 
-- The calm tenant's 99th percentile of the time to the first token beside a tenant that sends ten
-  times as much, more than can be served, as a multiple of its value alone. The calm one asks one
-  thing after another and needs less than its share: were it to send bursts, they would take longer
-  beside others, under any fair policy.
-- The shares of the service (prompt tokens, and output tokens twice) that three tenants with weights
-  1 : 2 : 4 get who all send more than can be served.
+- The calm tenant's 99th percentile of the time to the first token while another tenant sends ten
+  times as much, more than can be served, as a multiple of its value alone. The calm tenant sends
+  one request after another and needs less than its share; bursts would take longer under any fair
+  policy.
+- The shares of the service (prompt tokens, and output tokens twice) of three tenants with weights
+  1 : 2 : 4 that all send more than can be served.
 
 The same numbers come out every time.
 
@@ -64,7 +64,7 @@ class CostModel:
     row: float = 0.00003
 
     def duration(self, plan: StepPlan) -> float:
-        """How long the worker is busy with a plan."""
+        """Duration of a plan on the worker."""
         num_rows = len(plan.seq_ids)
         num_tokens = num_rows if plan.num_tokens is None else sum(plan.num_tokens)
         return self.step + self.row * num_rows + self.prefill_token * (num_tokens - num_rows)
@@ -72,7 +72,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Arrival:
-    """A request, and when it comes."""
+    """A request and its arrival time."""
 
     time: float
     tenant: str
@@ -86,7 +86,7 @@ class Served:
 
     arrival: Arrival
     times: list[float] = field(default_factory=list)
-    """When its output tokens came."""
+    """Times of its output tokens."""
 
 
 class Simulation:
@@ -104,7 +104,7 @@ class Simulation:
         self._results: deque[tuple[float, StepResult]] = deque()
 
     def run(self, arrivals: Sequence[Arrival], until: float) -> None:
-        """Let requests come, and steps be done, up to a time."""
+        """Simulate arrivals and steps up to a time."""
         coming = deque(sorted(arrivals))
         while True:
             times = [coming[0].time] if coming else []
@@ -222,13 +222,13 @@ def shares(policy: PolicyName, until: float = 120.0) -> dict[str, float]:
 
 
 def due_shares() -> Mapping[str, float]:
-    """What the weights say."""
+    """Shares according to the weights."""
     return {name: weight / sum(WEIGHTS.values()) for name, weight in WEIGHTS.items()}
 
 
 def main() -> None:
     """Print both figures for each policy."""
-    logging.basicConfig(level=logging.ERROR)  # preemptions are what is to happen here
+    logging.basicConfig(level=logging.ERROR)  # preemptions are expected here
     due = due_shares()
     for policy in (PolicyName.FCFS, PolicyName.FAIR):
         alone = first_token_p99(policy, flooded=False)

@@ -1,4 +1,4 @@
-"""What a streamed token costs a frontend, over gRPC and over HTTP, with one frontend and more.
+"""A frontend's cost per streamed token, over gRPC and HTTP, with one frontend and several.
 
     python -m benchmarks.frontend
 
@@ -6,10 +6,10 @@ A core that sends a token to every stream per step, the frontends, and their cli
 processes of their own. A frontend's processor time per token (all of its threads, from the first
 request to the last response) shows how many tokens per second it can stream on a core of its own,
 regardless of what else this machine runs. `pace` is how many steps per second the core
-makes, 0: as many as it can. What a frontend added does to the others' cost is the ratio to one
+makes, 0: as many as it can. The effect of further frontends is given as the ratio to one
 frontend's cost: 1 means that N of them stream N times as much, given the cores.
 
-The ways take turns, so that a machine whose speed drifts harms them alike.
+The protocols take turns, so that a machine whose speed drifts affects them equally.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What one run cost."""
+    """Cost of one run."""
 
     cpu_us_per_token: float
     """Of all frontends together."""
@@ -81,7 +81,7 @@ async def run_core(pipe: Connection, streams: int, tokens: int, pace: float) -> 
 
 
 async def _serve(requests: Sequence[FakeRequest], ids: Sequence[int], pace: float) -> None:
-    """All that one frontend gets."""
+    """Serve the requests of one frontend."""
     attachment = requests[0].attachment
     handles = to_column([request.handle for request in requests])
     await attachment.send(accepted=handles)

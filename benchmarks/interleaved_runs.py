@@ -1,4 +1,4 @@
-"""Engines that take turns at the same jobs, so that a drifting machine harms all alike."""
+"""Engines that take turns at the same jobs, so that a drifting machine affects all equally."""
 
 import os
 import statistics
@@ -29,7 +29,7 @@ class Run:
     """Processor time per second that neither the engine nor this process took; idle rivals' time
     is in it."""
     ceilings: Ceilings | None = None
-    """What the machine did just before and just after, if that was measured."""
+    """The machine's ceilings just before and after, if measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Results:
         return self.runs.setdefault(workload, {}).setdefault(engine, [])
 
     def fastest_s(self, workload: str) -> float:
-        """The median seconds of whoever is fastest so far."""
+        """The median seconds of the fastest engine so far."""
         medians = [
             statistics.median(run.seconds for run in runs)
             for runs in self.runs.get(workload, {}).values()
@@ -100,7 +100,7 @@ class Gauge:
 
 
 class WrongOutput(Exception):
-    """An engine has not done what it was asked to."""
+    """An engine returned wrong output."""
 
 
 def compete(

@@ -1,6 +1,6 @@
-"""A child process that is asked in lines of JSON, and answers in lines of JSON.
+"""A child process with requests and answers as lines of JSON.
 
-So an engine runs under a Python of its own, with threads and memory that nobody else has a part in.
+An engine thus runs under a Python of its own, with its own threads and memory.
 The child's side of it is `engines/lines.py`, or anything else that keeps to this: one line when it
 is ready, then one for each line that it reads, until there are no more.
 """
@@ -37,7 +37,7 @@ class LineProcess:
         self._log = log
         try:
             self.ready: dict[str, Any] = self._answer()
-            """What it said of itself when it was ready."""
+            """Its first line, which it writes when it is ready."""
         except BaseException:
             self.close()
             raise

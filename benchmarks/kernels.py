@@ -1,4 +1,4 @@
-"""Kernels against what the device can do at best, both measured in one run.
+"""Kernels against the device's ceilings, both measured in one run.
 
     python -m benchmarks.kernels [--device cuda]
 

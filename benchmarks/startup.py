@@ -1,4 +1,4 @@
-"""How long a server takes from its launch to its first token, and what memory it takes at most.
+"""Time from a server's launch to its first token, and its peak memory.
 
     python -m benchmarks.startup --shape llama-160m --vllm-python ENVIRONMENT/bin/python
 

@@ -1,4 +1,4 @@
-"""What watchers of the status cost the scheduler core: the share of its event loop.
+"""Cost of status watchers for the scheduler core: the share of its event loop.
 
     python -m benchmarks.status_watchers --groups 16 --blocks 30000 --watchers 32
 

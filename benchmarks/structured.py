@@ -1,4 +1,4 @@
-"""What structured output costs: masks by themselves, and a whole worker's tokens per second.
+"""Cost of structured output: masks by themselves, and a whole worker's tokens per second.
 
     python -m benchmarks.structured --batch-size 32 --vocab-size 128256
 

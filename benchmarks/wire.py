@@ -1,4 +1,4 @@
-"""What the wire between core and worker costs: sizes, conversions, round trips.
+"""Cost of the wire between core and worker: sizes, conversions, round trips.
 
     python -m benchmarks.wire
 

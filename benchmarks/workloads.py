@@ -1,4 +1,4 @@
-"""What the offline benchmark runs: prompts as token ids, and how many tokens each asks for."""
+"""Workloads of the offline benchmark: prompts as token ids, and numbers of output tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ FOUR = ("mixed", "single", "prefill", "prefix")
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:
-    """A little of a workload: what an engine does only once, it has done after."""
+    """A small part of a workload, to warm up an engine."""
     return [
         Job(prompt=job.prompt, num_output_tokens=min(job.num_output_tokens, 4)) for job in jobs[:2]
     ]

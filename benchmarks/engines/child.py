@@ -17,7 +17,7 @@ from benchmarks.processes import send_signal, tree
 from benchmarks.workloads import Job
 
 END_TIMEOUT_S = 10.0
-"""Nothing of an engine's is lost if it is killed then."""
+"""An engine may be killed after this without losing anything."""
 
 ROOT = Path(__file__).parents[2]
 SOURCES = tuple(ROOT / folder for folder in ("", "kernels", "client", "protos"))
@@ -63,11 +63,11 @@ class ChildEngine:
         return Outputs(**answer)
 
     def pause(self) -> None:
-        """Stop its processes."""
+        """Suspend its processes."""
         send_signal(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Resume them."""
         send_signal(self._process.pid, signal.SIGCONT)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The engines of a run: those that are asked for and can be had; why not, of the others."""
+"""The engines of a run: those requested and available, and why the others are not."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Programs:
-    """Where the peers are that do not share our environment; None: not here."""
+    """Locations of peers in other environments; None: not available."""
 
     vllm_python: Path | None = None
     nano_vllm_python: Path | None = None
@@ -41,7 +41,7 @@ class Programs:
 
 
 class Absent(Exception):
-    """An engine that cannot be had, and why."""
+    """An engine is not available; the message says why."""
 
 
 def make(name: str, settings: Settings, programs: Programs) -> Engine:
@@ -65,7 +65,7 @@ def start_all(
         except RuntimeError as error:
             if name in OURS:
                 raise
-            # A peer that does not start is no reason not to compare with the others.
+            # If a peer does not start, the comparison continues with the others.
             logger.warning("%s does not start: %s", name, error)
             absent[name] = f"does not start: {str(error).splitlines()[0]}"
             continue

@@ -11,7 +11,7 @@ from benchmarks.workloads import Job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What all engines of a run have in common."""
+    """Settings shared by all engines of a run."""
 
     shape: Shape
     dtype: str
@@ -25,7 +25,7 @@ class Settings:
     """Memory for KV, the same for each engine that has such an option."""
     threads: int = 2
     logs: Path | None = None
-    """Folder for what the engines say; None throws it away."""
+    """Directory for the engines' logs; None discards them."""
 
     @property
     def kv_tokens(self) -> int:
@@ -33,7 +33,7 @@ class Settings:
         return self.kv_cache_gib * 2**30 // self.shape.kv_bytes(self.dtype)
 
     def log(self, name: str) -> Path | None:
-        """Where an engine's messages go."""
+        """File for an engine's log."""
         return None if self.logs is None else self.logs / f"{name}.log"
 
 
@@ -42,7 +42,7 @@ class Outputs:
     """Result of a run."""
 
     token_ids: list[list[int]]
-    """Of each job, in order."""
+    """Output tokens of each job, in order."""
     seconds: float
     """From the first request until the last token, by the engine's nearest clock."""
 
@@ -53,7 +53,7 @@ class About:
 
     version: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """In which it differs from what it does by default."""
+    """Settings that differ from its defaults."""
 
 
 class Engine(Protocol):
@@ -67,7 +67,7 @@ class Engine(Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Its processes, less their descendants."""
+        """Its processes without their descendants."""
         ...
 
     def run(self, jobs: list[Job]) -> Outputs:
@@ -75,11 +75,11 @@ class Engine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Take no more processor time until `resume`."""
+        """Use no processor time until `resume`."""
         ...
 
     def resume(self) -> None:
-        """Be ready to run."""
+        """Prepare to run."""
         ...
 
     def __enter__(self) -> Self: ...

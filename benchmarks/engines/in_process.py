@@ -1,6 +1,6 @@
 """Pagewire's own scheduler core and worker in one process, joined by function calls.
 
-What the services do, less the services: no gRPC, no bytes, no other process, no frontend. Steps
+The same work without the services: no gRPC, no serialization, no other process, no frontend. Steps
 are planned and launched as far ahead as the services do it. What is left of the wire is plan and
 result as messages, since only these are turned into the other side's columns.
 """

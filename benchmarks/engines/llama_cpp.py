@@ -24,7 +24,7 @@ NUM_SLOTS = 32
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 KV_TYPES = {"float32": "f32", "bfloat16": "f16"}
-"""It has bfloat16 caches, too; half precision is its default and the faster one."""
+"""It also has bfloat16 caches; half precision is its default and faster."""
 
 
 class LlamaCpp:
@@ -78,11 +78,11 @@ class LlamaCpp:
         return answer
 
     def pause(self) -> None:
-        """Stop its process."""
+        """Suspend its process."""
         send_signal(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume it."""
         send_signal(self._process.pid, signal.SIGCONT)
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class LlamaCpp:
                 time.sleep(0.1)
             else:
                 return
-        raise RuntimeError("llama-server does not become ready")
+        raise RuntimeError("llama-server is not ready in time")
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class LlamaCpp:
 
 
 def flags(settings: Settings) -> list[str]:
-    """The server's command line but for model and address."""
+    """The server's command line without model and address."""
     threads, kind = str(settings.threads), KV_TYPES[settings.dtype]
     slots = min(NUM_SLOTS, settings.max_num_seqs)
     kv_tokens = min(settings.kv_tokens, slots * settings.max_model_len)
@@ -140,7 +140,7 @@ def flags(settings: Settings) -> list[str]:
         *("-b", str(settings.max_num_batched_tokens), "-ub", "512"),
         *("-c", str(kv_tokens), "--kv-unified"),
         *("-ctk", kind, "-ctv", kind, "-fa", "on"),
-        # Neither a cache of old prompts beside the slots, nor anything that is for chats.
+        # No cache of old prompts in addition to the slots, and no chat features.
         *("--cache-ram", "0", "--no-webui", "--no-jinja"),
     ]
 
