@@ -13,7 +13,7 @@ produce the same plans, so that any run can be replayed. Its driver does this:
         send(outputs)
 
 After a worker group joined, left or began to drain, every group may have something to plan; after
-a result its own group, and after any call those that `take_stirred` returns, since requests are
+a result its own group, and after any call those that `take_woken` returns, since requests are
 routed by whichever group plans: call `schedule` for each until it returns None. Then take the
 outputs.
 

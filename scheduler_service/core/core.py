@@ -70,9 +70,11 @@ class SchedulerCore:
         self._refuse_hopeless(model, now)
 
     def remove_worker_group(self, worker_group_id: str, now: float) -> None:
-        """A worker group is gone: what it had goes to the head of the queue, with the tokens it
-        has. What a worker was computing at its death, once too often, fails; one that drained was
-        to go, and does not count. Unknown: no effect."""
+        """Remove a lost worker group: its requests go to the head of the queue with their tokens.
+
+        A request that was computed at `max_worker_losses` such losses fails; the end of a draining
+        group is no loss. An unknown id has no effect.
+        """
         scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
             return
@@ -90,9 +92,9 @@ class SchedulerCore:
         model.sort_queue()
 
     def drain_worker_group(self, worker_group_id: str, now: float) -> None:
-        """Give a group nothing new, and have what it has go on in other groups of its model, with
-        the tokens it has, as soon as the results of its steps under way are in. What no other can
-        hold goes on there until one joins that can. Unknown: no effect."""
+        """Route nothing new to a worker group; move its requests, with their tokens, to others of
+        its model as soon as the results of steps in flight are in. Requests that no other group
+        can hold continue there until one joins that can. An unknown id has no effect."""
         scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is not None:
             scheduler.is_draining = True
@@ -101,8 +103,8 @@ class SchedulerCore:
             model.move_on(to_us(now))
 
     def is_drained(self, worker_group_id: str) -> bool:
-        """Whether a group is draining and has nothing left, or is gone. One that has is not while
-        there is a request that has begun, and that no group can go on with that does not drain."""
+        """True if the worker group is gone, or is draining, holds no requests, and no started
+        request needs it, as the only group that can continue it."""
         scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is None:
             return True
@@ -126,16 +128,17 @@ class SchedulerCore:
             self._end(former, ABORTED, error, now)
         self._poison.suspect(seq_group)
         self._accept(seq_group, now)
-        self._fleet.stir(request.model)
+        self._fleet.wake(request.model)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
-        """Its client no longer wants a request; nothing more is said of it. Unknown: no effect."""
+        """End a request that its client cancelled; nothing more is reported of it. An unknown
+        handle has no effect."""
         seq = self._registry.find_sequence(frontend_id, handle)
         if seq is not None:
             self._end(seq.seq_group, ABORTED, None, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> None:
-        """End a tenant's request on somebody's wish; its frontend hears. Raises UnknownRequest."""
+        """End a tenant's request and report that to its frontend. Raises UnknownRequest."""
         seq_group = self._registry.find(tenant, request_id)
         if seq_group is None:
             raise UnknownRequest(
@@ -153,14 +156,14 @@ class SchedulerCore:
         self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
 
     def remove_frontend(self, frontend_id: str, now: float) -> None:
-        """A frontend is gone, and its requests end."""
+        """Remove a lost frontend and end its requests."""
         for seq_group in self._registry.seq_groups_of(frontend_id):
             self._end(seq_group, ABORTED, None, now)
         self._registry.remove_frontend(frontend_id)
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadlines have come, and those that wait and can no longer meet
-        theirs."""
+        """End requests past their deadlines, waiting ones that can no longer meet theirs, and
+        those that have waited too long for a lost worker group."""
         while (seq_group := self._deadlines.due(now)) is not None:
             deadline = seq_group.request.deadline
             assert deadline is not None
@@ -218,17 +221,19 @@ class SchedulerCore:
         self._close_ended([scheduler], now)
         self._fleet.model_of(scheduler).queue_again(scheduler.take_gone())
 
-    # News.
+    # Outputs.
 
-    def take_stirred(self) -> set[str]:
-        """Worker groups that may have something to plan since the last call, besides those that
-        were told of a result, and all when one comes or goes. Requests that are submitted, or find
-        room by another's end, are placed by whichever group plans, and may be given to others.
-        And groups that drain, when what they were kept for has ended or is elsewhere."""
-        return self._fleet.take_stirred()
+    def take_woken(self) -> set[str]:
+        """Worker groups woken since the last call: `schedule` may return a plan for them now.
+
+        Not among them are groups that got a result, nor are all groups when one joins or leaves:
+        callers know of these. Whichever group plans first places waiting requests, also in other
+        groups. A draining group is woken when the requests that it was kept for ended or moved.
+        """
+        return self._fleet.take_woken()
 
     def take_outboxes(self) -> dict[str, EngineOutputs]:
-        """News by frontend since the last call; frontends without news are absent."""
+        """Outputs by frontend since the last call; frontends without any are absent."""
         return self._registry.take_outboxes()
 
     def take_traced(self) -> list[TracedRequest]:
@@ -368,7 +373,7 @@ class SchedulerCore:
             if seq_group.num_unfinished == 0:
                 self._fleet.models[seq_group.request.model].discard(seq_group)
                 self._close(seq_group, now)
-        self._fleet.stir(seq_group.request.model)  # what it has left may be for others
+        self._fleet.wake(seq_group.request.model)  # what it has left may be for others
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
         """Close the groups that have ended in schedulers; whether there are any."""
@@ -378,7 +383,7 @@ class SchedulerCore:
         return bool(ended)
 
     def _close(self, seq_group: SequenceGroup, now: float) -> None:
-        """Say how a group ended, and forget it."""
+        """Report how a group ended, and forget it."""
         results.finish_request(seq_group, seq_group.clock.finish(to_us(now)))
         seq_group.note(RequestEvent.ENDED, to_us(now))
         self._keep_trace(seq_group)
@@ -389,16 +394,16 @@ class SchedulerCore:
         self._num_finished += 1
 
     def _settle_accounts(self, seq_group: SequenceGroup) -> None:
-        """What its model learns of a group that has ended."""
+        """Update the statistics and limits of an ended group's model."""
         model = self._fleet.models.get(seq_group.request.model)
         if model is not None:
             if seq_group.has_begun:
                 for seq in seq_group.choices():
                     model.router.note_answer(len(seq.output_token_ids))
             model.release(seq_group)
-            model.stir_drained()
+            model.wake_drained()
             if seq_group.tenant.config.max_kv_blocks is not None:
-                self._fleet.stir_held_up()
+                self._fleet.wake_tenant_limited()
             self._fleet.drop_if_unused(model)
         totals = self._fleet.totals.get(seq_group.request.model)
         if totals is not None and seq_group.has_begun and self._config.enable_prefix_caching:

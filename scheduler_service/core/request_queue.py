@@ -2,7 +2,7 @@
 
 `ModelQueue` holds the requests for one model that are in no worker group, in the order of the
 scheduling policy. `WaitingQueue` holds requests by rank: one lane of a model's queue, or those
-that a worker group has taken and not yet admitted to its batch.
+that were routed to a worker group and are not yet in its batch.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: RemovableHeap[SequenceGroup] = RemovableHeap()
-        self._passed_over: dict[SequenceGroup, None] = {}
+        self._skipped: dict[SequenceGroup, None] = {}
         self._sizes: dict[SequenceGroup, tuple[int, int]] = {}
         self.num_tokens = 0
         """Prompt tokens of all groups."""
@@ -86,7 +86,7 @@ class WaitingQueue:
         return iter(self._sizes)
 
     def head(self) -> SequenceGroup | None:
-        """The group to be served first, except those passed over; None if none waits."""
+        """The group to be served first, except those skipped; None if there is none."""
         top = self._heap.peek()
         return top[1] if top is not None else None
 
@@ -110,8 +110,8 @@ class WaitingQueue:
         """Take a group out, if it is in."""
         if seq_group not in self:
             return
-        if seq_group in self._passed_over:
-            del self._passed_over[seq_group]
+        if seq_group in self._skipped:
+            del self._skipped[seq_group]
         else:
             self._heap.remove(seq_group)
         num_tokens, num_sequences = self._sizes.pop(seq_group)
@@ -119,15 +119,15 @@ class WaitingQueue:
         self.num_tokens -= num_tokens
         self.num_sequences -= num_sequences
 
-    def pass_over(self, head: SequenceGroup) -> None:
-        """Have the next one be first until `look_again`."""
+    def skip(self, head: SequenceGroup) -> None:
+        """Skip the head until `end_round`."""
         self._heap.remove(head)
-        self._passed_over[head] = None
+        self._skipped[head] = None
 
-    def look_again(self) -> None:
-        """Put those that were passed over back into their places."""
-        passed_over, self._passed_over = self._passed_over, {}
-        for seq_group in passed_over:
+    def end_round(self) -> None:
+        """Put skipped groups back into their places."""
+        skipped, self._skipped = self._skipped, {}
+        for seq_group in skipped:
             self._heap.push(seq_group.rank, seq_group)
 
     def take_all(self) -> list[SequenceGroup]:
@@ -146,7 +146,7 @@ class ModelQueue(Generic[Kind]):
     """Waiting groups in the policy's order, with the sums that admission asks for.
 
     Each of the policy's lanes is one for each kind of requests here, so that those that can go
-    nowhere at the moment are left out all at once. Among lanes that the policy holds equal, the
+    nowhere at the moment are skipped all at once. Among lanes that the policy holds equal, the
     one whose first request has the lowest rank is first.
 
     A lane's place in the heap may be out of date, as its tenant is served; since it can only have
@@ -154,7 +154,7 @@ class ModelQueue(Generic[Kind]):
     """
 
     def __init__(self, policy: Policy, kind_of: Callable[[SequenceGroup], Kind]) -> None:
-        """`kind_of` is asked of a group when it is added, and by `sort_anew`."""
+        """`kind_of` is asked of a group when it is added, and by `sort_again`."""
         self._policy = policy
         self._kind_of = kind_of
         self._lanes: dict[tuple[str | None, Kind], WaitingQueue] = {}
@@ -163,10 +163,10 @@ class ModelQueue(Generic[Kind]):
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
         self._num_lanes: Counter[str | None] = Counter()
         """How many lanes each of the policy's is."""
-        self._set_aside: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
-        """With who was first, and how many blocks its tenant had."""
-        self._left_out: dict[WaitingQueue, None] = {}
-        """Lanes that are to be looked at again, all or some of their groups."""
+        self._tenant_limited: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
+        """Skipped lanes, with their heads and the blocks that their tenants held."""
+        self._skipped: dict[WaitingQueue, None] = {}
+        """Lanes that are skipped, as a whole or in part, until the end of the round."""
         self._num_of_kind: Counter[Kind] = Counter()
         """How many lanes there are of each kind."""
         self.num_tokens = 0
@@ -188,12 +188,12 @@ class ModelQueue(Generic[Kind]):
         return self._num_of_kind
 
     @property
-    def has_set_aside(self) -> bool:
-        """Whether anything is left out for its tenant's own limits."""
-        return bool(self._set_aside)
+    def has_tenant_limited(self) -> bool:
+        """Whether any lane is skipped because of its tenant's limit."""
+        return bool(self._tenant_limited)
 
     def head(self) -> SequenceGroup | None:
-        """The group to be served first; None if none waits, except what is left out."""
+        """The group to be served first; None if there is none that is not skipped."""
         while (top := self._order.peek()) is not None:
             key, lane = top
             head = lane.first()
@@ -212,7 +212,7 @@ class ModelQueue(Generic[Kind]):
         lane = self._lane_for(seq_group)
         lane.add(seq_group)
         self.num_tokens += seq_group.num_prompt_tokens
-        if lane.head() is seq_group and lane not in self._set_aside:
+        if lane.head() is seq_group and lane not in self._tenant_limited:
             self._put_in_order(lane)
 
     def discard(self, seq_group: SequenceGroup) -> None:
@@ -227,8 +227,8 @@ class ModelQueue(Generic[Kind]):
             self._order.remove(lane)
         if not lane:
             del self._lanes[key]
-            self._set_aside.pop(lane, None)
-            self._left_out.pop(lane, None)
+            self._tenant_limited.pop(lane, None)
+            self._skipped.pop(lane, None)
             self._num_of_kind[key[1]] -= 1
             if not self._num_of_kind[key[1]]:
                 del self._num_of_kind[key[1]]
@@ -237,49 +237,48 @@ class ModelQueue(Generic[Kind]):
                 del self._num_lanes[key[0]]
                 self._policy.close_lane(seq_group.tenant)
 
-    def set_aside(self, head: SequenceGroup) -> None:
-        """Leave a lane out for now: its first cannot be served, as its tenant has too many blocks
-        for that."""
+    def skip_tenant_limited(self, head: SequenceGroup) -> None:
+        """Skip a lane because its head would exceed the KV blocks that its tenant may hold."""
         lane = self._lanes[self._key_of[head]]
         self._order.remove(lane)
-        self._set_aside[lane] = head, head.tenant.num_kv_blocks
+        self._tenant_limited[lane] = head, head.tenant.num_kv_blocks
 
-    def take_back(self) -> None:
-        """Look again at the lanes that were set aside and have another first now, or whose tenants
-        have fewer blocks: they may be many, and this is asked in every step."""
-        self._take_back(
+    def retry_tenant_limited(self) -> None:
+        """Stop skipping lanes that have another head now, or whose tenants hold fewer blocks. The
+        others stay skipped: there may be many, and this runs in every step."""
+        self._retry(
             lane
-            for lane, (head, num_blocks) in self._set_aside.items()
+            for lane, (head, num_blocks) in self._tenant_limited.items()
             if lane.first() is not head or head.tenant.num_kv_blocks < num_blocks
         )
 
-    def leave_out(self, head: SequenceGroup) -> None:
-        """Have nothing of a lane be next until `look_again`: its kind finds no room."""
+    def skip_queue(self, head: SequenceGroup) -> None:
+        """Skip the whole lane until `end_round`: no worker group has room for its kind."""
         lane = self._lanes[self._key_of[head]]
         self._order.remove(lane)
-        self._left_out[lane] = None
+        self._skipped[lane] = None
 
-    def pass_over(self, head: SequenceGroup) -> None:
-        """Have others be next until `look_again`, be they of the same lane."""
+    def skip(self, head: SequenceGroup) -> None:
+        """Skip this request only, until `end_round`."""
         lane = self._lanes[self._key_of[head]]
-        lane.pass_over(head)
-        self._left_out[lane] = None
+        lane.skip(head)
+        self._skipped[lane] = None
         self._order.remove(lane)
         if lane.head() is not None:
             self._put_in_order(lane)
 
-    def look_again(self) -> None:
-        """Have everything in its place again that was left out or passed over."""
-        left_out, self._left_out = self._left_out, {}
-        for lane in left_out:
-            lane.look_again()
-            if lane not in self._set_aside:
+    def end_round(self) -> None:
+        """Stop skipping lanes and requests, except for those of tenants at their limits."""
+        skipped, self._skipped = self._skipped, {}
+        for lane in skipped:
+            lane.end_round()
+            if lane not in self._tenant_limited:
                 self._put_in_order(lane)
 
-    def sort_anew(self) -> None:
-        """Ask for all groups' kinds again: those of worker groups have changed."""
-        self._take_back(self._set_aside)
-        self.look_again()
+    def sort_again(self) -> None:
+        """Assign all requests to lanes again, since the worker groups have changed."""
+        self._retry(self._tenant_limited)
+        self.end_round()
         seq_groups = [seq_group for lane in self._lanes.values() for seq_group in lane.take_all()]
         self._lanes, self._order = {}, RemovableHeap()
         self._num_lanes.clear()
@@ -304,18 +303,18 @@ class ModelQueue(Generic[Kind]):
         assert self.num_tokens == sum(seq_group.num_prompt_tokens for seq_group in seq_groups)
         assert Counter(name for name, _ in self._lanes) == self._num_lanes
         assert Counter(kind for _, kind in self._lanes) == self._num_of_kind
-        assert not self._left_out
-        assert {*self._order, *self._set_aside} == set(self._lanes.values())
+        assert not self._skipped
+        assert {*self._order, *self._tenant_limited} == set(self._lanes.values())
         assert all(self._lanes.values()), "no lane is empty"
 
     def _place(self, head: SequenceGroup) -> tuple[Any, tuple[int, ...]]:
         return self._policy.key(head), head.rank
 
-    def _take_back(self, set_aside: Iterable[WaitingQueue]) -> None:
-        lanes = list(set_aside)
+    def _retry(self, tenant_limited: Iterable[WaitingQueue]) -> None:
+        lanes = list(tenant_limited)
         first = self.head() if lanes else None
         for lane in lanes:
-            del self._set_aside[lane]
+            del self._tenant_limited[lane]
             self._policy.open_lane(lane.first().tenant, first)
             self._put_in_order(lane)
 

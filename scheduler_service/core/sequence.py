@@ -54,7 +54,7 @@ class Frontend:
     """Sequences of its live requests by handle, ended ones included."""
 
     def take_outbox(self) -> EngineOutputs:
-        """The news so far; later ones go to a fresh outbox."""
+        """The outputs so far; later ones go to a fresh outbox."""
         outbox, self.outbox = self.outbox, EngineOutputs()
         return outbox
 
@@ -118,7 +118,7 @@ class Sequence:
     is_prefilled: bool = False
     """Whether the result of the step is in that completed its prefill."""
     num_offered_blocks: int = 0
-    """Blocks of its table that the prefix cache was told of, or has found."""
+    """Blocks of its table that were offered to the prefix cache, or found in it."""
     block_keys: dict[int, list[BlockKey]] = field(default_factory=dict)
     """Keys of its first full blocks, by block size, which may differ among worker groups."""
     reserved_length: int = 0
@@ -278,7 +278,7 @@ class Sequence:
         self.status = status
         if self.seq_group.beams is not None:
             self.seq_group.beams.leave()
-            self.length = self.num_known  # what may follow is chosen anew
+            self.length = self.num_known  # the search chooses again
         self.num_computed = 0
         self.is_prefilled = False
         self.num_offered_blocks = 0
@@ -461,7 +461,7 @@ def request_number(seq_group: SequenceGroup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A beam that has gone on by one token, of which the worker is still to be told."""
+    """A beam that continued by one token, which is still to be sent to the worker."""
 
     seq: Sequence
     token: int
@@ -487,7 +487,7 @@ class BeamGroup:
         self.held = list(sequences[:1])
         """The sequences of the beams that go on, in the search's order."""
         self.continuations: list[Continuation] = []
-        """What the next plan tells the worker; forks come last."""
+        """What the next plan sends the worker; forks come last."""
         self.source_of: dict[Sequence, Sequence] = {}
         """While it is computed again: sequences whose first blocks others compute before."""
         self.num_prefilling = 0

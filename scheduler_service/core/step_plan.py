@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class NewSequence:
-    """A sequence the worker has not seen, or was told to forget."""
+    """A sequence that the worker has not seen, or has forgotten."""
 
     seq_id: int
     choice_index: int
@@ -91,7 +91,7 @@ class RowError:
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What came of one step."""
+    """The result of one step."""
 
     step_id: int
     token_ids: list[int]

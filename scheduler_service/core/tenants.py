@@ -24,12 +24,12 @@ class TenantUsage:
     """How fast its requests end."""
 
     def may_hold(self, num_blocks: int) -> bool:
-        """Whether it may have so many blocks more."""
+        """Whether it may hold `num_blocks` more."""
         limit = self.config.max_kv_blocks
         return limit is None or self.num_kv_blocks + num_blocks <= limit
 
     def may_ever_hold(self, num_blocks: int) -> bool:
-        """Whether it may have so many blocks when it has no others."""
+        """Whether it may hold `num_blocks` if it holds no others."""
         limit = self.config.max_kv_blocks
         return limit is None or num_blocks <= limit
 

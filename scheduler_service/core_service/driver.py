@@ -144,7 +144,7 @@ class CoreDriver:
 
     def _follow_up(self) -> None:
         """After any call into the core: wake the groups that it names, and deliver outputs soon."""
-        for group_id in self.core.take_stirred():
+        for group_id in self.core.take_woken():
             self._wake(group_id)
         self._settle_soon()
 

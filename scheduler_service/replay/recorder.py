@@ -129,8 +129,8 @@ class RecordingCore:
     def take_traced(self) -> list[TracedRequest]:
         return self._core.take_traced()
 
-    def take_stirred(self) -> set[str]:
-        return self._core.take_stirred()
+    def take_woken(self) -> set[str]:
+        return self._core.take_woken()
 
     def is_drained(self, worker_group_id: str) -> bool:
         return self._core.is_drained(worker_group_id)

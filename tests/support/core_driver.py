@@ -299,8 +299,8 @@ class CoreDriver:
             planned = [self.schedule(group_id) for group_id in self.links]
             delivered = [self.deliver(group_id) for group_id in self.links]
             self.collect()
-            stirred = self.core.take_stirred()
-            if not any(delivered) and not any(planned) and not stirred:
+            woken = self.core.take_woken()
+            if not any(delivered) and not any(planned) and not woken:
                 self._check_rest()
                 return
         raise AssertionError("the core does not come to rest")

@@ -201,8 +201,8 @@ class _Simulation:
         while due:
             for group_id in due:
                 self._plan_for(group_id, self._workers[group_id])
-            stirred = self._core.take_stirred()
-            due = [group_id for group_id in self._workers if group_id in stirred]
+            woken = self._core.take_woken()
+            due = [group_id for group_id in self._workers if group_id in woken]
 
     def _plan_for(self, group_id: str, worker: VirtualWorker) -> None:
         while (plan := self._core.schedule(group_id, self._now)) is not None:

@@ -229,7 +229,7 @@ def continuation(request: Request, former: SequenceGroup, now_us: int) -> Reques
 
 
 class AdmissionControl:
-    """The door: it asks, and changes nothing."""
+    """Runs every admission check in order; has no side effects."""
 
     def __init__(self, config: SchedulerConfig, registry: RequestRegistry, fleet: Fleet) -> None:
         self._config = config

@@ -52,9 +52,8 @@ class ServedModel:
     throughput: QueueThroughput = field(default_factory=QueueThroughput)
     """How fast requests come out of `waiting`."""
 
-    stirred: set[str] = field(default_factory=set)
-    """Ids of worker groups that may have something to plan although nothing was heard of them,
-    since they were last asked for."""
+    woken: set[str] = field(default_factory=set)
+    """Ids of worker groups that may have something to plan without a new result of theirs."""
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
     _lost: list[LostWorkerGroup] = field(default_factory=list)
     """Worker groups that died and were not replaced, the first to be given up first."""
@@ -81,7 +80,7 @@ class ServedModel:
         self.unschedulable.discard(seq_group)
 
     def add(self, scheduler: Scheduler) -> None:
-        """A group joins: what has not begun may go there instead."""
+        """Add a worker group; requests that have not begun may be routed to it instead."""
         self.was_served = True
         self.throughput.interrupt()
         self.reopen()
@@ -137,9 +136,9 @@ class ServedModel:
             self.waiting.add(seq_group)
 
     def move_on(self, now_us: int) -> None:
-        """Have the worker groups that drain part with what can go on in others as far as there.
+        """Send requests away from draining worker groups where others can generate as much of them.
 
-        What cannot stays, until another worker group joins or it ends.
+        The others stay until they end or a suitable worker group joins.
         """
         self.sort_queue()
         for scheduler in self.schedulers:
@@ -155,8 +154,8 @@ class ServedModel:
             self.queue_again(scheduler.take_gone())
 
     def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
-        """Have the requests that have outgrown a worker group go on in larger ones. Where there is
-        none, and none is expected back, they fail. Whether there were any."""
+        """Move requests that outgrew a worker group to larger ones. They fail if there is none
+        and none is expected back. Returns whether there were any."""
         outgrown = here.take_outgrown()
         moving: set[SequenceGroup] = set()
         for seq_group in outgrown:
@@ -187,8 +186,8 @@ class ServedModel:
         )
 
     def is_needed(self, scheduler: Scheduler) -> bool:
-        """Whether something that has begun waits for a worker group although it drains, or is on
-        its way to it."""
+        """Whether a request that has begun needs a draining worker group, as no other can continue
+        it. Looks at requests in the queues and on their way between worker groups."""
         on_their_way = (seq_group for other in self.schedulers for seq_group in other.migrating)
         queues = chain(self.waiting, self.unschedulable, on_their_way)
         return any(scheduler in self._suitable(seq_group) for seq_group in queues)
@@ -238,7 +237,7 @@ class ServedModel:
             self.throughput.interrupt()
             return
         placed: list[SequenceGroup] = []
-        self.waiting.take_back()
+        self.waiting.retry_tenant_limited()
         placing = RoutingRound(
             self.waiting, self._awaited(), self.policy, self.router, self._suitable
         )
@@ -248,11 +247,11 @@ class ServedModel:
                 self._give(seq_group, scheduler, now_us)
                 placing.note_taken(scheduler)
                 placed.append(seq_group)
-        self.waiting.look_again()
+        self.waiting.end_round()
         for seq_group in placing.unsuitable:
             self.unschedulable.add(seq_group)
         if placed:
-            self.stir_drained()
+            self.wake_drained()
         self.throughput.note(
             now_us,
             num_requests=len(placed),
@@ -260,18 +259,17 @@ class ServedModel:
             is_empty=not self.waiting,
         )
 
-    def stir(self) -> None:
-        """Have the worker groups plan that can, so that what waits is placed. The first of them
-        places all there is, but none needs to wait for another; those that have a result to come
-        before they can plan will do so then."""
+    def wake(self) -> None:
+        """Wake every worker group whose pipeline has room. Whichever plans first places all waiting
+        requests; groups with a full pipeline plan when their next result arrives."""
         can_plan = (s for s in self.schedulers if not s.is_full(is_awaited=True))
-        self.stirred.update(scheduler.capacity.worker_group_id for scheduler in can_plan)
+        self.woken.update(scheduler.capacity.worker_group_id for scheduler in can_plan)
 
-    def stir_drained(self) -> None:
-        """Have worker groups look that drain and have nothing: what they were kept for may have
-        ended, or be elsewhere."""
+    def wake_drained(self) -> None:
+        """Wake draining worker groups without requests: the requests that they were kept for may
+        have ended or moved."""
         idle = (s for s in self.schedulers if s.is_draining and not s.seq_groups)
-        self.stirred.update(scheduler.capacity.worker_group_id for scheduler in idle)
+        self.woken.update(scheduler.capacity.worker_group_id for scheduler in idle)
 
     def _awaited(self) -> list[Scheduler]:
         """The worker groups that something waits for. Room in others, which drain or are too small,
@@ -317,7 +315,7 @@ class ServedModel:
                 key = size.num_gpu_blocks, size.block_size, size.max_model_len
                 alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
             self._alike = [tuple(schedulers) for schedulers in alike.values()]
-            self.waiting.sort_anew()
+            self.waiting.sort_again()
             for seq_group in self.waiting:
                 seq_group.routing.refusals.clear()  # a new one may have a former id
 
@@ -333,7 +331,7 @@ class ServedModel:
         seq_group.tenant.num_kv_blocks += seq_group.num_reserved_blocks
         self.policy.note_placed(seq_group)
         scheduler.take(seq_group, now_us)
-        self.stirred.add(scheduler.capacity.worker_group_id)
+        self.woken.add(scheduler.capacity.worker_group_id)
 
 
 class Fleet:
@@ -382,22 +380,21 @@ class Fleet:
         model = self._models[seq_group.request.model]
         return next((s for s in model.schedulers if seq_group in s.seq_groups), None)
 
-    def stir_held_up(self) -> None:
-        """A tenant has fewer blocks in use: of any model, what waits for that is to be looked at,
-        though nothing else may have its worker groups plan."""
+    def wake_tenant_limited(self) -> None:
+        """Wake models that have requests blocked by a tenant's limit on KV blocks, because a tenant
+        has released some."""
         for model in self._models.values():
-            if model.waiting.has_set_aside:
-                model.stir()
+            if model.waiting.has_tenant_limited:
+                model.wake()
 
-    def take_stirred(self) -> set[str]:
-        """Worker groups that may have something to plan although nothing was heard of them, since
-        the last call."""
-        stirred: set[str] = set()
+    def take_woken(self) -> set[str]:
+        """Worker groups woken since the last call."""
+        woken: set[str] = set()
         for model in self._models.values():
-            if model.stirred:
-                stirred |= model.stirred
-                model.stirred = set()
-        return stirred
+            if model.woken:
+                woken |= model.woken
+                model.woken = set()
+        return woken
 
     @property
     def next_given_up_us(self) -> float:
@@ -431,11 +428,11 @@ class Fleet:
         """The one that a worker group serves."""
         return self._models[scheduler.capacity.model]
 
-    def stir(self, name: str) -> None:
-        """Have a model's worker groups, if there are any, look at what waits for it."""
+    def wake(self, name: str) -> None:
+        """Wake a model's worker groups, if there are any."""
         model = self._models.get(name)
         if model is not None:
-            model.stir()
+            model.wake()
 
     def drop_if_unused(self, model: ServedModel) -> None:
         """Forget a model that was never served, and that nobody waits for any more."""

@@ -21,9 +21,9 @@ class PoisonTracker:
         self._num_steps_in_flight = config.max_steps_ahead
 
     def blamed(self, computed: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """Those of what a worker computed at its death that may be the cause. Where a suspect is
-        among them, one that was as near to its end, but has come past the point where it would have
-        been the cause before, is not."""
+        """The requests in a lost worker's batch that may have caused the loss. If a suspect was in
+        the batch, exonerate other last-chance requests that have already passed the step at which
+        their last worker died."""
         computed = list(computed)
         if not any(seq_group.is_suspect for seq_group in computed):
             return computed

@@ -55,7 +55,7 @@ _OUTPUT_WEIGHT = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouteEstimate:
-    """What it would be to go to a worker group."""
+    """Estimated cost and wait if the request were routed to this worker group."""
 
     scheduler: Scheduler
     has_room: bool
@@ -83,7 +83,7 @@ class Router:
         self._output_tokens = MovingAverage(_OUTPUT_WEIGHT)
 
     def note_answer(self, num_tokens: int) -> None:
-        """An answer of so many tokens has ended."""
+        """Count an answer that has ended, by its length."""
         self._output_tokens.add(num_tokens)
 
     def choose(
@@ -269,16 +269,16 @@ class RoutingRound:
         tenant = seq_group.tenant
         allowed = [s for s in suitable if tenant.may_hold(seq_group.most_blocks(s.capacity))]
         if not allowed:
-            self._waiting.set_aside(seq_group)
+            self._waiting.skip_tenant_limited(seq_group)
             return None
         free = [scheduler for scheduler in allowed if scheduler in self._open]
         if not free:
-            self._waiting.leave_out(seq_group)
+            self._waiting.skip_queue(seq_group)
             return None
         if seq_group.is_suspect:
             free = [scheduler for scheduler in free if not scheduler.probe.has_suspect]
             if not free:
-                self._waiting.pass_over(seq_group)
+                self._waiting.skip(seq_group)
                 return None
         return self._choose(seq_group, free, now_us)
 
@@ -305,7 +305,7 @@ class RoutingRound:
             _note_refusals(seq_group, schedulers)
             self._wait_for(best.scheduler, seq_group)
         else:
-            for scheduler in schedulers:  # what follows goes ahead of nobody there either
+            for scheduler in schedulers:  # lower-ranked ones cannot preempt anyone there either
                 del self._open[scheduler]
         return None
 
@@ -334,7 +334,7 @@ class RoutingRound:
         seq_group.routing.awaits = scheduler.capacity.worker_group_id
         del self._open[scheduler]
         self._with_room.discard(scheduler)
-        self._waiting.pass_over(seq_group)
+        self._waiting.skip(seq_group)
 
 
 def _note_refusals(seq_group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:

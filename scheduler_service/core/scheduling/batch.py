@@ -22,7 +22,7 @@ class Batch:
         self.beam_groups: set[SequenceGroup] = set()
         """Beam groups that have had their turn."""
         self.has_preempted = False
-        """Whether anything had to leave for want of blocks."""
+        """Whether a sequence was preempted because memory ran out."""
         self.outgrown: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
         self._new_sequences: list[NewSequence] = []
@@ -45,7 +45,7 @@ class Batch:
         self._copy += (source, target)
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """Tell the worker a token that the core has chosen."""
+        """Send the worker a token that the core has chosen."""
         self._appended_tokens += (seq_id, token)
 
     def add_beam(self, seq: Sequence) -> None:

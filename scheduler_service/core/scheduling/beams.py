@@ -183,7 +183,7 @@ class BeamScheduler:
             seq.extend()
         for child in forks:
             batch.add_new(_fork(child, tables[child.seq]))
-            self._running.introduce(child.seq)
+            self._running.mark_introduced(child.seq)
             batch.add_beam(child.seq)
             child.seq.extend()
         beams.continuations = []

@@ -80,7 +80,7 @@ class CapacityProbe:
         return self._config.enable_prefix_caching
 
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
-        """Tokens of a group that has not run that are in no block here, be it on the host."""
+        """Tokens of a group that has not run that are in no block here, on device or host."""
         longest = seq_group.longest
         num_found = len(self._prefixes.find(longest))
         num_found += len(self._prefixes.find_on_host(longest, num_found))
@@ -116,7 +116,7 @@ class CapacityProbe:
         )
 
     def has_room_for(self, seq_group: SequenceGroup) -> bool:
-        """Whether a group that fits would find room here now, be it ahead of others."""
+        """Whether a group that fits would find room here now, if need be by preemption."""
         has_room = self.has_room and self.estimate(seq_group).shortage == 0
         return has_room or self.can_take_ahead(seq_group)
 

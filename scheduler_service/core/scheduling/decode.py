@@ -61,7 +61,7 @@ class DecodeScheduler:
         return True
 
     def _make_room(self, seq: Sequence, batch: Batch) -> bool:
-        """Have others leave until the sequence has what it needs; False if it is left without."""
+        """Preempt others until the sequence has its block; False if it gets none."""
         while not self._blocks.can_append(seq.seq_id, seq.length):
             if not self._preemption.make_room(seq.seq_group, batch):
                 batch.outgrown.append(seq.seq_group)

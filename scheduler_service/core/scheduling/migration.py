@@ -39,7 +39,7 @@ class MigratingGroups:
         return iter(self._seq_groups)
 
     def begin(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """Have a group leave that is in no queue any more. It has begun here, or before."""
+        """Let a group leave that is in no queue. It has begun here or elsewhere."""
         self._leave_kv_behind(seq_group, now_us)
         seq_group.clock.recover(now_us)
         seq_group.note(RequestEvent.MOVED, now_us)

@@ -98,7 +98,7 @@ class SwapManager:
 
     def _can_come_back(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
-            return False  # the worker must be told all their tokens
+            return False  # the worker must be sent all their tokens
         if self._running.num_places + len(sequences) > self._max_num_seqs:
             return False
         return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
@@ -113,13 +113,13 @@ class SwapManager:
                 table = self._blocks.table(seq.seq_id)  # before the step changes it
                 self._landed.append((seq, make_new_sequence(seq, table)))
 
-    def introduce_landed(self, batch: Batch) -> None:
+    def add_landed(self, batch: Batch) -> None:
         """Have the worker told of those that decode again and got rows; the others had to leave
         once more, or have outgrown the cache."""
         for seq, new_sequence in self._landed:
             if seq.num_in_flight:
                 batch.add_new(new_sequence)
-                self._running.introduce(seq)
+                self._running.mark_introduced(seq)
         self._landed = []
 
     def end(self, seq: Sequence) -> None:
@@ -204,7 +204,7 @@ class Preemption:
         return True
 
     def make_way(self, victim: SequenceGroup, batch: Batch) -> None:
-        """Take the places and blocks of a group for one that goes ahead of it. Before anything has
+        """Take the places and blocks of a group for one of higher rank. Before anything has
         a row."""
         batch.has_preempted = True
         self._totals.num_preemptions += 1
@@ -302,7 +302,7 @@ class _PreemptionLog:
 
 
 class VictimSelector:
-    """Finds who must leave the batch. The policy says who may have to.
+    """Finds the groups that must leave the batch, among those that the policy allows.
 
     Groups of beams stay: their sequences come and go in every step, so that what they would free
     cannot be told.

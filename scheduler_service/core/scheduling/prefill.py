@@ -54,7 +54,7 @@ class PrefillScheduler:
 
     def add_row(self, seq: Sequence, batch: Batch) -> None:
         """A row for the sequence's next tokens; with the last of them it begins to decode."""
-        if self._running.introduce(seq):
+        if self._running.mark_introduced(seq):
             batch.add_new(make_new_sequence(seq, self._blocks.table(seq.seq_id)))
         num_tokens = min(batch.budget, seq.length - seq.num_computed)
         is_last = seq.advance_prefill(num_tokens)

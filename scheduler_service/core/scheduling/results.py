@@ -1,4 +1,4 @@
-"""What follows from a step's result.
+"""Processing of a step's result.
 
 Computed blocks can be found in the prefix cache, tokens and log probabilities are delivered to the
 frontends, and sequences finish.
@@ -59,7 +59,7 @@ def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, 
 
 
 def finish_choice(seq: Sequence, stop_token_id: int | None) -> None:
-    """Tell the frontend that a choice ended, by a stop token or else by length."""
+    """Report to the frontend that a choice ended, by a stop token or else by length."""
     reason = "length" if stop_token_id is None else "stop"
     finished = ChoiceFinished(handle=seq.handle, reason=reason, stop_token_id=stop_token_id)
     seq.seq_group.frontend.outbox.choices_finished.append(finished)
@@ -77,7 +77,7 @@ def finish_resumed(seq: Sequence) -> None:
 
 
 def finish_request(seq_group: SequenceGroup, timings: RequestTimings) -> None:
-    """Tell the frontend that a request ended, well or not; of one that it cancelled, nothing."""
+    """Report the end of a request to its frontend, unless the frontend cancelled it."""
     outbox = seq_group.frontend.outbox
     handle = seq_group.request.handle
     if seq_group.error is not None:
@@ -199,7 +199,7 @@ class SequenceFinisher:
         return ended
 
     def check(self) -> None:
-        """Assert that nobody is left to be told of an end."""
+        """Assert that all ended groups were taken."""
         assert not self._ended
 
     def _note_ended(self, seq_group: SequenceGroup) -> None:

@@ -15,7 +15,7 @@ def _order(seq: Sequence) -> tuple[tuple[int, ...], int]:
 
 
 class RunningSet:
-    """Who is in the batch, in order of priority.
+    """The sequences in the batch, in order of priority.
 
     A sequence of the batch is in `prefilling`, in `decoding`, in `arriving`, or a fork of one that
     is to prefill; those in the lists have blocks. A sequence that leaves because it ended stays in
@@ -36,7 +36,7 @@ class RunningSet:
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
         self._unknown: set[Sequence] = set()
-        """Those with blocks that the worker has not been told of."""
+        """Sequences with blocks that were not sent to the worker yet."""
 
     def enter(
         self, seq: Sequence, forks: list[Sequence], now_us: int, *, arrives: bool = False
@@ -73,8 +73,8 @@ class RunningSet:
             insort(self.decoding if seq.is_prefilled else self.prefilling, seq, key=_order)
         return landed
 
-    def introduce(self, seq: Sequence) -> bool:
-        """The worker is told of a sequence that gets a row; whether it did not know it."""
+    def mark_introduced(self, seq: Sequence) -> bool:
+        """Note that a plan has a row of a sequence; whether the worker needs it sent."""
         is_new = seq in self._unknown
         self._unknown.discard(seq)
         return is_new
@@ -100,7 +100,7 @@ class RunningSet:
         return popped[::-1]
 
     def is_unknown(self, seq: Sequence) -> bool:
-        """Whether the worker has not been told of a sequence that has blocks."""
+        """Whether a sequence with blocks was not sent to the worker yet."""
         return seq in self._unknown
 
     def drop_beam(self, seq: Sequence) -> None:
@@ -193,7 +193,7 @@ class RunningSet:
             seq_group.clock.leave_batch(now_us, RequestPhase.PREEMPTED)
 
     def _forget(self, seq: Sequence) -> None:
-        """Have the worker forget a sequence, if it knows it."""
+        """Let the next plan make the worker forget a sequence that it knows."""
         if seq in self._unknown:
             self._unknown.remove(seq)
         else:

@@ -1,4 +1,4 @@
-"""What one worker group does in its next step, and what came of the last one."""
+"""Plans the steps of one worker group, and processes their results."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ class Scheduler:
 
     Whatever a sequence leaves (its blocks, its number in the worker) may be given up while steps
     that use it are in flight: the worker executes plans in order, and whatever replaces it comes
-    in a later plan. Its open rows are executed in vain, and their tokens are dropped if it ended.
+    in a later plan. Tokens of its rows in flight are discarded if it ended.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Scheduler:
         )
         self.waiting = WaitingQueue()
         self.ahead = WaitingQueue()
-        """Waiting groups, none of which has run here, that go ahead of all others: one at most."""
+        """The waiting group, if any, that preempts others here; it has not run here yet."""
         self.seq_groups: dict[SequenceGroup, None] = {}
         """All groups placed here, in the order in which they came."""
         self.clock = StepClock(now_us)
@@ -148,7 +148,7 @@ class Scheduler:
         )
         self._outgrown: list[SequenceGroup] = []
 
-    # What the core asks and tells.
+    # The interface to the core.
 
     def is_full(self, *, is_awaited: bool) -> bool:
         """Whether no step can be planned before a result is in; is_awaited: requests that are not
@@ -313,7 +313,7 @@ class Scheduler:
         self.swapping.land()
         self._make_way(batch)
         self._decode.add_rows(batch)
-        self.swapping.introduce_landed(batch)
+        self.swapping.add_landed(batch)
         self._admit_ahead(batch)
         self._prefill.go_on(batch)
         self._swap_in(batch)
@@ -352,7 +352,7 @@ class Scheduler:
         return 1 if self._pipeline.is_prefilling else self._depth.num_together()
 
     def _make_way(self, batch: Batch) -> None:
-        """Have others leave the batch for the group that goes ahead of them."""
+        """Preempt others for the group that takes precedence over them."""
         seq_group = self.ahead.head()
         if seq_group is not None:
             for victim in self._victims.find(seq_group, self.seq_groups) or ():

@@ -26,7 +26,7 @@ class LatencyHistogram:
         self.counts = [0] * NUM_BUCKETS
 
     def add(self, us: int, number: int = 1) -> None:
-        """Something took so many microseconds, so many times."""
+        """Record `number` observations of `us` microseconds."""
         bucket = 0
         if us > FIRST_BOUND_US:
             bucket = min(ceil(BUCKETS_PER_DOUBLING * log2(us / FIRST_BOUND_US)), NUM_BUCKETS - 1)

@@ -46,11 +46,11 @@ def test_a_lane_that_is_set_aside_holds_up_nobody_and_comes_back() -> None:
     third = make_group(tenants, "limited", arrival=0)
     for group in (first, second):
         lanes.add(group)
-    lanes.set_aside(first)
+    lanes.skip_tenant_limited(first)
     lanes.add(third)
     assert lanes.head() is second
     lanes.check()
-    lanes.take_back()
+    lanes.retry_tenant_limited()
     assert drain(lanes) == [third, first, second]
 
 
@@ -60,14 +60,14 @@ def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> No
     group = make_group(tenants, "limited")
     group.tenant.num_kv_blocks = 3
     lanes.add(group)
-    lanes.set_aside(group)
+    lanes.skip_tenant_limited(group)
     for num_blocks, head in ((3, None), (4, None), (2, group)):
         group.tenant.num_kv_blocks = num_blocks
-        lanes.take_back()
+        lanes.retry_tenant_limited()
         lanes.check()
         assert lanes.head() is head
-    lanes.set_aside(group)
-    lanes.sort_anew()
+    lanes.skip_tenant_limited(group)
+    lanes.sort_again()
     assert lanes.head() is group
 
 
@@ -76,9 +76,9 @@ def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
     lanes = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     group = make_group(tenants, "limited")
     lanes.add(group)
-    lanes.set_aside(group)
+    lanes.skip_tenant_limited(group)
     lanes.discard(group)
-    lanes.take_back()
+    lanes.retry_tenant_limited()
     lanes.check()
     assert lanes.head() is None
     assert not lanes
@@ -113,14 +113,14 @@ def test_what_is_passed_over_or_left_out_comes_back_to_its_place() -> None:
     groups = [make_group(tenants, "", num_prompt_tokens=1 + i % 2, arrival=i) for i in range(6)]
     for group in groups:
         lanes.add(group)
-    lanes.pass_over(groups[0])
+    lanes.skip(groups[0])
     assert lanes.head() is groups[1]
-    lanes.leave_out(groups[1])
+    lanes.skip_queue(groups[1])
     assert lanes.head() is groups[2]
     lanes.discard(groups[2])
-    lanes.pass_over(groups[4])
+    lanes.skip(groups[4])
     assert lanes.head() is None
-    lanes.look_again()
+    lanes.end_round()
     lanes.check()
     assert drain(lanes) == [groups[0], groups[1], groups[3], groups[4], groups[5]]
 
@@ -132,11 +132,11 @@ def test_groups_that_are_passed_over_may_end_meanwhile() -> None:
     for group in groups:
         lanes.add(group)
     for group in groups:
-        lanes.pass_over(group)
+        lanes.skip(group)
     for group in groups:
         assert group in lanes
         lanes.discard(group)
-    lanes.look_again()
+    lanes.end_round()
     lanes.check()
     assert not lanes
 
@@ -150,7 +150,7 @@ def test_sorting_anew_changes_neither_order_nor_sums() -> None:
     for group in groups:
         lanes.add(group)
     divisor = 3
-    lanes.sort_anew()
+    lanes.sort_again()
     lanes.check()
     assert sum(group.tenant.num_queued_tokens for group in groups) == len(groups)
     assert drain(lanes) == groups

@@ -296,9 +296,9 @@ def test_a_prompt_is_hashed_once_for_all_groups() -> None:
 def test_who_is_given_requests_is_told_once() -> None:
     deployment = Deployment(make_scheduler("g0"), make_scheduler("g1"))
     deployment.put(prompt(1, 8))
-    assert deployment.model.stirred == {"g0"}
+    assert deployment.model.woken == {"g0"}
     deployment.put(prompt(2, 8))
-    assert deployment.model.stirred == {"g0", "g1"}
+    assert deployment.model.woken == {"g0", "g1"}
 
 
 class Counted(Router):

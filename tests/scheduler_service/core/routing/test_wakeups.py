@@ -65,7 +65,7 @@ def plan(driver: CoreDriver, group_ids: set[str]) -> None:
         group_ids.remove(group_id)
         while driver.schedule(group_id) is not None:
             pass
-        group_ids |= driver.core.take_stirred()
+        group_ids |= driver.core.take_woken()
 
 
 @pytest.mark.parametrize("policy", PolicyName)
@@ -89,6 +89,6 @@ def test_all_requests_end_though_only_those_groups_plan_that_are_named(
             woken.add(group_id)
         else:
             break
-        plan(driver, woken | driver.core.take_stirred())
+        plan(driver, woken | driver.core.take_woken())
         driver.collect()
     driver.check_empty()
