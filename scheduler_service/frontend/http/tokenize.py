@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
@@ -14,7 +14,7 @@ from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.openai.protocol import ChatPrompt
 from scheduler_service.frontend.http.openai.sampling import ListOf, Strict, TokenId
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
-from scheduler_service.frontend.http.request_body import describe_body, json_body
+from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input import processor
 from service_common.version import VERSION
@@ -82,14 +82,9 @@ def make_router(services: HttpServices) -> APIRouter:
         response_model=None,
         openapi_extra=describe_body(TokenizeText, TokenizeChat),
     )
-    async def tokenize(body: TokenizeAny, caller: Caller) -> Response:
+    async def tokenize(body: TokenizeAny, http_request: Request, caller: Caller) -> Response:
         """Tokenize a text, or a conversation rendered with the model's chat template."""
-        request = inference_pb.TokenizeRequest()
-        if isinstance(body, TokenizeText):
-            request.text = body.prompt
-            request.add_special_tokens = body.add_special_tokens
-        else:
-            request.chat.CopyFrom(chat_of(body))
+        request = await convert(http_request, lambda: _tokenize_request(body))
         model = services.models.current(body.model, caller)
         answer = await processor.tokenize(request, model)
         tokens: Tokens = {
@@ -107,10 +102,15 @@ def make_router(services: HttpServices) -> APIRouter:
         response_model=Detokenized,
         openapi_extra=describe_body(DetokenizeBody),
     )
-    async def detokenize(body: DetokenizeIds, caller: Caller) -> dict[str, str]:
+    async def detokenize(
+        body: DetokenizeIds, http_request: Request, caller: Caller
+    ) -> dict[str, str]:
         """Bytes that do not form a whole character become U+FFFD."""
-        request = inference_pb.DetokenizeRequest(
-            token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+        request = await convert(
+            http_request,
+            lambda: inference_pb.DetokenizeRequest(
+                token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+            ),
         )
         model = services.models.current(body.model, caller)
         try:
@@ -126,3 +126,12 @@ def make_router(services: HttpServices) -> APIRouter:
         return {"version": VERSION}
 
     return router
+
+
+def _tokenize_request(body: TokenizeText | TokenizeChat) -> inference_pb.TokenizeRequest:
+    """The request that a gRPC client would send."""
+    if isinstance(body, TokenizeChat):
+        return inference_pb.TokenizeRequest(chat=chat_of(body))
+    return inference_pb.TokenizeRequest(
+        text=body.prompt, add_special_tokens=body.add_special_tokens
+    )
