@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric as Family
 
@@ -267,17 +267,31 @@ class ModelCounts:
         seen[INFERENCE].observe(prefill_s + stopwatch.decode_s)
 
 
-class EndedRequest(Protocol):
-    """What metrics need to know of a request at its end."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestSummary:
+    """A request at its end, for metrics, its span and the log."""
 
+    request_id: str
     tenant: str
     priority: int
     stopwatch: Stopwatch
+    model_name: str | None
+    """None if it ended before it was resolved."""
     counts: ModelCounts | None
+    """The counts of its model, if it is known."""
     usage: inference_pb.Usage | None
+    """None, like `timings`, unless all responses were taken."""
+    timings: inference_pb.Timings | None
     error: PagewireError | None
+    num_tokens: int
     num_worker_losses: int
-    is_done: bool
+
+    @property
+    def outcome(self) -> str:
+        """`OK`, `CANCELLED`, or the name of its status code."""
+        if self.usage is not None:
+            return OK
+        return CANCELLED if self.error is None else status_code(self.error).name.lower()
 
 
 class FrontendMetrics:
@@ -302,18 +316,16 @@ class FrontendMetrics:
         outcome = status_code(error).name.lower()
         self._requests[*self._labels(tenant, priority), outcome] += 1
 
-    def count_end(self, request: EndedRequest) -> str:
-        """Count the end of an accepted request; its outcome."""
+    def count_end(self, request: RequestSummary) -> None:
+        """Count the end of an accepted request."""
         labels = self._labels(request.tenant, request.priority)
-        outcome = _outcome(request)
-        self._requests[*labels, outcome] += 1
+        self._requests[*labels, request.outcome] += 1
         if request.usage is not None:
             self._count_usage(labels, request.usage, request.stopwatch.first_token_s)
         elif request.counts is not None:
-            request.counts.finishes["abort" if outcome == CANCELLED else "error"] += 1
+            request.counts.finishes["abort" if request.outcome == CANCELLED else "error"] += 1
         if request.counts is not None:
             request.counts.num_worker_losses += request.num_worker_losses
-        return outcome
 
     def _labels(self, tenant: str, priority: int) -> LabelValues:
         return self._tenant.value(tenant), self._priority.value(str(priority))
@@ -365,9 +377,3 @@ class FrontendMetrics:
 
     def _by_model(self, each: Metric, find: Callable[[ModelCounts], Histogram]) -> Family:
         return each.histograms(((name,), find(counts)) for name, counts in self._models.items())
-
-
-def _outcome(request: EndedRequest) -> str:
-    if request.is_done:
-        return OK
-    return CANCELLED if request.error is None else status_code(request.error).name.lower()

@@ -32,7 +32,7 @@ from scheduler_service.frontend.input.processor import (
     resolve_request,
 )
 from scheduler_service.frontend.input.prompt import prompt_tokens
-from scheduler_service.frontend.metrics import FrontendMetrics
+from scheduler_service.frontend.metrics import FrontendMetrics, RequestSummary
 from scheduler_service.frontend.output.request_stream import RequestSpan, RequestStream
 from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
@@ -178,10 +178,11 @@ class RequestManager:
         """Release a request in any state; if it still runs, it is cancelled at the core."""
         if not stream.is_closed:
             stream.is_closed = True
-            outcome = self._metrics.count_end(stream)
-            _log_end(stream, outcome)
+            summary = stream.summary()
+            self._metrics.count_end(summary)
+            _log_end(summary)
             if stream.trace is not None:
-                stream.trace.end(stream, outcome)
+                stream.trace.end(summary)
         opened = self._open.get(_key(stream))
         if opened is None or opened.stream is not stream:
             return
@@ -303,17 +304,17 @@ def _begin(
     stream.begin(resolve_request(request, stream.request_id, model, prompt_tokens(request, model)))
 
 
-def _log_end(stream: RequestStream, outcome: str) -> None:
-    error = stream.error
+def _log_end(request: RequestSummary) -> None:
+    error = request.error
     level = logging.DEBUG if error is None else logging.INFO
     logger.log(
         level,
         "request ended request_id=%s tenant=%s outcome=%s reason=%s num_tokens=%d",
-        stream.request_id,
-        stream.tenant,
-        outcome,
+        request.request_id,
+        request.tenant,
+        request.outcome,
         "" if error is None else error.reason,
-        sum(len(choice.token_ids) for choice in stream.choices),
+        request.num_tokens,
     )
 
 

@@ -14,7 +14,7 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.sampling_pb2 import SamplingParams
 from scheduler_service.errors import GenerationFailed, InvalidArgument, PagewireError
 from scheduler_service.frontend.input.processor import ResolvedRequest
-from scheduler_service.frontend.metrics import ModelCounts
+from scheduler_service.frontend.metrics import CANCELLED, OK, ModelCounts, RequestSummary
 from scheduler_service.frontend.output.choice_stream import ChoiceStream
 from scheduler_service.frontend.output.logprobs import PromptLogprobs
 from scheduler_service.frontend.timings import PARTS, Stopwatch
@@ -40,10 +40,6 @@ def best_choices(
     return returned
 
 
-GOOD_ENDS = ("ok", "cancelled")
-"""Outcomes that are not failures."""
-
-
 class RequestSpan:
     """The span of a request, from its arrival to its end, below its client's span if it has one."""
 
@@ -58,30 +54,30 @@ class RequestSpan:
         self.traceparent = tracing.traceparent_of(self._span)
         """Passed to the core; empty if the trace is not recorded."""
 
-    def end(self, stream: "RequestStream", outcome: str) -> None:
+    def end(self, request: RequestSummary) -> None:
         """End the span with the request's outcome."""
         if not self.traceparent:
             return
         span = self._span
-        self._tell_times(stream.stopwatch, span)
-        span.set_attribute("pagewire.outcome", outcome)
-        if outcome not in GOOD_ENDS:
+        self._add_times(request.stopwatch, span)
+        span.set_attribute("pagewire.outcome", request.outcome)
+        if request.outcome not in (OK, CANCELLED):
             self._tracing.mark_failed(span)
-        span.set_attribute("pagewire.num_worker_losses", stream.num_worker_losses)
-        if stream.handle:  # it was settled
-            span.set_attribute("gen_ai.request.model", stream.model_name)
-        if stream.error is not None:
-            span.set_attribute("error.type", stream.error.reason)
-        if stream.usage is not None:
-            span.set_attribute("gen_ai.usage.input_tokens", stream.usage.prompt_tokens)
-            span.set_attribute("gen_ai.usage.output_tokens", stream.usage.completion_tokens)
-        if stream.timings is not None:
+        span.set_attribute("pagewire.num_worker_losses", request.num_worker_losses)
+        if request.model_name is not None:
+            span.set_attribute("gen_ai.request.model", request.model_name)
+        if request.error is not None:
+            span.set_attribute("error.type", request.error.reason)
+        if request.usage is not None:
+            span.set_attribute("gen_ai.usage.input_tokens", request.usage.prompt_tokens)
+            span.set_attribute("gen_ai.usage.output_tokens", request.usage.completion_tokens)
+        if request.timings is not None:
             for part in PARTS:
                 name = f"{part}_us"
-                span.set_attribute(f"pagewire.{name}", getattr(stream.timings, name))
+                span.set_attribute(f"pagewire.{name}", getattr(request.timings, name))
         span.end()
 
-    def _tell_times(self, watch: Stopwatch, span: Any) -> None:
+    def _add_times(self, watch: Stopwatch, span: Any) -> None:
         if watch.tokenize_s:
             began = watch.arrived + watch.model_wait_s
             self._tracing.add("tokenize", self.traceparent, began, began + watch.tokenize_s)
@@ -211,6 +207,22 @@ class RequestStream:
             field = "best_of" if self._request.is_ranked else "n"
         is_sampling = field.partition(".")[0] in SamplingParams.DESCRIPTOR.fields_by_name
         return f"sampling_params.{field}" if is_sampling else field
+
+    def summary(self) -> RequestSummary:
+        """The request at its end."""
+        return RequestSummary(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            priority=self.priority,
+            stopwatch=self.stopwatch,
+            model_name=self.model_name if self.handle else None,
+            counts=self.counts,
+            usage=self.usage,
+            timings=self.timings,
+            error=self.error,
+            num_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            num_worker_losses=self.num_worker_losses,
+        )
 
     # From the core.
 
