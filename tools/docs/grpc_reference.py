@@ -45,8 +45,10 @@ def _files() -> list[FileDescriptorProto]:
     names = sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.glob("pagewire/v1/*"))
     names = [name for name in names if name.endswith(".proto")]
     with tempfile.NamedTemporaryFile() as out:
-        flags = [f"-I{PROTOS}", "--include_source_info", f"--descriptor_set_out={out.name}"]
-        if protoc.main(["protoc", *flags, *names]):
+        # grpcio-tools bundles google/protobuf/*.proto.
+        paths = [f"-I{PROTOS}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
+        flags = ["--include_source_info", f"--descriptor_set_out={out.name}"]
+        if protoc.main(["protoc", *paths, *flags, *names]):
             raise RuntimeError("protoc failed")
         found = FileDescriptorSet.FromString(Path(out.name).read_bytes())
     return sorted(found.file, key=lambda file: _place(Path(file.name).stem))
