@@ -216,12 +216,12 @@ class WorkerRegistry:
             registration,
             lambda ranks: WorkerSession(
                 ranks,
-                self._driver,
-                self._scheduler_config,
-                self._on_change,
-                self._step_timeout,
-                self._dial,
-                self._counters,
+                driver=self._driver,
+                config=self._scheduler_config,
+                on_change=self._on_change,
+                step_timeout=self._step_timeout,
+                dial=self._dial,
+                counters=self._counters,
             ),
         )
 

@@ -71,6 +71,7 @@ class WorkerSession:
     def __init__(
         self,
         ranks: Sequence[pb.WorkerRegistration],
+        *,
         driver: CoreDriver,
         config: SchedulerConfig,
         on_change: Callable[[], None],

@@ -37,7 +37,7 @@ one message, and clients get fewer and larger responses."""
 
 
 class CoreConnection:
-    """Called like a stub of `SchedulerService`, on one channel at a time.
+    """A stub of the core's `SchedulerService`, on one channel at a time.
 
     A channel keeps the certificates that it was made with; `renew` replaces it for newer ones.
     """
@@ -53,9 +53,10 @@ class CoreConnection:
         self._channel = self._cluster.channel(self._address, options)
         self._stub = self._cluster.stub(SchedulerServiceStub, self._channel)
 
-    def __getattr__(self, rpc: str) -> Any:
-        """A method of the current stub."""
-        return getattr(self._stub, rpc)
+    @property
+    def stub(self) -> SchedulerServiceStub:
+        """The stub on the current channel."""
+        return self._stub
 
     async def renew(self) -> None:
         """Replace the channel if the certificates have changed; calls on the old one end."""
@@ -223,7 +224,7 @@ class CoreClient:
         self._outgoing = SendBuffer(self._frontend_id)
         for request in self._unfinished():
             self._outgoing.submit(request)
-        call = self._core.Attach()
+        call = self._core.stub.Attach()
         try:
             # A TaskGroup will not do: one that is failing swallows a cancellation (until Python
             # 3.13), and the loop around this would then never end.

@@ -6,7 +6,6 @@ import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import grpc
 from prometheus_client.metrics_core import Metric as Family
@@ -200,12 +199,12 @@ def authentication_of(config: FrontendConfig) -> Authentication:
     return NoAuthentication()
 
 
-async def _fetch_assets(core: Any, name: str) -> Mapping[str, bytes]:
+async def _fetch_assets(core: CoreConnection, name: str) -> Mapping[str, bytes]:
     """A model's files by name; raises Unavailable if no worker can send them now."""
     request = scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest(model=name)
     files: dict[str, bytearray] = {}
     try:
-        async for response in core.GetModelAssets(request, timeout=ASSETS_TIMEOUT_S):
+        async for response in core.stub.GetModelAssets(request, timeout=ASSETS_TIMEOUT_S):
             files.setdefault(response.chunk.file_name, bytearray()).extend(response.chunk.data)
     except grpc.aio.AioRpcError as error:
         raise Unavailable(f"{error.code().name}: {error.details()}") from error

@@ -152,7 +152,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         tenant.check_operator()
         validation.check_limits(request)
         try:
-            response = await self._core.GetStatus(
+            response = await self._core.stub.GetStatus(
                 scheduler_pb.SchedulerServiceGetStatusRequest(detail=request.detail),
                 timeout=CORE_TIMEOUT_S,
             )
@@ -170,7 +170,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         watch = scheduler_pb.SchedulerServiceWatchStatusRequest(detail=request.detail)
         if request.HasField("interval_ms"):
             watch.interval_ms = request.interval_ms
-        call = self._core.WatchStatus(watch)
+        call = self._core.stub.WatchStatus(watch)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
                 await context.write(inference_pb.WatchStatusResponse(status=response.status))
@@ -183,7 +183,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     async def _abort_elsewhere(self, request_id: str, tenant: Principal) -> None:
         abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id, tenant=tenant.name)
         try:
-            await self._core.Abort(abort, timeout=CORE_TIMEOUT_S)
+            await self._core.stub.Abort(abort, timeout=CORE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise _core_is_away(error) from error

@@ -1,11 +1,11 @@
 """The services that the endpoints use."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from scheduler_service.frontend.auth import Authentication
+from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
 
@@ -16,8 +16,7 @@ class HttpServices:
 
     requests: RequestManager
     models: ModelDirectory
-    core: Any
-    """A stub of the core's SchedulerService."""
+    core: CoreConnection
     authentication: Authentication
     registry: CollectorRegistry
     """The metrics that Prometheus scrapes."""

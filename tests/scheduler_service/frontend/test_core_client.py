@@ -379,6 +379,10 @@ class BreakingCore:
     async def renew(self) -> None:
         pass
 
+    @property
+    def stub(self) -> "BreakingCore":
+        return self
+
     def Attach(self) -> "BreakingCore":
         return self
 

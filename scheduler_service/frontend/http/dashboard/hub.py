@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from scheduler_service.errors import Unavailable
+from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.dashboard.series import FIELDS, Series
 from scheduler_service.frontend.http.dashboard.view import View, changes, view_of
 from scheduler_service.frontend.http.middleware import Caller
@@ -47,8 +48,7 @@ class Browser:
 class Hub:
     """Sends the core's status to browsers."""
 
-    def __init__(self, core: Any, *, linger_s: float = LINGER_S) -> None:
-        """`core`: a stub of its SchedulerService."""
+    def __init__(self, core: CoreConnection, *, linger_s: float = LINGER_S) -> None:
         self._core = core
         self._linger_s = linger_s
         self._browsers: set[Browser] = set()
@@ -142,7 +142,7 @@ class Hub:
                 include_requests=True, include_blocks=True, max_requests=MAX_REQUESTS
             ),
         )
-        call = self._core.WatchStatus(request)
+        call = self._core.stub.WatchStatus(request)
         try:
             while True:
                 async with asyncio.timeout(SILENCE_S):
