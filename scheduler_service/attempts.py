@@ -12,7 +12,7 @@ from scheduler_service.errors import DuplicateRequest, RequestTakenOver
 def check_later(request_id: str, attempt: int, *, live_attempt: int, is_same: bool) -> None:
     """Raise an error unless `attempt` is a later try at the live request that has its id.
 
-    `is_same` tells whether both ask for the same. RequestTakenOver is for an earlier try at it,
+    `is_same`: whether both requests are equal. RequestTakenOver is for an earlier try at it,
     DuplicateRequest for any other request.
     """
     if not is_same or attempt == live_attempt:

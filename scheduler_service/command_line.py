@@ -37,6 +37,7 @@ _METAVARS = {
     "otlp_endpoint": "URL",
     "default_timeout": "SECONDS",
     "grace_period": "SECONDS",
+    "max_outgrown_wait": "SECONDS",
 }
 
 
@@ -123,7 +124,7 @@ def run_service(
     log_level: LogLevel,
     log_format: LogFormat,
 ) -> None:
-    """Make the configuration and serve until told to end.
+    """Make the configuration and serve until a signal ends the service.
 
     Exits with 2 when `make_config` raises ValueError or a recording cannot be made, with 1 when the
     address cannot be used.

@@ -167,7 +167,7 @@ class LoopCollector(Collector):
 
 
 def make_registry(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
-    """What a service tells, with what the client library tells of the process: its memory, CPU
+    """A service's metrics, with those of the client library about the process: its memory, CPU
     time and open files. To be made on the service's event loop."""
     registry = CollectorRegistry()
     registry.register(LoopCollector(collect))

@@ -5,7 +5,7 @@ Both roles run the same way:
     runner = ServiceRunner(listen="127.0.0.1:7610", service_names=[...], grace_period_s=30, ...)
     add_SomeServiceServicer_to_server(servicer, runner.server)
     await runner.start()             # binds, or raises CannotListen
-    await runner.set_serving(True)   # what grpc.health.v1 answers; NOT_SERVING until told
+    await runner.set_serving(True)   # what grpc.health.v1 answers; NOT_SERVING until then
     await runner.wait_for_signal()   # SIGTERM or SIGINT; a second one ends the process at once
     ...                              # let running work finish, within runner.grace_period_s
     await runner.stop()

@@ -1,6 +1,6 @@
 """The core's dataclasses as protobuf messages and back; the only place that knows both.
 
-What a field means is told in the protos; here it is only carried over. Messages of the frontend's
+The protos document what a field means; here it is only converted. Messages of the frontend's
 own side of `Attach` are in `scheduler_service/frontend/`.
 """
 
@@ -197,7 +197,7 @@ def _decode_generated(entry: scheduler_service_pb2.GeneratedTokens) -> Generated
 
 
 def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessage:
-    """News for one frontend."""
+    """Outputs for one frontend."""
     return scheduler_service_pb2.SchedulerMessage(
         accepted=to_column(outbox.accepted),
         token_handles=to_column(outbox.token_handles),

@@ -20,7 +20,11 @@ SERVICE = ConfigFlags(
     scheduler=None,
 )
 SCHEDULER = ConfigFlags(
-    SchedulerConfig, queue_retry_delay_s=None, default_tenant=None, tenants=None
+    SchedulerConfig,
+    max_outgrown_wait_s="max_outgrown_wait",
+    queue_retry_delay_s=None,
+    default_tenant=None,
+    tenants=None,
 )
 STEP_TIMEOUT = ConfigFlags(
     StepTimeout,

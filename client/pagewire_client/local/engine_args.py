@@ -113,6 +113,12 @@ FLAGS = (
         ("scheduler",),
         "Worker crashes after which a request that ran there fails.",
     ),
+    Flag(
+        "max_outgrown_wait",
+        float,
+        ("scheduler",),
+        "Seconds that requests too large for all other workers wait for a lost one.",
+    ),
     Flag("record", str, ("scheduler",), "File to record the schedule to, prompts included."),
     Flag("record_plans", bool, ("scheduler",), "Record whole plans, not only hashes."),
     Flag("api_keys", str, ("frontend",), "File of API keys."),
