@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.middleware import REQUEST_ID
-from scheduler_service.frontend.input.validation import MIN_TEMPERATURE
+from scheduler_service.frontend.input.validation import MIN_TEMPERATURE, SAMPLING_LIMITS
 
 MAX_ENTRIES = 1024
 """In one object whose entries are validated one by one."""
@@ -58,10 +58,18 @@ JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_check_json)]
 JsonList = Annotated[list[JsonValue], BeforeValidator(_check_json)]
 
 Text = Annotated[str, Field(min_length=1)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = StopText | Annotated[ListOf[StopText], Field(max_length=16)]
+STOP = SAMPLING_LIMITS["stop"]
+StopText = Annotated[str, Field(min_length=STOP.min_length, max_length=STOP.max_length)]
+Stop = StopText | Annotated[ListOf[StopText], Field(max_length=STOP.max_items)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_UINT32 = 2**32 - 1
+
+
+def _range(field: str) -> Any:
+    """The range that the protos declare for a sampling parameter, as an annotation."""
+    limits = SAMPLING_LIMITS[field]
+    low, high = int(limits.low), int(limits.high)
+    return Field(gt=low, le=high) if limits.low_is_open else Field(ge=low, le=high)
 
 
 class Strict(BaseModel):
@@ -144,11 +152,11 @@ class SamplingFields(Strict):
         return value
 
     model: str | None = Field(None, description="May be absent when one model is served.")
-    n: int | None = Field(None, ge=1, le=128, description="Number of choices.")
+    n: Annotated[int, _range("n")] | None = Field(None, description="Number of choices.")
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    top_p: Annotated[float, _range("top_p")] | None = None
+    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
     seed: int | None = Field(
         None, ge=-(2**63), le=2**64 - 1, description="Makes the answer repeatable."
     )
@@ -162,15 +170,17 @@ class SamplingFields(Strict):
 
     # vLLM's.
     top_k: int | None = Field(None, ge=-1, le=MAX_UINT32, description="0 and -1: all.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_p: Annotated[float, _range("min_p")] | None = None
+    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
-    stop_token_ids: ListOf[TokenId] | None = Field(None, max_length=128)
-    bad_words: ListOf[Text] | None = Field(None, max_length=128)
+    stop_token_ids: ListOf[TokenId] | None = Field(
+        None, max_length=SAMPLING_LIMITS["stop_token_ids"].max_items
+    )
+    bad_words: ListOf[Text] | None = Field(None, max_length=SAMPLING_LIMITS["bad_words"].max_items)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: Annotated[int, _range("prompt_logprobs")] | None = None
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
