@@ -19,6 +19,7 @@ Both roles share, each in one place:
 
 `wire.py`            the core's dataclasses as protobuf messages and back
 `columns.py`         columns of integers, as they travel
+`attempts.py`        which of two attempts at one request is served
 `errors.py`          what can go wrong, in our own words
 `status_codes.py`    the same as gRPC statuses with details, and back
 `service_runner.py`  a gRPC server with signals and an orderly end

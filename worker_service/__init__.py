@@ -2,13 +2,14 @@
 
 A worker knows tokens, blocks and positions; requests, users, queues and text belong to the
 scheduler. The modules of this folder hold what all packages share: plans and results as numpy
-columns (`plan.py`, `sampling_params.py`), settings (`config.py`) and errors. A package imports
-only these and the packages listed above it:
+columns (`plan.py`, `sampling_params.py`, `array_types.py`), settings (`config.py`), errors
+(`errors.py`), addresses (`address.py`), the cores of the CPU (`cpu_cores.py`), and copies to the
+device (`pinned_memory.py`). A package imports only these and the packages listed above it:
 
 | package | holds |
 | --- | --- |
 | `distributed/` | a model's layout over ranks, their communicator, an epoch's rendezvous |
-| `models/` | decoder-only models over a paged KV cache; `transformers_backend/` for all others |
+| `models/` | decoder-only models over a KV cache; `models/transformers_backend/`: all others |
 | `structured/` | bitmasks of the tokens that a constraint allows |
 | `sampling/` | from logits to one token per row, on the host |
 | `engine/` | epochs, step streams and the model thread, over the `Executor` protocol |

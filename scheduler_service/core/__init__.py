@@ -4,7 +4,7 @@ A pure state machine: nothing in it waits, reads a clock or knows the wire forma
 produce the same plans, so that any run can be replayed. Its driver does this:
 
     core = SchedulerCore(SchedulerConfig())
-    core.add_worker_group(capacity, now)               # a worker group is ready
+    core.add_worker_group(capacity, now)        # a worker group is ready
     core.submit(request, now)                   # raises an error of scheduler_service.errors
     while (plan := core.schedule(group_id, now)) is not None:
         send(plan)                              # plans of a group are executed in order ...
@@ -19,14 +19,21 @@ outputs.
 
 The packages, from the outside in:
 
-    core.py         SchedulerCore: requests from submission to end; worker groups come and go
-    admission/      which requests are accepted, and whether they can meet their deadlines
-    routing/        which worker group serves a waiting request
-    scheduling/     Scheduler, one per worker group: schedule() and update()
-    policies/       the order in which requests are served
-    kv_cache/       blocks on the device and on the host, and the prefix cache
-    stats/          counters, timings, throughput and status pages
-    sequence.py     the state of one request and its sequences, which all of these work on
+    core.py            SchedulerCore: requests from submission to end; worker groups come and go
+    admission/         which requests are accepted, and whether they can meet their deadlines
+    routing/           which worker group serves a waiting request
+    scheduling/        Scheduler, one per worker group: schedule() and update()
+    policies/          the order in which requests are served
+    kv_cache/          blocks on the device and on the host, and the prefix cache
+    stats/             counters, timings, throughput and status pages
+    sequence.py        the state of one request and its sequences, which all of these work on
+    request_queue.py   the queues of waiting requests
+    beam_search.py     the search of one request for its most probable outputs
+    tenants.py         what each tenant uses and may use
+    config.py          what an operator configures, and the capacity of a worker group
+
+What goes in and out: `request.py` (from frontends), `step_plan.py` (to and from workers),
+`engine_outputs.py` (to frontends).
 
 Promises to workers, beyond those of plan.proto:
 

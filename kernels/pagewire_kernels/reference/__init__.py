@@ -4,6 +4,7 @@ attention.py  attention over a paged cache
 cache.py      writing to it, reading from it, moving its blocks
 layers.py     embedding, norms, rotary embedding, activations
 sampling.py   from logits to a token, and log probabilities
+backend.py    the reference behind the interface of attention backends and layer kernels
 """
 
 from pagewire_kernels.reference.attention import paged_attention
