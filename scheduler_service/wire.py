@@ -260,6 +260,7 @@ def _encode_timings(timings: RequestTimings) -> inference_pb.Timings:
         sample_us=timings.sample_us,
         preempted_us=timings.preempted_us,
         recovery_us=timings.recovery_us,
+        num_inexact_recoveries=timings.num_inexact_recoveries,
     )
 
 

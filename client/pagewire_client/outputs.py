@@ -54,6 +54,9 @@ class Timings:
     preempted_us: int
     recovery_us: int
     unaccounted_us: int = 0
+    num_inexact_recoveries: int = 0
+    """How often it was resumed on workers of another arithmetic: from there on, tokens may differ
+    from those of an undisturbed run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,6 +169,9 @@ class WorkerGroupCapacity:
     """Token ids are below this."""
     takes_several_plans: bool = False
     """Whether plans of several steps may be sent together."""
+    arithmetic: str = ""
+    """Identity of the workers' arithmetic: only groups with equal ones compute the same bits. Empty
+    if the workers do not report it."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers with a ValueError that names the field."""

@@ -27,6 +27,8 @@ class RequestTimings:
     sample_us: int = 0
     preempted_us: int = 0
     recovery_us: int = 0
+    num_inexact_recoveries: int = 0
+    """How often it was resumed on a worker group of another arithmetic."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -345,6 +345,8 @@ class SequenceGroup:
     """Whether its prompt is in its tenant's account."""
     has_begun: bool = False
     """Whether it has ever been in a batch."""
+    arithmetic: str = ""
+    """Arithmetic of the worker group that it was last placed in; empty if unknown."""
     error: Exception | None = None
     """Why it failed, if it did."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -375,6 +377,23 @@ class SequenceGroup:
     def max_known_tokens(self) -> int:
         """Tokens of its longest unfinished sequence: what a worker must at least hold."""
         return self.longest.num_known
+
+    @property
+    def has_output(self) -> bool:
+        """Whether its longest unfinished sequence has output tokens."""
+        return self.max_known_tokens > self.num_prompt_tokens
+
+    def is_inexact_in(self, capacity: WorkerGroupCapacity) -> bool:
+        """Whether its next tokens may differ in this worker group from those of an undisturbed run,
+        because another arithmetic computed the ones before."""
+        return self.has_output and self.arithmetic not in ("", capacity.arithmetic)
+
+    def enter(self, capacity: WorkerGroupCapacity) -> bool:
+        """Note the arithmetic of the worker group that takes it. Whether exactness is given up."""
+        is_inexact = self.is_inexact_in(capacity)
+        self.clock.timings.num_inexact_recoveries += is_inexact
+        self.arithmetic = capacity.arithmetic
+        return is_inexact
 
     @property
     def is_suspect(self) -> bool:

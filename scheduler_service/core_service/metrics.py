@@ -91,6 +91,12 @@ OF_MODEL: Mapping[Metric, Callable[[ModelSnapshot], float]] = {
         "Requests that lost their worker group and were queued again with their tokens.",
         MODEL,
     ): lambda model: model.totals.num_recovered,
+    Metric(
+        "pagewire_inexact_recoveries_total",
+        Kind.COUNTER,
+        "Requests with output that were resumed on a worker group of another arithmetic.",
+        MODEL,
+    ): lambda model: model.totals.num_inexact_recoveries,
 }
 
 KV_USAGE = Metric(

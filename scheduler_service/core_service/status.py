@@ -186,6 +186,7 @@ class StatusBoard:
             epoch=group.epoch,
             heartbeat_age_s=self._driver.clock() - group.last_heartbeat,
             world_size=group.world_size,
+            arithmetic=group.registration.model.arithmetic,
         )
         if planned is not None:
             status.num_gpu_blocks = planned.num_gpu_blocks

@@ -247,6 +247,7 @@ class WorkerSession:
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 takes_several_plans=takes_several_plans,
+                arithmetic=model.arithmetic,
             )
         except ValueError as error:
             raise CannotServe(str(error)) from error

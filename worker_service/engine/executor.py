@@ -44,6 +44,9 @@ class ModelFacts:
     attention_backend: str
     """Empty where there is none."""
 
+    arithmetic: str
+    """Identity of the arithmetic: equal strings mean bitwise equal logits."""
+
 
 class Step(Protocol):
     """A step that was launched."""

@@ -42,6 +42,7 @@ from worker_service.loader.weights import (
     open_checkpoint,
 )
 from worker_service.models.interface import Model, ModelContext
+from worker_service.models.linear import cpu_arithmetic
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import NATIVE_MODELS, build_native_model
 
@@ -81,6 +82,34 @@ class LoadedModel:
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
     """The others that have a shard of the model; mostly there are none."""
+
+
+ARITHMETIC_VERSION = 1
+"""Incremented when a change to a kernel changes the rounding of its results."""
+
+
+def arithmetic_of(loaded: LoadedModel) -> str:
+    """Identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/1`.
+
+    Names whatever changes the rounding of a sum: instruction set or GPU architecture, attention
+    backend, model implementation, ranks that add up parts, and the type of keys and values.
+    """
+    config, device = loaded.config, torch.device(loaded.config.device)
+    backend = config.attention_backend or "none"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        invariant = "-invariant" if loaded.batch_invariant else ""
+        parts = ["cuda", f"sm{major}{minor}", f"{backend}{invariant}"]
+    else:
+        parts = [device.type, cpu_arithmetic(getattr(torch, config.dtype))]
+        parts += [] if backend == "cpu" else [backend]
+    if not isinstance(loaded.model, NativeModel):
+        parts.append("transformers")
+    if config.layout.tensor_parallel_size > 1:
+        parts.append(f"tp{config.layout.tensor_parallel_size}")
+    if loaded.model.kv_cache_spec.dtype == FP8:
+        parts.append("kv-fp8")
+    return "/".join([*parts, str(ARITHMETIC_VERSION)])
 
 
 def attention_needs(

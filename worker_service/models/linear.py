@@ -145,6 +145,15 @@ def _native_library(dtype: torch.dtype) -> Library | None:
     return library() if dtype in native.DTYPES else None
 
 
+def cpu_arithmetic(dtype: torch.dtype) -> str:
+    """Identity of what computes products and norms of `dtype` on this CPU."""
+    if (found := _native_library(dtype)) is not None:
+        return found.instruction_set
+    if dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
+        return "onednn-amx"
+    return f"onednn-{torch.backends.cpu.get_cpu_capability().lower()}"
+
+
 @cache
 def _memory() -> HugeMemory:
     return HugeMemory()

@@ -18,6 +18,7 @@ from worker_service.errors import DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import profile_blocks
 from worker_service.loader import LoadedModel
+from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
@@ -270,4 +271,5 @@ def _facts_of(loaded: LoadedModel, *, structured_output: bool) -> ModelFacts:
         structured_output=structured_output,
         device=loaded.config.device,
         attention_backend=loaded.config.attention_backend or "",
+        arithmetic=arithmetic_of(loaded),
     )

@@ -114,6 +114,7 @@ def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
         num_parameters=facts.num_parameters,
         batch_invariant=facts.batch_invariant,
         structured_output=facts.structured_output,
+        arithmetic=facts.arithmetic,
     )
 
 

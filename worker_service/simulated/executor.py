@@ -219,6 +219,7 @@ class SimulatedExecutor:
             structured_output=False,  # its tokens have no text
             device="simulated",
             attention_backend="",
+            arithmetic="simulated/1",
         )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:

@@ -77,7 +77,15 @@ def _workers(groups: Any) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     # Never shortened or wrapped: `pagewire drain` takes the whole id.
     table.add_column("worker", no_wrap=True, min_width=max(len(group.group_id) for group in groups))
-    for name in ("state", "model", "sequences", "device blocks", "host blocks", "steps"):
+    for name in (
+        "state",
+        "model",
+        "sequences",
+        "device blocks",
+        "host blocks",
+        "steps",
+        "arithmetic",
+    ):
         table.add_column(name, overflow="fold")
     for group in groups:
         table.add_row(
@@ -88,6 +96,7 @@ def _workers(groups: Any) -> Table:
             _blocks(group.num_gpu_blocks, group.num_free_gpu_blocks),
             _blocks(group.num_cpu_blocks, group.num_free_cpu_blocks),
             str(group.num_steps),
+            group.arithmetic or "unknown",
         )
     return table
 

@@ -683,6 +683,7 @@ class Timings(_message.Message):
     PREEMPTED_US_FIELD_NUMBER: _builtins.int
     RECOVERY_US_FIELD_NUMBER: _builtins.int
     UNACCOUNTED_US_FIELD_NUMBER: _builtins.int
+    NUM_INEXACT_RECOVERIES_FIELD_NUMBER: _builtins.int
     total_us: _builtins.int
     """Wall time."""
     queue_us: _builtins.int
@@ -707,6 +708,11 @@ class Timings(_message.Message):
     """Waiting after the loss of a worker or the core, and the work that the loss wasted."""
     unaccounted_us: _builtins.int
     """Time under a core that was lost, whose account of the time was lost with it."""
+    num_inexact_recoveries: _builtins.int
+    """How often the request was resumed on a worker group of another arithmetic than the
+    one that computed its last tokens (see ModelInfo.arithmetic), because there was no
+    other: from there on, tokens may differ from those of an undisturbed run.
+    """
     def __init__(
         self,
         *,
@@ -720,10 +726,11 @@ class Timings(_message.Message):
         preempted_us: _builtins.int = ...,
         recovery_us: _builtins.int = ...,
         unaccounted_us: _builtins.int = ...,
+        num_inexact_recoveries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detokenize_us", b"detokenize_us", "forward_us", b"forward_us", "plan_us", b"plan_us", "preempted_us", b"preempted_us", "queue_us", b"queue_us", "recovery_us", b"recovery_us", "sample_us", b"sample_us", "total_us", b"total_us", "unaccounted_us", b"unaccounted_us", "wire_us", b"wire_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detokenize_us", b"detokenize_us", "forward_us", b"forward_us", "num_inexact_recoveries", b"num_inexact_recoveries", "plan_us", b"plan_us", "preempted_us", b"preempted_us", "queue_us", b"queue_us", "recovery_us", b"recovery_us", "sample_us", b"sample_us", "total_us", b"total_us", "unaccounted_us", b"unaccounted_us", "wire_us", b"wire_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,7 @@ class ModelInfo(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
+    ARITHMETIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -67,6 +68,13 @@ class ModelInfo(_message.Message):
     """Whether the worker implements SamplerParams.constraint. Frontends refuse structured
     output for a model without it; workers of one model must agree.
     """
+    arithmetic: _builtins.str
+    """Identity of the arithmetic that computes logits, for example "cpu/avx512_bf16/1" or
+    "cuda/sm90/triton-invariant/1": device, instruction set or architecture, whatever else
+    changes the rounding of a sum, and a version. Two workers of one model with equal
+    strings compute the same bits for a row if both are batch invariant. The core resumes a
+    sequence on a worker with its arithmetic wherever there is one. Empty: not reported.
+    """
     def __init__(
         self,
         *,
@@ -83,10 +91,11 @@ class ModelInfo(_message.Message):
         num_parameters: _builtins.int = ...,
         batch_invariant: _builtins.bool = ...,
         structured_output: _builtins.bool = ...,
+        arithmetic: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "architecture", b"architecture", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "structured_output", b"structured_output", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "structured_output", b"structured_output", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -284,12 +284,15 @@ class ServedModel:
         """Which worker groups a request may go to, full or not: those in which it can come to have
         the most of the tokens that it asks for, so that where it goes does not show in its answer;
         for one that has begun that is memory's concern too. Those that drain take nothing, unless
-        it has begun and no other is left."""
+        it has begun and no other is left. One with output goes to a group of the arithmetic that
+        computed it, if there is one."""
         fitting = [alike for alike in self._alike if seq_group.fits(alike[0].capacity)]
         suitable = [alike for alike in fitting if not alike[0].is_draining]
         reach = SequenceGroup.max_length
         if seq_group.has_begun or seq_group.request.generated:
             suitable = suitable or fitting
+            exact = [alike for alike in suitable if not seq_group.is_inexact_in(alike[0].capacity)]
+            suitable = exact or suitable
             reach = SequenceGroup.reach
         farthest = max((reach(seq_group, alike[0].capacity) for alike in suitable), default=0)
         return tuple(
@@ -312,7 +315,7 @@ class ServedModel:
             alike: dict[object, list[Scheduler]] = {}
             for scheduler in self.schedulers:
                 size = scheduler.capacity
-                key = size.num_gpu_blocks, size.block_size, size.max_model_len
+                key = size.num_gpu_blocks, size.block_size, size.max_model_len, size.arithmetic
                 alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
             self._alike = [tuple(schedulers) for schedulers in alike.values()]
             self.waiting.sort_again()

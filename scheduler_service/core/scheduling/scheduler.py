@@ -164,6 +164,7 @@ class Scheduler:
         """Queue a group for this batch."""
         self.seq_groups[seq_group] = None
         seq_group.timeline.add_placement(self.capacity.worker_group_id, now_us)
+        self._totals.num_inexact_recoveries += seq_group.enter(self.capacity)
         room = self.capacity.max_model_len - seq_group.num_prompt_tokens
         max_output_tokens = min(seq_group.request.max_tokens, room)
         for seq in seq_group.sequences:

@@ -55,6 +55,8 @@ class ModelTotals:
     """Of these, found."""
     num_recovered: int = 0
     """Requests that lost their worker group and were queued again."""
+    num_inexact_recoveries: int = 0
+    """Requests with output that were resumed on a worker group of another arithmetic."""
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     """From a request's acceptance to its first token."""
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)

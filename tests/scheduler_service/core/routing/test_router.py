@@ -68,6 +68,11 @@ class Deployment:
         self.model.waiting.add(group)
         return group
 
+    def join(self, scheduler: Scheduler) -> None:
+        """One more worker group."""
+        self.model.add(scheduler)
+        self.schedulers += (scheduler,)
+
     def place(self) -> None:
         """Give what waits to worker groups."""
         self.model.place(lambda group: False, self.now_us)
@@ -405,3 +410,75 @@ def test_a_group_with_room_again_takes_the_first_that_waits() -> None:
     assert count_looks(deployment) <= 4 * NUM_FULL
     assert deployment.where(waiting[0]) == emptied.capacity.worker_group_id
     assert not any(deployment.where(group) for group in waiting[1:])
+
+
+def _lose(deployment: Deployment, scheduler: Scheduler) -> None:
+    """The worker group is gone; its requests are placed elsewhere."""
+    seq_groups, _ = scheduler.lose(deployment.now_us)
+    deployment.model.remove(scheduler, deployment.now_us)
+    deployment.model.sort_queue()
+    deployment.schedulers = tuple(s for s in deployment.schedulers if s is not scheduler)
+    deployment.model.queue_again(seq_groups)
+    deployment.place()
+
+
+def _with_arithmetic(**arithmetic: str) -> tuple[Scheduler, ...]:
+    return tuple(make_scheduler(name, arithmetic=value) for name, value in arithmetic.items())
+
+
+def test_output_is_continued_by_a_group_of_the_same_arithmetic() -> None:
+    schedulers = _with_arithmetic(a="avx512", b="avx2", c="avx512")
+    deployment = Deployment(*schedulers)
+    group = deployment.submit(range(10))
+    deployment.place()
+    assert deployment.where(group) == "a"
+    deployment.run(2)
+    _lose(deployment, schedulers[0])
+    assert deployment.where(group) == "c"
+    assert group.clock.timings.num_inexact_recoveries == 0
+
+
+def test_output_waits_for_a_full_group_of_the_same_arithmetic() -> None:
+    first, equal, other = _with_arithmetic(a="avx512", c="avx512", b="avx2")
+    deployment = Deployment(equal)
+    in_equal = [deployment.put(range(10), max_tokens=20) for _ in range(CONFIG.max_num_seqs)]
+    assert in_equal == ["c"] * CONFIG.max_num_seqs
+    deployment.run(2)
+    deployment.join(first)
+    group = deployment.submit(range(10))
+    deployment.place()
+    assert deployment.where(group) == "a"
+    deployment.run(2)
+    deployment.join(other)
+    _lose(deployment, first)
+    assert deployment.where(group) is None
+    deployment.run(40)
+    deployment.place()
+    assert deployment.where(group) == "c"
+
+
+def test_output_is_continued_by_another_arithmetic_if_none_is_equal_and_that_is_counted() -> None:
+    schedulers = _with_arithmetic(a="avx512", b="avx2", c="avx2")
+    deployment = Deployment(*schedulers)
+    group = deployment.submit(range(10))
+    deployment.place()
+    deployment.run(2)
+    assert deployment.where(group) == "a"
+    _lose(deployment, schedulers[0])
+    assert deployment.where(group) in ("b", "c")
+    assert group.clock.timings.num_inexact_recoveries == 1
+    totals = [scheduler._totals.num_inexact_recoveries for scheduler in schedulers]
+    assert sum(totals) == 1
+    deployment.run(2)
+    _lose(deployment, next(s for s in deployment.schedulers if group in s.seq_groups))
+    assert group.clock.timings.num_inexact_recoveries == 1
+
+
+def test_a_request_without_output_is_recovered_on_any_arithmetic() -> None:
+    schedulers = _with_arithmetic(a="avx512", b="avx2")
+    deployment = Deployment(*schedulers)
+    group = deployment.submit(range(10))
+    deployment.place()
+    _lose(deployment, schedulers[0])
+    assert deployment.where(group) == "b"
+    assert group.clock.timings.num_inexact_recoveries == 0
