@@ -111,7 +111,7 @@ INFO = Metric(
 )
 
 ALL = (INFO, *GAUGES, *COUNTERS, STEP_TIME, IDLE, STEP_DURATION)
-"""In the order in which they are told."""
+"""In the order in which they are reported."""
 
 
 Samples = Mapping[tuple[str, ...], float]
@@ -165,7 +165,7 @@ class WorkerCollector(Collector):
 
 
 def make_registry(collector: WorkerCollector) -> CollectorRegistry:
-    """What the worker tells, with what the client library tells of the process."""
+    """The worker's metrics and those that the client library exports for the process."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)

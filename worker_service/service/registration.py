@@ -30,10 +30,10 @@ WELCOME_TIMEOUT_S = 10.0
 
 @dataclass(kw_only=True, slots=True)
 class Membership:
-    """What the worker says of itself, read anew for each heartbeat."""
+    """The worker's state, read again for each heartbeat."""
 
     registration: Callable[[], pb.WorkerRegistration]
-    """Raises InvalidOption while there is no way to tell where the worker is reached."""
+    """Raises InvalidOption if the worker's own address cannot be determined."""
 
     num_steps: Callable[[], int]
     state: status_pb2.WorkerState.ValueType = status_pb2.WORKER_STATE_READY
@@ -41,7 +41,7 @@ class Membership:
     """Set to have a heartbeat sent at once."""
 
     def drain(self) -> None:
-        """Tell the core, now, that nothing new is to be planned here."""
+        """Notify the core immediately that it must plan nothing new here."""
         self.state = status_pb2.WORKER_STATE_DRAINING
         self.changed.set()
 

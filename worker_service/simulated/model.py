@@ -27,7 +27,7 @@ START: History = 0x243F6A8885A308D3
 LN2 = math.log(2.0)
 
 NUM_LIKELY = 64
-"""Ranks beyond are less probable, all together, than any draw can tell."""
+"""Ranks beyond are less probable, all together, than the resolution of a draw."""
 
 _WORD = 2**64 - 1
 
@@ -55,7 +55,7 @@ class NextToken:
         self._first = self._word % vocab_size
 
     def token(self, rank: int) -> int:
-        """The token of a rank; 0 is the most probable. Ranks beyond the last begin anew."""
+        """The token of a rank; 0 is the most probable. Ranks repeat after the last."""
         if rank == 0:
             return self._first
         return (self._first + rank * self._step()) % self.vocab_size

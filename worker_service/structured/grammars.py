@@ -39,7 +39,7 @@ def to_lark(kind: ConstraintKind, texts: Sequence[str]) -> str:
 
 
 def _schema(text: str) -> str:
-    """Written anew, so that nothing but one JSON value comes into the grammar."""
+    """Serialized again, so that the grammar gets exactly one JSON value."""
     schema = json.loads(text)
     if schema is True:
         schema = {}
