@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pagewire_kernels import gpu
+from pagewire_kernels import gpu as triton_kernels
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
 from pagewire_kernels.interface import ACTIVATIONS
 
@@ -118,8 +118,10 @@ def test_attention_compiles(case: str, launched: list[Any]) -> None:
     options = dict(options)
     query = torch.zeros(len(metadata.slot_mapping), 16, 128, dtype=dtype)
     cache = torch.zeros(2, 1, 2, 16, 8, 128).to(options.pop("cache", dtype))
-    launch = gpu.choose_launch(query, 8, metadata, batch_invariant=options.pop("invariant", False))
-    gpu.paged_attention(
+    launch = triton_kernels.choose_launch(
+        query, 8, metadata, batch_invariant=options.pop("invariant", False)
+    )
+    triton_kernels.paged_attention(
         query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch, **options
     )
     assert len(launched) == 1 + (launch.num_splits > 1)
@@ -152,8 +154,12 @@ def test_attention_of_any_shape_fits_into_shared_memory(case: str, launched: lis
     metadata = _metadata(2, query_len, 600)
     query = torch.zeros(2 * query_len, num_heads, size, dtype=dtype)
     cache = torch.zeros(2, 1, 2, 16, num_kv_heads, size).to(cache_dtype)
-    launch = replace(gpu.choose_launch(query, num_kv_heads, metadata), num_splits=num_splits)
-    gpu.paged_attention(query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch)
+    launch = replace(
+        triton_kernels.choose_launch(query, num_kv_heads, metadata), num_splits=num_splits
+    )
+    triton_kernels.paged_attention(
+        query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch
+    )
     assert len(launched) == 1 + (num_splits > 1)
     assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
 
@@ -161,7 +167,7 @@ def test_attention_of_any_shape_fits_into_shared_memory(case: str, launched: lis
 def _write_kv(cache_dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 1, 2, 16, 8, 128).to(cache_dtype)
     rows, slots = torch.zeros(3, 8, 128, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
-    gpu.write_kv(rows, rows, cache[:, 0, 0], cache[:, 0, 1], slots)
+    triton_kernels.write_kv(rows, rows, cache[:, 0, 0], cache[:, 0, 1], slots)
 
 
 def _rotate(cache_dtype: torch.dtype) -> None:
@@ -169,7 +175,7 @@ def _rotate(cache_dtype: torch.dtype) -> None:
     rows = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
     slots, table = torch.zeros(3, dtype=torch.int64), torch.zeros(9, 64, dtype=torch.bfloat16)
     weight = torch.ones(128, dtype=torch.bfloat16)
-    gpu.rotate_and_write_kv(
+    triton_kernels.rotate_and_write_kv(
         rows[:, :16],
         rows[:, 16:24],
         rows[:, 24:],
@@ -186,13 +192,13 @@ def _rotate(cache_dtype: torch.dtype) -> None:
 
 def _layers() -> None:
     rows, weight = torch.zeros(3, 1024, dtype=torch.bfloat16), torch.ones(1024)
-    gpu.rms_norm(rows, weight, 1e-6)
-    gpu.rms_norm(rows, weight, 1e-6, rows.clone())
-    gpu.layer_norm(rows, weight, weight, 1e-6, rows.clone())
-    gpu.layer_norm(rows, None, None, 1e-6)
+    triton_kernels.rms_norm(rows, weight, 1e-6)
+    triton_kernels.rms_norm(rows, weight, 1e-6, rows.clone())
+    triton_kernels.layer_norm(rows, weight, weight, 1e-6, rows.clone())
+    triton_kernels.layer_norm(rows, None, None, 1e-6)
     for activation in ACTIVATIONS:
-        gpu.act_and_mul(rows, activation)
-        gpu.activate(rows, activation)
+        triton_kernels.act_and_mul(rows, activation)
+        triton_kernels.activate(rows, activation)
 
 
 def _linear() -> None:
@@ -202,12 +208,12 @@ def _linear() -> None:
                 torch.zeros(3, 2048, dtype=dtype),
                 torch.zeros(num_outputs, 2048, dtype=dtype),
             )
-            gpu.linear(rows, weight, weight[:, 0].contiguous(), torch.float32)
+            triton_kernels.linear(rows, weight, weight[:, 0].contiguous(), torch.float32)
 
 
 def _move_blocks() -> None:
     cache = torch.zeros(4, 100, dtype=torch.bfloat16)
-    gpu.move_blocks(cache, cache, torch.tensor([[0, 1]]))
+    triton_kernels.move_blocks(cache, cache, torch.tensor([[0, 1]]))
 
 
 def _sampling_metadata(n: int, begin: int = 0) -> SamplingMetadata:
@@ -229,10 +235,10 @@ def _sampling() -> None:
     n = 2
     metadata = _sampling_metadata(n)
     logits = torch.zeros(n, 151936)
-    gpu.sample(logits, metadata)
-    gpu.gather_logprobs(logits, torch.zeros(n, 21, dtype=torch.int64))
+    triton_kernels.sample(logits, metadata)
+    triton_kernels.gather_logprobs(logits, torch.zeros(n, 21, dtype=torch.int64))
     rows, bitmask = torch.zeros(n, dtype=torch.int64), torch.zeros(n, 4748, dtype=torch.int32)
-    gpu.apply_bitmask(logits, rows, bitmask)
+    triton_kernels.apply_bitmask(logits, rows, bitmask)
 
 
 LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
@@ -258,7 +264,7 @@ def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
 def test_sampling_is_compiled_once_wherever_its_columns_begin(launched: list[Any]) -> None:
     logits = torch.zeros(3, 151936)
     for begin in (0, 1):
-        gpu.sample(logits, _sampling_metadata(3, begin))
+        triton_kernels.sample(logits, _sampling_metadata(3, begin))
     assert len({kernel.hash for kernel in launched}) == 1
 
 

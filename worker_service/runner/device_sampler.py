@@ -198,9 +198,9 @@ class SamplingKernels(Protocol):
 def sampling_kernels(device: torch.device) -> SamplingKernels:
     """Those for a device."""
     if device.type == "cuda":
-        from pagewire_kernels import gpu  # imports triton
+        from pagewire_kernels import gpu as triton_kernels  # imports triton
 
-        return gpu
+        return triton_kernels
     return reference
 
 

@@ -97,9 +97,9 @@ class Sequences:
 
 
 def _kernels() -> Any:
-    from pagewire_kernels import gpu
+    from pagewire_kernels import gpu as triton_kernels
 
-    return gpu
+    return triton_kernels
 
 
 def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
