@@ -240,7 +240,7 @@ def linear_cases(where: Setting) -> Iterator[Case]:
 def _products(where: Setting, weight: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     yield "torch", lambda rows: torch.nn.functional.linear(rows, weight)
     if where.device.type == "cuda":
-        from pagewire_kernels.gpu import linear
+        from pagewire_kernels.triton import linear
 
         yield "batch-invariant", lambda rows: linear(rows, weight)
     else:
@@ -253,7 +253,7 @@ def _products(where: Setting, weight: Tensor) -> Iterator[tuple[str, Callable[[T
 
 def sampling_case(where: Setting) -> Case:
     """Temperature, top-k and top-p over a large vocabulary; each logit is to be read once."""
-    from pagewire_kernels.gpu import sample
+    from pagewire_kernels.triton import sample
 
     num_rows, vocab_size = 256, 151936
     draw = torch.Generator(where.device).manual_seed(0)

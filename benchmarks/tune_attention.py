@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.ceilings import measure
 from benchmarks.stopwatch import median_seconds
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.gpu import Launch, choose_launch, paged_attention
+from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 
 BLOCK_TOKENS = 16
 HEAD_DIM = 128

@@ -141,7 +141,7 @@ def _cpu() -> Iterator[AttentionBackend]:
 
 def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
     if find_spec("triton") is not None:
-        from pagewire_kernels.gpu import TritonBackend
+        from pagewire_kernels.triton import TritonBackend
 
         yield TritonBackend(batch_invariant=batch_invariant)
 
@@ -150,7 +150,7 @@ def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionB
     if find_spec("triton") is None:  # it writes the cache
         return
     from pagewire_kernels.flash_attention import FlashBackend, installed_calls
-    from pagewire_kernels.gpu import write_rows
+    from pagewire_kernels.triton import write_rows
 
     for call in installed_calls(device):
         if (call.abilities.block_multiple == 1) == any_block_size:
@@ -197,7 +197,7 @@ class Kernels:
         """A function that computes a model's parts in order: eagerly, or as a recorded program."""
         if self.layers.name == "native":
             from pagewire_kernels.cpu.native import library
-            from pagewire_kernels.cpu.native.recorded import RecordedModel
+            from pagewire_kernels.cpu.recorded_model import RecordedModel
 
             found = library()
             if found is not None:
@@ -231,12 +231,12 @@ def layer_kernels(
 ) -> LayerKernels:
     """The fastest for the device; plain torch with the reference backend."""
     if backend.name in ("triton", "flash"):
-        from pagewire_kernels.gpu import TritonLayerKernels  # triton is loaded where it is used
+        from pagewire_kernels.triton import TritonLayerKernels  # triton is loaded where it is used
 
         return TritonLayerKernels()
     if device.type == "cpu" and backend.name == "cpu":
+        from pagewire_kernels.cpu.layers import DTYPES, NativeLayerKernels
         from pagewire_kernels.cpu.native import library
-        from pagewire_kernels.cpu.native.layers import DTYPES, NativeLayerKernels
 
         found = library()
         if found is not None and dtype in DTYPES:

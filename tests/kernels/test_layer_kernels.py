@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagewire_kernels.cpu.native.layers import NativeLayerKernels
+from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.interface import ACTIVATIONS, LayerKernels, TorchLayerKernels
 from tests.support.native import native_libraries
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.native import build, compiled
-from pagewire_kernels.cpu.native.compiled import Library, NativeStruct
-from pagewire_kernels.cpu.native.layers import NativeLayerKernels
+from pagewire_kernels.cpu import build, native_library
+from pagewire_kernels.cpu.layers import NativeLayerKernels
+from pagewire_kernels.cpu.native_library import Library, NativeStruct
 from tests.support.native import native_libraries
 
 needs_kernels = pytest.mark.skipif(
@@ -44,7 +44,7 @@ def test_what_a_kernel_would_misread_is_refused_even_without_assertions() -> Non
     code = (
         "import torch\n"
         "from pagewire_kernels.cpu.native import library\n"
-        "from pagewire_kernels.cpu.native.layers import NativeLayerKernels\n"
+        "from pagewire_kernels.cpu.layers import NativeLayerKernels\n"
         "x = torch.zeros(4, 8)\n"
         "NativeLayerKernels(library()).rms_norm(x, torch.ones(7), 1e-6)\n"
     )
@@ -88,7 +88,7 @@ def test_a_flag_that_the_compiler_lacks_costs_one_instruction_set(
 
 def test_missing_kernels_are_a_warning(own_build: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert compiled.library.__wrapped__() is None
+        assert native_library.library.__wrapped__() is None
     assert "compiled CPU kernels not found" in caplog.text
 
 
@@ -96,10 +96,10 @@ def test_missing_kernels_are_a_warning(own_build: Path, caplog: pytest.LogCaptur
 def test_the_next_narrower_instruction_set_is_used_where_the_widest_was_not_built(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sets = ["of_the_future", *compiled.instruction_sets()]
-    monkeypatch.setattr(compiled, "instruction_sets", lambda: sets)
+    sets = ["of_the_future", *native_library.instruction_sets()]
+    monkeypatch.setattr(native_library, "instruction_sets", lambda: sets)
     with caplog.at_level(logging.WARNING):
-        library = compiled.library.__wrapped__()
+        library = native_library.library.__wrapped__()
     assert isinstance(library, Library)
     assert library.instruction_set == sets[1]
     assert f"CPU kernels were not built for of_the_future, using those for {sets[1]}" in caplog.text

@@ -1,7 +1,7 @@
 """The compiled kernels of every instruction set that this processor has."""
 
-from pagewire_kernels.cpu.native.build import library_path
-from pagewire_kernels.cpu.native.compiled import Library, instruction_sets
+from pagewire_kernels.cpu.build import library_path
+from pagewire_kernels.cpu.native_library import Library, instruction_sets
 
 
 def native_libraries() -> list[Library]:

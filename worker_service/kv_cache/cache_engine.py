@@ -107,7 +107,9 @@ class KernelMover:
 def mover_for(device: torch.device) -> BlockMover:
     """The fastest way on `device`."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        from pagewire_kernels import gpu as triton_kernels  # triton is loaded only where it is used
+        from pagewire_kernels import (
+            triton as triton_kernels,  # triton is loaded only where it is used
+        )
 
         return KernelMover(triton_kernels.move_blocks)
     found = library() if device.type == "cpu" else None

@@ -30,6 +30,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from pagewire_kernels.cpu import linear as native
 from pagewire_kernels.cpu.native import (
     HugeMemory,
     Library,
@@ -37,7 +38,6 @@ from pagewire_kernels.cpu.native import (
     NativeWeight,
     library,
 )
-from pagewire_kernels.cpu.native import linear as native
 from pagewire_kernels.interface import LayerKernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext
@@ -186,7 +186,9 @@ class Linear(nn.Module):
 
     def fix_order(self) -> None:
         """On a GPU: sum each row's products in one order, however many rows there are."""
-        from pagewire_kernels.gpu import InvariantWeight  # triton is loaded only where it is used
+        from pagewire_kernels.triton import (
+            InvariantWeight,  # triton is loaded only where it is used
+        )
 
         assert self.weight is not None
         self.packed = InvariantWeight(self.weight)

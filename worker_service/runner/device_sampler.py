@@ -198,7 +198,7 @@ class SamplingKernels(Protocol):
 def sampling_kernels(device: torch.device) -> SamplingKernels:
     """Those for a device."""
     if device.type == "cuda":
-        from pagewire_kernels import gpu as triton_kernels  # imports triton
+        from pagewire_kernels import triton as triton_kernels  # imports triton
 
         return triton_kernels
     return reference

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.gpu.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagewire_kernels.batch import move_all
-from pagewire_kernels.gpu.checks import expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import expect, expect_dtype, expect_rows
 
 _TILE_WORDS = 4096
 

@@ -8,7 +8,7 @@ backend.py    the reference behind the interface of attention backends and layer
 """
 
 from pagewire_kernels.reference.attention import paged_attention
-from pagewire_kernels.reference.cache import swap_blocks, write_kv
+from pagewire_kernels.reference.kv_cache import swap_blocks, write_kv
 from pagewire_kernels.reference.layers import (
     ACTIVATIONS,
     act_and_mul,

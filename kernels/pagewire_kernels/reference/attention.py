@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.reference.cache import gather_sequence
+from pagewire_kernels.reference.kv_cache import gather_sequence
 
 
 def paged_attention(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagewire_kernels.reference.cache import write_kv
+from pagewire_kernels.reference.kv_cache import write_kv
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.gpu import Launch, TritonBackend, choose_launch, paged_attention, write_kv
+from pagewire_kernels.triton import Launch, TritonBackend, choose_launch, paged_attention, write_kv
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees, on_device
 from tests.support.paged_batch import PagedSequences, Shape
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.gpu import move_blocks, write_kv
+from pagewire_kernels.triton import move_blocks, write_kv
 from tests.support.gpu_kernels import DEVICE, DTYPES, INTERPRETED, MARKS
 
 pytestmark = MARKS

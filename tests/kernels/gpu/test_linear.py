@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pagewire_kernels.gpu import InvariantWeight, linear
+from pagewire_kernels.triton import InvariantWeight, linear
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
 
 pytestmark = MARKS

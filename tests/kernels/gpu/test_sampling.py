@@ -8,7 +8,7 @@ import triton.language as tl
 
 from pagewire_kernels import philox, reference
 from pagewire_kernels.batch import SamplingMetadata
-from pagewire_kernels.gpu import apply_bitmask, gather_logprobs, sample, sampling_kernels
+from pagewire_kernels.triton import apply_bitmask, gather_logprobs, sample, sampling_kernels
 from tests.support.gpu_kernels import DEVICE, MARKS, on_device
 
 pytestmark = MARKS

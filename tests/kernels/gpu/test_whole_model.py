@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire_kernels.gpu import TritonBackend, TritonLayerKernels
 from pagewire_kernels.interface import TorchLayerKernels
 from pagewire_kernels.reference.backend import ReferenceBackend
 from pagewire_kernels.select import Kernels
+from pagewire_kernels.triton import TritonBackend, TritonLayerKernels
 from tests.support.checkpoints import checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire_kernels.cpu.native import library
-from pagewire_kernels.cpu.native.recorded import RecordedModel
+from pagewire_kernels.cpu.recorded_model import RecordedModel
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
 from tests.support.paged_driver import PagedDriver
 from worker_service.config import ModelConfig

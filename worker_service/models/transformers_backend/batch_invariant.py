@@ -158,7 +158,7 @@ class FixedProducts(TorchFunctionMode):
 
 
 def _fixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    from pagewire_kernels.gpu import linear  # triton is loaded only where it is used
+    from pagewire_kernels.triton import linear  # triton is loaded only where it is used
 
     rows = linear(input.reshape(-1, weight.shape[1]), weight, bias)
     return rows.view(*input.shape[:-1], weight.shape[0])

@@ -26,10 +26,10 @@ or the processor lacks the instructions, `library()` is None and oneDNN and numb
     recorded.py     `RecordedModel`: a model as such a program
 """
 
-from pagewire_kernels.cpu.native.backend import NativeBackend
-from pagewire_kernels.cpu.native.blocks import move_blocks
-from pagewire_kernels.cpu.native.compiled import Library, library
-from pagewire_kernels.cpu.native.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.attention import NativeBackend
+from pagewire_kernels.cpu.block_copy import move_blocks
+from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.native_library import Library, library
 
 __all__ = [
     "HugeMemory",

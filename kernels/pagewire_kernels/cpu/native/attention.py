@@ -5,9 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.program import recording
-from pagewire_kernels.cpu.native.structs import AttentionTask, Batch, CacheWriteTask
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.program import recording
+from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask
 
 MAX_ROWS = 128
 """Query rows of one KV head in a work item, unless the head has more for a single token."""

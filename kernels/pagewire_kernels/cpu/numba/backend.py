@@ -10,7 +10,7 @@ from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
-from pagewire_kernels.cpu.numba import attention, copy
+from pagewire_kernels.cpu.numba import attention, cache_write
 from pagewire_kernels.cpu.numba.attention import MAX_ROWS, VECTOR_BYTES
 from pagewire_kernels.cpu.numba.compile import attention_kernel, write_kv_kernel
 from pagewire_kernels.cpu.numba.simd import LANES
@@ -55,7 +55,7 @@ class NumbaBackend:
 
     def __init__(self) -> None:
         self._tiling: _Tiling | None = None
-        self._write_task = _Memory(copy.NUM_FIELDS, np.int64)
+        self._write_task = _Memory(cache_write.NUM_FIELDS, np.int64)
         self._task = _Memory(attention.NUM_FIELDS, np.int64)
         self._counters = _Memory(2, np.int64)
         self._floats = _Memory(attention.NUM_FLOATS, np.float32)
@@ -86,18 +86,21 @@ class NumbaBackend:
         num_rows, num_heads, head_dim = key.shape
         size = key.element_size()
         task = self._write_task.array
-        task[copy.KEY], task[copy.VALUE] = key.data_ptr(), value.data_ptr()
-        task[copy.KEY_ROW_BYTES] = key.stride(0) * size
-        task[copy.VALUE_ROW_BYTES] = value.stride(0) * size
-        task[copy.KEY_CACHE], task[copy.VALUE_CACHE] = key_cache.data_ptr(), value_cache.data_ptr()
-        task[copy.BLOCK_BYTES] = key_cache.stride(0) * size
-        task[copy.TOKEN_BYTES] = key_cache.stride(1) * size
-        task[copy.BLOCK_SIZE] = key_cache.shape[1]
-        task[copy.SLOT_MAPPING] = slot_mapping.data_ptr()
-        task[copy.NUM_ROWS] = num_rows
-        task[copy.COPIED_BYTES] = num_heads * head_dim * size
-        task[copy.NUM_ITEMS] = num_items = -(-num_rows // copy.ROWS_PER_ITEM)
-        task[copy.NEXT_ITEM] = self._counters.address
+        task[cache_write.KEY], task[cache_write.VALUE] = key.data_ptr(), value.data_ptr()
+        task[cache_write.KEY_ROW_BYTES] = key.stride(0) * size
+        task[cache_write.VALUE_ROW_BYTES] = value.stride(0) * size
+        task[cache_write.KEY_CACHE], task[cache_write.VALUE_CACHE] = (
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+        )
+        task[cache_write.BLOCK_BYTES] = key_cache.stride(0) * size
+        task[cache_write.TOKEN_BYTES] = key_cache.stride(1) * size
+        task[cache_write.BLOCK_SIZE] = key_cache.shape[1]
+        task[cache_write.SLOT_MAPPING] = slot_mapping.data_ptr()
+        task[cache_write.NUM_ROWS] = num_rows
+        task[cache_write.COPIED_BYTES] = num_heads * head_dim * size
+        task[cache_write.NUM_ITEMS] = num_items = -(-num_rows // cache_write.ROWS_PER_ITEM)
+        task[cache_write.NEXT_ITEM] = self._counters.address
         self._counters.array[:] = 0
         num_threads = max(1, min(torch.get_num_threads(), num_items))
         threads.run(write_kv_kernel(), self._write_task.address, num_threads)

@@ -16,7 +16,7 @@ from typing import Any
 import numba
 import torch
 
-from pagewire_kernels.cpu.numba import attention, copy, simd
+from pagewire_kernels.cpu.numba import attention, cache_write, simd
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _attention_entry(dtype: torch.dtype, sources: str) -> Callable[[Any], None]:
 def _write_kv_entry(sources: str) -> Callable[[Any], None]:
     def write_kv(task: Any) -> None:
         if sources:
-            copy.write_kv(task)
+            cache_write.write_kv(task)
 
     return write_kv
 

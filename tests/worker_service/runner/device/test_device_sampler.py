@@ -97,7 +97,7 @@ class Sequences:
 
 
 def _kernels() -> Any:
-    from pagewire_kernels import gpu as triton_kernels
+    from pagewire_kernels import triton as triton_kernels
 
     return triton_kernels
 

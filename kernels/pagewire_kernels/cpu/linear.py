@@ -10,8 +10,8 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import require
-from pagewire_kernels.cpu.native.compiled import Kernel, Library, NativeStruct
-from pagewire_kernels.cpu.native.program import batch_of, count_address, launch, new_rows
+from pagewire_kernels.cpu.native_library import Kernel, Library, NativeStruct
+from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagewire_kernels.cpu.native.build import INSTRUCTION_SETS, SOURCES, digest, library_path
+from pagewire_kernels.cpu.build import INSTRUCTION_SETS, SOURCES, digest, library_path
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pagewire_kernels.batch import move_all
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.structs import BlockCopyTask
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.tasks import BlockCopyTask
 
 _SERIAL_BYTES = 1 << 16
 """Fewer bytes than this are copied before other threads have woken up."""

@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from pagewire_kernels.batch import SamplingMetadata
-from pagewire_kernels.gpu import sampling_kernels
-from pagewire_kernels.gpu.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton import sampling_kernels
+from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
 
 CAPACITY = 2048
 """Tokens that are copied out to find the cut among."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight
-from pagewire_kernels.cpu.native.program import Program, record
+from pagewire_kernels.cpu.program import Program, record
 from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()

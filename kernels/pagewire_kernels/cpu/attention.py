@@ -10,9 +10,9 @@ from pagewire_kernels.cpu.native.attention import (
     describe_attention,
     describe_cache_write,
 )
-from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.program import batch_of, launch, new_rows, recording
-from pagewire_kernels.cpu.native.structs import Batch, describe_batch
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.program import batch_of, launch, new_rows, recording
+from pagewire_kernels.cpu.tasks import Batch, describe_batch
 
 _SERIAL_WORK = 1 << 18
 """Fewer multiply-adds than this finish before other threads have woken up."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.native.layers import NativeLayerKernels
+from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.interface import ACTIVATIONS
 from tests.support.native import native_libraries
 

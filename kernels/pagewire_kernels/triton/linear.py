@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.gpu.checks import FLOATS, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import FLOATS, expect_dtype, expect_rows
 
 _TILE_ROWS = 64
 _GROUP_ROWS = 8

@@ -8,15 +8,9 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.checks import require
-from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.program import (
-    batch_of,
-    count_address,
-    launch,
-    new_rows,
-    new_tensor,
-)
-from pagewire_kernels.cpu.native.structs import (
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows, new_tensor
+from pagewire_kernels.cpu.tasks import (
     ActivationTask,
     Batch,
     LargestTask,

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.gpu.cache import to_cache
-from pagewire_kernels.gpu.checks import (
+from pagewire_kernels.triton.checks import (
     FLOATS,
     FP8,
     expect,
@@ -18,6 +17,7 @@ from pagewire_kernels.gpu.checks import (
     expect_dtype,
     expect_rows,
 )
+from pagewire_kernels.triton.kv_cache import to_cache
 
 _TILE_HEADS = 8
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire_kernels.cpu.layers import find_largest
 from pagewire_kernels.cpu.native import Library
-from pagewire_kernels.cpu.native.layers import find_largest
 from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()

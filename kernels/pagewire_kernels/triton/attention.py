@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.gpu.attention_kernels import attend, reduce_splits
-from pagewire_kernels.gpu.checks import FLOATS, expect, expect_cache, expect_dtype, expect_rows
+from pagewire_kernels.triton.attention_kernels import attend, reduce_splits
+from pagewire_kernels.triton.checks import FLOATS, expect, expect_cache, expect_dtype, expect_rows
 
 FIXED_SPLIT_TOKENS = 1024
 """Keys per split where tiles and splits are fixed."""

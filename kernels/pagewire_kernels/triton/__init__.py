@@ -16,18 +16,14 @@ so everything can be captured in a CUDA graph, except `move_blocks` with `pairs`
 """
 
 from pagewire_kernels.gpu.activation import act_and_mul, activate
-from pagewire_kernels.gpu.attention import Launch, choose_launch, paged_attention
-from pagewire_kernels.gpu.backend import TritonBackend, TritonLayerKernels, write_rows
 from pagewire_kernels.gpu.blocks import move_blocks
-from pagewire_kernels.gpu.cache import write_kv
-from pagewire_kernels.gpu.linear import InvariantWeight, linear
-from pagewire_kernels.gpu.norm import layer_norm, rms_norm
-from pagewire_kernels.gpu.rotary import rotate_and_write_kv
-from pagewire_kernels.gpu.sampling import (
-    apply_bitmask,
-    gather_logprobs,
-    sample,
-)
+from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention
+from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels, write_rows
+from pagewire_kernels.triton.kv_cache import write_kv
+from pagewire_kernels.triton.layers import layer_norm, rms_norm
+from pagewire_kernels.triton.linear import InvariantWeight, linear
+from pagewire_kernels.triton.rotary import rotate_and_write_kv
+from pagewire_kernels.triton.sampling import apply_bitmask, gather_logprobs, sample
 
 __all__ = [
     "InvariantWeight",

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight
-from pagewire_kernels.cpu.native.layers import NativeLayerKernels
-from pagewire_kernels.cpu.native.program import Program, record
-from pagewire_kernels.cpu.native.recorded import RecordedModel
+from pagewire_kernels.cpu.program import Program, record
+from pagewire_kernels.cpu.recorded_model import RecordedModel
 from pagewire_kernels.cpu.threads import NotRecordable
 from tests.support.native import native_libraries
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.gpu.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
 
 MAX_SIZE = 32768
 """The longest row that fits a program's registers."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.cpu.native.compiled import Library
-from pagewire_kernels.cpu.native.layers import find_largest, take
-from pagewire_kernels.cpu.native.program import Program, new_rows, record
-from pagewire_kernels.cpu.native.structs import describe_batch
+from pagewire_kernels.cpu.layers import find_largest, take
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.program import Program, new_rows, record
+from pagewire_kernels.cpu.tasks import describe_batch
 from pagewire_kernels.cpu.threads import NotRecordable
 from pagewire_kernels.interface import Computed, HeadOutput
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.gpu.checks import (
+from pagewire_kernels.triton.checks import (
     FLOATS,
     FP8,
     FP8_MAX,

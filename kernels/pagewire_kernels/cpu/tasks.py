@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu.checks import require
-from pagewire_kernels.cpu.native.compiled import NativeStruct
+from pagewire_kernels.cpu.native_library import NativeStruct
 
 
 class Batch(NativeStruct):

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native.compiled import Kernel, Library, NativeStruct
-from pagewire_kernels.cpu.native.structs import Batch
+from pagewire_kernels.cpu.native_library import Kernel, Library, NativeStruct
+from pagewire_kernels.cpu.tasks import Batch
 from pagewire_kernels.cpu.threads import NotRecordable
 
 _CACHE_LINE = _ALIGNMENT = 64

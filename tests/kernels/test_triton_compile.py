@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from pagewire_kernels import gpu as triton_kernels
+from pagewire_kernels import triton as triton_kernels
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
 from pagewire_kernels.interface import ACTIVATIONS
 

@@ -1,6 +1,6 @@
 """Compiles the kernels, one library per instruction set.
 
-    python kernels/pagewire_kernels/cpu/native/build.py
+    python kernels/pagewire_kernels/cpu/build.py
 
 The package's build runs it where it finds a compiler; after a change to a source, run it again.
 This file imports nothing of the package, since it runs before anything is installed.
