@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
 CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
-NATIVE := kernels/pagewire_kernels/cpu/native
+NATIVE := kernels/pagewire_kernels/cpu
 # Folders of tests marked `gpu`, which run without the services' dependencies.
 GPU_TESTS := tests/kernels/gpu tests/worker_service/runner/device
 SOURCES := PYTHONPATH=.:kernels:client:protos

@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path(__file__).parent / "kernels/pagewire_kernels/cpu/native"
+NATIVE = Path(__file__).parent / "kernels/pagewire_kernels/cpu"
 
 
 class NativeKernelsHook(BuildHookInterface):

@@ -14,7 +14,7 @@ block table says where its tokens lie, `AttentionMetadata` what a step computes.
                    the fallback on a device that has nothing faster
     cpu/           attention, linear layers and row-wise kernels for the CPU; a model's layers
                    recorded as one program
-    gpu/           Triton kernels for CUDA devices
+    triton/        Triton kernels for CUDA devices
     flash_attention.py  FlashAttention over the paged cache, if one of its packages is installed
 
 Every backend guarantees that a query row's result depends, up to rounding, on that row and on its

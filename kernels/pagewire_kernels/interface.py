@@ -9,17 +9,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.reference import ACTIVATIONS
-
-__all__ = ["ACTIVATIONS", "LayerKernels", "TorchLayerKernels"]
 
 
 class LayerKernels(Protocol):
     """Row-wise operations. Weights, biases and tables have the type and device of the rows.
 
-    Rows have a dense last axis and otherwise any strides. `activation` is one of `ACTIVATIONS`.
+    Rows have a dense last axis and otherwise any strides. `activation` is one of
+    `reference.ACTIVATIONS`.
     """
 
     name: str
@@ -101,18 +98,6 @@ class LayerKernels(Protocol):
         RMS norm of each head before that (Qwen3), or None; eps is theirs.
         """
         ...
-
-
-class TorchLayerKernels:
-    """Plain torch, on any device: the fallback where nothing is faster."""
-
-    name = "torch"
-    embed = staticmethod(reference.embed)
-    rms_norm = staticmethod(reference.rms_norm)
-    layer_norm = staticmethod(reference.layer_norm)
-    activate = staticmethod(reference.activate)
-    act_and_mul = staticmethod(reference.act_and_mul)
-    rotate_and_write_kv = staticmethod(reference.rotate_and_write_kv)
 
 
 FP8 = torch.float8_e4m3fn

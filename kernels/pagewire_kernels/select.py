@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import (
-    AttentionBackend,
-    AttentionNeeds,
-    Computed,
-    LayerKernels,
-    TorchLayerKernels,
-)
-from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
+from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.self_check import self_check
 
 logger = logging.getLogger(__name__)
@@ -196,7 +190,7 @@ class Kernels:
     def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
         """A function that computes a model's parts in order: eagerly, or as a recorded program."""
         if self.layers.name == "native":
-            from pagewire_kernels.cpu.native import library
+            from pagewire_kernels.cpu.native_library import library
             from pagewire_kernels.cpu.recorded_model import RecordedModel
 
             found = library()
@@ -236,7 +230,7 @@ def layer_kernels(
         return TritonLayerKernels()
     if device.type == "cpu" and backend.name == "cpu":
         from pagewire_kernels.cpu.layers import DTYPES, NativeLayerKernels
-        from pagewire_kernels.cpu.native import library
+        from pagewire_kernels.cpu.native_library import library
 
         found = library()
         if found is not None and dtype in DTYPES:

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from pagewire_kernels.cpu.layers import NativeLayerKernels
-from pagewire_kernels.interface import ACTIVATIONS, LayerKernels, TorchLayerKernels
+from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.reference.backend import TorchLayerKernels
 from tests.support.native import native_libraries
 
 IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": TorchLayerKernels()}

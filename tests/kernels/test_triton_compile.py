@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from pagewire_kernels import triton as triton_kernels
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
-from pagewire_kernels.interface import ACTIVATIONS
+from pagewire_kernels.reference import ACTIVATIONS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_BYTES = 227 * 1024

@@ -1,8 +1,8 @@
 """The CPU's attention backends that this machine can run."""
 
+from pagewire_kernels.cpu.attention import NativeBackend
 from pagewire_kernels.cpu.build import library_path
-from pagewire_kernels.cpu.native import Library, NativeBackend
-from pagewire_kernels.cpu.native_library import instruction_sets
+from pagewire_kernels.cpu.native_library import Library, instruction_sets
 from pagewire_kernels.cpu.numba import NumbaBackend
 from pagewire_kernels.interface import AttentionBackend
 

@@ -1,7 +1,7 @@
 """Where the tests of the GPU's kernels run: on a GPU, or without one in Triton's interpreter.
 
 Triton decides when it is imported, by TRITON_INTERPRET, for the whole process. So the tests are
-marked `gpu` unless it is set, and `test_gpu_kernels_interpreted.py` runs them all in a process of
+marked `gpu` unless it is set, and `test_triton_interpreted.py` runs them all in a process of
 its own for which it is.
 """
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import is_chained
-from pagewire_kernels.cpu.native import Library, library, move_blocks
+from pagewire_kernels.cpu.block_copy import move_blocks
+from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.reference import swap_blocks
 from worker_service.array_types import Int32Array
 from worker_service.errors import InvalidPlan

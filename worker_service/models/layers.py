@@ -105,4 +105,4 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""From the names that `config.json` uses to those of `pagewire_kernels.interface`."""
+"""From the names that `config.json` uses to those of `pagewire_kernels.reference`."""

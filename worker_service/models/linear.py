@@ -31,13 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.cpu import linear as native
-from pagewire_kernels.cpu.native import (
-    HugeMemory,
-    Library,
-    NativeGatedWeight,
-    NativeWeight,
-    library,
-)
+from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext

@@ -10,8 +10,9 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import require
-from pagewire_kernels.cpu.native_library import Kernel, Library, NativeStruct
+from pagewire_kernels.cpu.native_library import Kernel, Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows
+from pagewire_kernels.cpu.tasks import GatherTask, LinearTask, PackTask
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""
@@ -59,53 +60,6 @@ _STEP_BYTES = 4
 
 _SERIAL_PRODUCTS = 1 << 17
 """Fewer multiply-adds than this finish before other threads have woken up."""
-
-
-class PackTask(NativeStruct):
-    """`PackTask` of src/linear.h."""
-
-    _fields_ = (
-        ("next_item", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("weight_stride", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("num_parts", ctypes.c_int64),
-    )
-
-
-class LinearTask(NativeStruct):
-    """`LinearTask` of src/linear.h."""
-
-    _fields_ = (
-        ("next_item", ctypes.c_int64),
-        ("num_threads", ctypes.c_int64),
-        ("num_rows", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("y_stride", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("activation", ctypes.c_int64),
-    )
-
-
-class GatherTask(NativeStruct):
-    """`GatherTask` of src/linear.h."""
-
-    _fields_ = (
-        ("next_item", ctypes.c_int64),
-        ("batch", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("y_stride", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-    )
 
 
 class _Packed:

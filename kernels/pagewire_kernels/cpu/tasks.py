@@ -1,5 +1,6 @@
 """The C structures that kernels read, for ctypes. Addresses are int64; 0 is none."""
 
+import ctypes
 from ctypes import c_float, c_int64
 
 import torch
@@ -215,4 +216,51 @@ class RotateTask(NativeStruct):
         ("head_dim", c_int64),
         ("half", c_int64),
         ("eps", c_float),
+    )
+
+
+class PackTask(NativeStruct):
+    """`PackTask` of src/linear.h."""
+
+    _fields_ = (
+        ("next_item", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("weight_stride", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("num_parts", ctypes.c_int64),
+    )
+
+
+class LinearTask(NativeStruct):
+    """`LinearTask` of src/linear.h."""
+
+    _fields_ = (
+        ("next_item", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("num_rows", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+    )
+
+
+class GatherTask(NativeStruct):
+    """`GatherTask` of src/linear.h."""
+
+    _fields_ = (
+        ("next_item", ctypes.c_int64),
+        ("batch", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
     )

@@ -1,7 +1,7 @@
 """What every kernel here means, in plain torch: the oracle of the tests.
 
 attention.py  attention over a paged cache
-cache.py      writing to it, reading from it, moving its blocks
+kv_cache.py   writing to it, reading from it, moving its blocks
 layers.py     embedding, norms, rotary embedding, activations
 sampling.py   from logits to a token, and log probabilities
 backend.py    the reference behind the interface of attention backends and layer kernels

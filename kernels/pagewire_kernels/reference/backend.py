@@ -16,3 +16,15 @@ class ReferenceBackend:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Nothing to prepare."""
+
+
+class TorchLayerKernels:
+    """Plain torch, on any device: the fallback where nothing is faster."""
+
+    name = "torch"
+    embed = staticmethod(reference.embed)
+    rms_norm = staticmethod(reference.rms_norm)
+    layer_norm = staticmethod(reference.layer_norm)
+    activate = staticmethod(reference.activate)
+    act_and_mul = staticmethod(reference.act_and_mul)
+    rotate_and_write_kv = staticmethod(reference.rotate_and_write_kv)

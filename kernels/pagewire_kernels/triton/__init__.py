@@ -1,11 +1,9 @@
 """Triton kernels, each with the meaning of its namesake in `pagewire_kernels.reference`.
 
 attention.py   paged attention of prefill, chunks, decode; its kernels in `attention_kernels.py`
-cache.py       writes keys and values to their slots
-blocks.py      copies whole blocks on a device, and between it and pinned host memory
-norm.py        RMS norm and layer norm, fused with the residual addition
+kv_cache.py    cache writes; copies of whole blocks, to and from pinned host memory as well
+layers.py      norms, fused with the residual addition; activations
 rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
-activation.py  an MLP's activation, and a gated one's with its product
 linear.py      batch-invariant linear layers: one fixed order of summation
 sampling.py    bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
 backend.py     `TritonBackend`; `TritonLayerKernels`, the row-wise operations
@@ -15,12 +13,10 @@ The docstring of each file says what bounds its kernel. Nothing here synchronise
 so everything can be captured in a CUDA graph, except `move_blocks` with `pairs` on the device.
 """
 
-from pagewire_kernels.gpu.activation import act_and_mul, activate
-from pagewire_kernels.gpu.blocks import move_blocks
 from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels, write_rows
-from pagewire_kernels.triton.kv_cache import write_kv
-from pagewire_kernels.triton.layers import layer_norm, rms_norm
+from pagewire_kernels.triton.kv_cache import move_blocks, write_kv
+from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
 from pagewire_kernels.triton.linear import InvariantWeight, linear
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
 from pagewire_kernels.triton.sampling import apply_bitmask, gather_logprobs, sample

@@ -5,11 +5,10 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.gpu.activation import act_and_mul, activate
 from pagewire_kernels.interface import Abilities
 from pagewire_kernels.triton.attention import choose_launch, paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
-from pagewire_kernels.triton.layers import layer_norm, rms_norm
+from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
 
 

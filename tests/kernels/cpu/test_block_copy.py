@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.native import Library, move_blocks
+from pagewire_kernels.cpu.block_copy import move_blocks
+from pagewire_kernels.cpu.native_library import Library
 from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.layers import NativeLayerKernels
-from pagewire_kernels.interface import ACTIVATIONS
+from pagewire_kernels.reference import ACTIVATIONS
 from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()

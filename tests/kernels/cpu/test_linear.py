@@ -8,14 +8,8 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.build import compiler, library_path
-from pagewire_kernels.cpu.native import (
-    HugeMemory,
-    Library,
-    NativeGatedWeight,
-    NativeWeight,
-    library,
-)
-from pagewire_kernels.cpu.native_library import instruction_sets
+from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.native_library import Library, instruction_sets, library
 
 SHAPES = [(1, 1), (1, 64), (31, 3), (33, 37), (64, 192), (257, 1030), (100, 2049)]
 """(out_features, in_features): whole panels and parts of one, odd numbers of inputs, several

@@ -10,7 +10,8 @@ from torch import Tensor
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.layers import NativeLayerKernels
-from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight
+from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
+from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import Program, record
 from pagewire_kernels.cpu.recorded_model import RecordedModel
 from pagewire_kernels.cpu.threads import NotRecordable

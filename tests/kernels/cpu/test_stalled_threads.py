@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.native import HugeMemory, Library, NativeWeight
+from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
+from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import Program, record
 from tests.support.native import native_libraries
 

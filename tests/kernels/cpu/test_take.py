@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pagewire_kernels.cpu.layers import find_largest
-from pagewire_kernels.cpu.native import Library
+from pagewire_kernels.cpu.native_library import Library
 from tests.support.native import native_libraries
 
 LIBRARIES = native_libraries()

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.interface import ACTIVATIONS, LayerKernels, TorchLayerKernels
+from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.reference.backend import TorchLayerKernels
 from pagewire_kernels.triton import TritonLayerKernels, act_and_mul, rotate_and_write_kv
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
 

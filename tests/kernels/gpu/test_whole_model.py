@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire_kernels.interface import TorchLayerKernels
-from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.select import Kernels
 from pagewire_kernels.triton import TritonBackend, TritonLayerKernels
 from tests.support.checkpoints import checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pagewire_kernels.cpu.native import library
+from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference import swap_blocks
 from tests.support.native import native_libraries
 from tests.support.plans import moving_plan

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.native import library
-from pagewire_kernels.interface import TorchLayerKernels
+from pagewire_kernels.cpu.native_library import library
+from pagewire_kernels.reference.backend import TorchLayerKernels
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
     Linear,

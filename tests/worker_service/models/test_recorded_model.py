@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pagewire_kernels.cpu.native import library
+from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.cpu.recorded_model import RecordedModel
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
 from tests.support.paged_driver import PagedDriver

@@ -2,7 +2,7 @@
 
 simd/         vectors of sixteen floats, so that every sum has one order
 attention.py  the attention kernel
-copy.py       the kernel that stores keys and values
+cache_write.py  the kernel that stores keys and values
 compile.py    their machine code, kept on disk
 backend.py    `NumbaBackend`: from tensors to a kernel's arguments
 """
