@@ -93,6 +93,8 @@ export interface Timings {
   preemptedUs: string;
   recoveryUs: string;
   unaccountedUs: string;
+  /** How often it was resumed on workers of another arithmetic; later tokens may then differ. */
+  numInexactRecoveries: number;
 }
 
 export interface Answer {
