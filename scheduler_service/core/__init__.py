@@ -1,7 +1,9 @@
-"""The scheduler core: which sequences run where, step by step.
+"""The scheduler core: decides which sequences run on which worker group in each step.
 
-A pure state machine: nothing in it waits, reads a clock or knows the wire format. The same calls
-produce the same plans, so that any run can be replayed. Its driver does this:
+It owns all requests from submission to their end, the queues that they wait in, and the KV blocks
+of every worker group. It is a pure state machine that never waits, reads a clock or uses the wire
+format: the same calls produce the same plans, so that any run can be replayed. Its driver runs
+this loop:
 
     core = SchedulerCore(SchedulerConfig())
     core.add_worker_group(capacity, now)        # a worker group is ready
@@ -12,28 +14,28 @@ produce the same plans, so that any run can be replayed. Its driver does this:
     for frontend_id, outputs in core.take_outboxes().items():
         send(outputs)
 
-After a worker group joined, left or began to drain, every group may have something to plan; after
-a result its own group, and after any call those that `take_woken` returns, since requests are
-routed by whichever group plans: call `schedule` for each until it returns None. Then take the
-outputs.
+Call `schedule` until it returns None, then take the outputs: for every group after a worker group
+joined, left or began to drain; for a result's own group after `update`; and after any call for the
+groups that `take_woken` returns, because requests are routed by whichever group plans.
 
-The packages, from the outside in:
+The modules, from the outside in:
 
-    core.py            SchedulerCore: requests from submission to end; worker groups come and go
+    core.py            SchedulerCore: the public interface; requests and worker groups
     admission/         which requests are accepted, and whether they can meet their deadlines
     routing/           which worker group serves a waiting request
     scheduling/        Scheduler, one per worker group: schedule() and update()
     policies/          the order in which requests are served
     kv_cache/          blocks on the device and on the host, and the prefix cache
-    stats/             counters, timings, throughput and status pages
-    sequence.py        the state of one request and its sequences, which all of these work on
+    stats/             counters, request timings, measured rates and status pages
+    sequence.py        the state of one request and its sequences
     request_queue.py   the queues of waiting requests
     beam_search.py     the search of one request for its most probable outputs
     tenants.py         what each tenant uses and may use
     config.py          what an operator configures, and the capacity of a worker group
 
-What goes in and out: `request.py` (from frontends), `step_plan.py` (to and from workers),
-`engine_outputs.py` (to frontends).
+    request.py         what frontends submit
+    step_plan.py       the plans sent to workers, and the results that they return
+    engine_outputs.py  the outputs sent to frontends
 
 Promises to workers, beyond those of plan.proto:
 

@@ -136,7 +136,8 @@ class BeamSearch:
         self.is_done = not going_on or self._is_decided()
 
     def limit(self, max_tokens: int) -> None:
-        """No more output tokens than so many; a search that has as many ends as it stands."""
+        """Limit the number of output tokens; a search that has reached it ends with its present
+        beams."""
         self.max_tokens = max_tokens
         if self.has_begun and self.num_tokens >= max_tokens:
             self._keep(self.beams)

@@ -44,7 +44,7 @@ class TenantConfig:
 
 
 class PreemptionMode(StrEnum):
-    """What becomes of the blocks of a request that must leave the batch for want of memory."""
+    """What happens to the blocks of a request that is preempted because memory ran out."""
 
     AUTO = "auto"
     """What costs less by the worker group's measured rates; see `preemption.py`."""
@@ -95,8 +95,7 @@ class SchedulerConfig:
     """Most prompt tokens of waiting requests; more are refused unless nothing waits."""
 
     queue_retry_delay_s: float = 1.0
-    """What a request that is refused for now is told to wait as long as nothing was measured that
-    tells better."""
+    """Retry delay reported to a refused request while no queue throughput has been measured."""
 
     policy: PolicyName = PolicyName.FCFS
     """Order of service: by arrival, by priority, or in fair shares for tenants."""
@@ -117,7 +116,8 @@ class SchedulerConfig:
 
     max_outgrown_wait_s: float | None = 120.0
     """Seconds that requests which outgrew all other worker groups wait for a lost one to return
-    before they fail. Choose more than a worker takes to restart. None: no limit."""
+    before they fail with KV_CACHE_TOO_SMALL. Choose more than a worker takes to restart. None:
+    no limit."""
 
     def __post_init__(self) -> None:
         """Refuse contradictory limits with a ValueError that names the field."""

@@ -40,7 +40,7 @@ ABORTED = SequenceStatus.FINISHED_ABORTED
 
 
 class SchedulerCore:
-    """All requests, all worker groups; the package's docstring tells how to drive it.
+    """All requests and all worker groups; see the package's docstring for how to drive it.
 
     Times (`now`) are seconds on one clock of the caller's.
     """
@@ -60,9 +60,9 @@ class SchedulerCore:
     # Worker groups.
 
     def add_worker_group(self, capacity: WorkerGroupCapacity, now: float) -> None:
-        """A worker group is ready; its plans count from step 1.
+        """Add a worker group that is ready; its plans count from step 1.
 
-        Raises ValueError if a group of this id is there, or could not work with the
+        Raises ValueError if a group with this id exists, or if the group cannot work with the
         configuration.
         """
         model = self._fleet.add(capacity, to_us(now))
@@ -79,7 +79,7 @@ class SchedulerCore:
         if scheduler is None:
             return
         seq_groups, computing = scheduler.lose(to_us(now))
-        # One without requests was drained, most likely: nobody is hurt.
+        # A group without requests was most likely drained: no request is affected.
         level = logging.WARNING if seq_groups else logging.INFO
         logger.log(
             level, "group gone group_id=%s num_requests=%d", worker_group_id, len(seq_groups)
@@ -205,8 +205,9 @@ class SchedulerCore:
         return self._fleet.schedulers[worker_group_id].newest_work
 
     def add_plan_time(self, worker_group_id: str, seconds: float) -> None:
-        """Time the caller spent on planning for a group (schedule, serialise, update) and has not
-        told yet. It shows in timings as far as the worker waited for it. Unknown: no effect."""
+        """Add time that the caller spent on planning for a worker group (schedule, serialise,
+        update) since the last call. Timings include it as far as the worker waited for it. An
+        unknown id has no effect."""
         scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is not None:
             scheduler.clock.unassigned_plan_us += to_us(seconds)

@@ -42,7 +42,7 @@ class RequestFinished:
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """News for one frontend since the last time it was told."""
+    """Outputs for one frontend since the last ones were taken."""
 
     accepted: list[int] = field(default_factory=list)
     token_handles: list[int] = field(default_factory=list)
@@ -59,12 +59,12 @@ class EngineOutputs:
     """Handles of requests that lost a worker that was computing them, and go on."""
 
     def __bool__(self) -> bool:
-        """Whether there is any news."""
+        """Whether there are any outputs."""
         return bool(self.token_handles) or self.has_more_than_tokens
 
     @property
     def has_more_than_tokens(self) -> bool:
-        """Whether there is news besides tokens and their log probabilities."""
+        """Whether there are outputs besides tokens and their log probabilities."""
         return bool(
             self.accepted
             or self.prompt_logprobs

@@ -52,7 +52,7 @@ class Request:
     waited_us: int = 0
     """How long its frontend has had it."""
     max_hold_us: int = 0
-    """How long its tokens may wait for others to be told with them."""
+    """Longest time its tokens may be held back in order to be sent together with later ones."""
     traceparent: str = ""
     """The span that its spans go under; empty where no trace of it is recorded."""
     num_worker_losses: int = 0

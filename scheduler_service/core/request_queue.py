@@ -1,8 +1,8 @@
 """The queues in which requests wait.
 
 `ModelQueue` holds the requests for one model that are in no worker group, in the order of the
-scheduling policy. `WaitingQueue` holds requests by rank: one lane of a model's queue, or those
-that were routed to a worker group and are not yet in its batch.
+scheduling policy. `WaitingQueue` holds requests by rank: one of the per-key queues of a model, or
+those that were routed to a worker group and are not yet in its batch.
 """
 
 from collections import Counter
@@ -145,12 +145,12 @@ Kind = TypeVar("Kind", bound=Hashable)
 class ModelQueue(Generic[Kind]):
     """Waiting groups in the policy's order, with the sums that admission asks for.
 
-    Each of the policy's lanes is one for each kind of requests here, so that those that can go
-    nowhere at the moment are skipped all at once. Among lanes that the policy holds equal, the
-    one whose first request has the lowest rank is first.
+    Each of the policy's queues is split by the kind of its requests, so that all requests of a
+    kind that no worker group has room for are skipped at once. Among queues with equal policy
+    keys, the one whose head has the lowest rank is first.
 
-    A lane's place in the heap may be out of date, as its tenant is served; since it can only have
-    fallen back, it is enough to look again at the lane that comes out first.
+    A queue's position in the heap may be out of date, because its tenant was served; since its
+    key can only have grown, it is enough to update the queue at the top of the heap.
     """
 
     def __init__(self, policy: Policy, kind_of: Callable[[SequenceGroup], Kind]) -> None:
@@ -158,17 +158,17 @@ class ModelQueue(Generic[Kind]):
         self._policy = policy
         self._kind_of = kind_of
         self._lanes: dict[tuple[str | None, Kind], WaitingQueue] = {}
-        """By the policy's lane and the kind."""
+        """The per-key queues, by the policy's key for the tenant and the kind."""
         self._key_of: dict[SequenceGroup, tuple[str | None, Kind]] = {}
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
         self._num_lanes: Counter[str | None] = Counter()
-        """How many lanes each of the policy's is."""
+        """Number of per-key queues that each of the policy's queues is split into."""
         self._tenant_limited: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
-        """Skipped lanes, with their heads and the blocks that their tenants held."""
+        """Skipped queues, with their heads and the blocks that their tenants held."""
         self._skipped: dict[WaitingQueue, None] = {}
-        """Lanes that are skipped, as a whole or in part, until the end of the round."""
+        """Queues that are skipped, as a whole or in part, until the end of the round."""
         self._num_of_kind: Counter[Kind] = Counter()
-        """How many lanes there are of each kind."""
+        """Number of queues of each kind."""
         self.num_tokens = 0
         """Prompt tokens of all groups."""
 
@@ -189,7 +189,7 @@ class ModelQueue(Generic[Kind]):
 
     @property
     def has_tenant_limited(self) -> bool:
-        """Whether any lane is skipped because of its tenant's limit."""
+        """Whether any queue is skipped because of its tenant's limit."""
         return bool(self._tenant_limited)
 
     def head(self) -> SequenceGroup | None:
@@ -204,7 +204,7 @@ class ModelQueue(Generic[Kind]):
         return None
 
     def add(self, seq_group: SequenceGroup) -> None:
-        """Queue a group in its lane; one that is queued already stays."""
+        """Queue a group by its key; one that is queued already stays."""
         if seq_group in self:
             return
         if not self._num_lanes[self._policy.lane(seq_group.tenant)]:
@@ -238,13 +238,13 @@ class ModelQueue(Generic[Kind]):
                 self._policy.close_lane(seq_group.tenant)
 
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
-        """Skip a lane because its head would exceed the KV blocks that its tenant may hold."""
+        """Skip a queue because its head would exceed the KV blocks that its tenant may hold."""
         lane = self._lanes[self._key_of[head]]
         self._order.remove(lane)
         self._tenant_limited[lane] = head, head.tenant.num_kv_blocks
 
     def retry_tenant_limited(self) -> None:
-        """Stop skipping lanes that have another head now, or whose tenants hold fewer blocks. The
+        """Stop skipping queues that have another head now, or whose tenants hold fewer blocks. The
         others stay skipped: there may be many, and this runs in every step."""
         self._retry(
             lane
@@ -253,7 +253,7 @@ class ModelQueue(Generic[Kind]):
         )
 
     def skip_queue(self, head: SequenceGroup) -> None:
-        """Skip the whole lane until `end_round`: no worker group has room for its kind."""
+        """Skip the whole queue until `end_round`: no worker group has room for its kind."""
         lane = self._lanes[self._key_of[head]]
         self._order.remove(lane)
         self._skipped[lane] = None

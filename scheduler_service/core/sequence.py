@@ -413,8 +413,8 @@ class SequenceGroup:
         self.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
     def most_blocks(self, capacity: WorkerGroupCapacity) -> int:
-        """Blocks that its sequences can come to need in a worker group, be it large enough; what
-        they share counts for each."""
+        """Most blocks that its sequences can need in a worker group, even if the group has fewer;
+        shared blocks count once per sequence."""
         room = capacity.max_model_len - self.num_prompt_tokens
         num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
         return self.num_unfinished * -(-num_tokens // capacity.block_size)
@@ -535,8 +535,8 @@ class BeamGroup:
         self._candidates = {}
 
     def advance(self) -> list[tuple[Sequence, int]]:
-        """Let the search choose; per beam that goes on, in order, the sequence it comes of and its
-        next token. Who is to hold it is told by `hold`, unless the search is done."""
+        """Let the search choose; return the parent sequence and the next token of each beam that
+        continues, in order. Unless the search is done, `hold` then sets the beams' sequences."""
         holders = self.held
         if not self.search.has_begun:
             holders = holders * len(self.search.beams)  # all are the prompt alone

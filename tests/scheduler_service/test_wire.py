@@ -195,7 +195,7 @@ def test_a_submission_becomes_a_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "meant"),
+    ("sent", "expected"),
     [
         (sampling_pb2.EARLY_STOPPING_WHEN_FULL, EarlyStopping.WHEN_FULL),
         (sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS, EarlyStopping.WHEN_HOPELESS),
@@ -203,12 +203,12 @@ def test_a_submission_becomes_a_request() -> None:
     ],
 )
 def test_a_search_is_submitted_with_all_that_it_needs(
-    told: sampling_pb2.EarlyStopping.ValueType, meant: EarlyStopping
+    sent: sampling_pb2.EarlyStopping.ValueType, expected: EarlyStopping
 ) -> None:
-    beam_search = sampling_pb2.BeamSearch(width=3, length_penalty=0.5, early_stopping=told)
+    beam_search = sampling_pb2.BeamSearch(width=3, length_penalty=0.5, early_stopping=sent)
     request = wire.decode_submit(submit(beam_search=beam_search), "front", now=0.0)
     assert request.beam_search == BeamParams(
-        width=3, length_penalty=0.5, early_stopping=meant, num_logprobs=0
+        width=3, length_penalty=0.5, early_stopping=expected, num_logprobs=0
     )
     assert wire.decode_submit(submit(), "front", now=0.0).beam_search is None
 

@@ -62,7 +62,9 @@ def _check_beam_search(request: Request, params: BeamParams, config: SchedulerCo
             "beam_search.length_penalty", f"must be within {MAX_LENGTH_PENALTY} of 0"
         )
     if request.generated:
-        raise InvalidArgument("resume", "must hold nothing with beam_search, which begins anew")
+        raise InvalidArgument(
+            "resume", "must hold nothing with beam_search, which restarts from the prompt"
+        )
 
 
 def why_not(

@@ -1,21 +1,22 @@
 """Whether a request can still meet its deadline.
 
-Nothing is refused or dropped that might have succeeded: the estimate is the least that a request
-can take, and whatever is not known counts as nothing.
+No request is refused or dropped that might have succeeded: the estimate is a lower bound of the
+time that a request takes, and unknown terms count as zero.
 
     own work    Tokens of its prompt that no worker group has cached, on device or host, then
                 the tokens it must have (one, or `min_tokens` as far as there is room): on the
                 worker group that is best for it, at the lowest costs per token and step that moving
-                averages of its results have ever shown. Nothing of the kind measured on some group:
-                no time. Begun before, and so perhaps cached or swapped out: no time for the prompt.
-                While a request lives that begins alike and may compute the same blocks before: none
-                either.
+                averages of its results have ever shown. If some group has no such measurement: no
+                time. If it was started before, and so may be cached or swapped out: no time for the
+                prompt.
+                While an unfinished request shares a prefix and may compute the same blocks first:
+                no time for the prompt either.
     the queue   Prompt tokens that are served before its own in the policy's order, at three times
-                the speed at which the queue has drained of late: answers differ in length, so that
-                it may go faster for a while. The speed is measured, so it takes cached tokens and
-                the time that answers take into account.
+                the speed at which the queue has drained recently: outputs differ in length, so it
+                may drain faster for a while. The speed is measured, so it accounts for cached
+                tokens and for the time that decoding takes.
 
-So it errs on the side of trying: a request that is let in may still run into its deadline.
+The check errs on the side of trying: an accepted request may still miss its deadline.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +33,7 @@ from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
 _QUEUE_SPEEDUP = 3.0
 
 LiveSequenceGroups: TypeAlias = Callable[[], Iterable[SequenceGroup]]
-"""Tells all live groups. Asked only for a request that is about to be refused or dropped."""
+"""Returns all live groups. Called only for a request that is about to be refused or dropped."""
 
 
 def check_deadline(
@@ -41,10 +42,10 @@ def check_deadline(
     live_seq_groups: LiveSequenceGroups,
     now: float,
 ) -> None:
-    """Raise DeadlineExceeded if a request that is new cannot meet its deadline even without a
+    """Raise DeadlineExceeded if a new request cannot meet its deadline even without a
     queue, and DeadlineUnreachable if it cannot because of the queue.
 
-    A request that goes on after a loss was accepted before, and is not refused.
+    A request that continues after a loss was accepted before, and is not refused.
     """
     deadline = seq_group.request.deadline
     if deadline is None or model is None or seq_group.request.is_continued:

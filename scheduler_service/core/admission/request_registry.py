@@ -111,12 +111,12 @@ class RequestRegistry:
         seq_group.sequences, seq_group.beams = [], None
 
     def remove_frontend(self, frontend_id: str) -> None:
-        """The frontend is gone, with its news; its groups must have been removed."""
+        """Remove a frontend and its outputs; its groups must have been removed before."""
         frontend = self._frontends.pop(frontend_id, None)
         assert frontend is None or not frontend.sequences
 
     def take_outboxes(self) -> dict[str, EngineOutputs]:
-        """News by frontend since the last call, where there is any."""
+        """Take the outputs since the last call, by frontend, of frontends that have any."""
         return {
             frontend.frontend_id: frontend.take_outbox()
             for frontend in self._frontends.values()

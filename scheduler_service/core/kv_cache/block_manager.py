@@ -79,15 +79,15 @@ class BlockManager:
         return list(self._tables[seq_id])
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def round_up(self, num_tokens: int) -> int:
-        """Tokens that the blocks for so many tokens hold."""
+        """`num_tokens`, rounded up to full blocks."""
         return self.num_blocks_for(num_tokens) * self.block_size
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits when it is alone."""
+        """Whether a sequence of `num_tokens` tokens fits when it is alone."""
         return self.num_blocks_for(num_tokens) <= self.gpu_pool.num_blocks
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -101,10 +101,10 @@ class BlockManager:
     def can_allocate(
         self, num_tokens: int, found: Sequence[int] = (), num_blocks_promised: int = 0
     ) -> AllocStatus:
-        """Whether a sequence of so many tokens, the first of them in blocks that were found, can
-        be admitted, beside what others were promised.
+        """Whether a sequence of `num_tokens` tokens, the first of them in the `found` blocks, can
+        be admitted in addition to the blocks promised to others.
 
-        Blocks up to the watermark are left to those that run; where none runs, all are given.
+        Blocks up to the watermark are reserved for running sequences, if there are any.
         """
         num_new = self.num_blocks_for(num_tokens) - len(found)
         return self.can_provide(num_new, found, num_blocks_promised)
@@ -112,7 +112,7 @@ class BlockManager:
     def can_provide(
         self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
     ) -> AllocStatus:
-        """The same for so many new blocks, beside those that were found."""
+        """Like `can_allocate`, for `num_new` blocks in addition to those that were found."""
         if num_new + len(found) > self.gpu_pool.num_blocks:
             return AllocStatus.NEVER
         enough = self.num_blocks_short(num_new, found, num_blocks_promised) <= 0
@@ -128,8 +128,8 @@ class BlockManager:
         return num_new + num_free_found + kept - self.gpu_pool.num_free_blocks
 
     def allocate(self, seq_id: int, num_tokens: int, found: Sequence[int] = ()) -> list[int]:
-        """Give a sequence blocks for so many tokens, first those that were found; its block
-        table."""
+        """Give a sequence blocks for `num_tokens` tokens, first those that were found; return its
+        block table."""
         assert seq_id not in self._tables
         self.gpu_pool.share(found)  # before others take them
         num_blocks = self.num_blocks_for(num_tokens) - len(found)
@@ -152,7 +152,7 @@ class BlockManager:
         return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > 0
 
     def can_append_all(self, lengths: Iterable[tuple[int, int]]) -> bool:
-        """Whether several sequences, told with their lengths, can all write their last tokens."""
+        """Whether several sequences, given as (id, length), can all write their last tokens."""
         num_blocks = 0
         sharers: Counter[int] = Counter()
         for seq_id, length in lengths:
@@ -191,14 +191,14 @@ class BlockManager:
         return list(table)
 
     def set_keys(self, seq_id: int, first: int, keys: Sequence[BlockKey]) -> None:
-        """Have a sequence's blocks from entry `first` on, which are full and computed, found by
-        these keys. Where another block has the same contents, that one goes on being found."""
+        """Register keys for a sequence's blocks from entry `first` on, which are full and computed.
+        If another block has the same contents, its key keeps pointing to that block."""
         table = self._tables[seq_id]
         for index, key in enumerate(keys, first):
             self.gpu_pool.cached.add(table[index], key)
 
     def forget_keys(self, keys: Iterable[BlockKey]) -> None:
-        """Have nothing found by these keys any more, on device and host."""
+        """Forget these keys, on device and host: no block is found by them afterwards."""
         for pool in (self.gpu_pool, self.host.pool):
             for block in [pool.cached.find(key) for key in keys]:
                 if block is not None:

@@ -99,7 +99,7 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, on_evict: Callable[[int, BlockKey], None] | None = None
     ) -> None:
-        """`on_evict` is told of each block that is handed out although it had this key."""
+        """`on_evict` is called with each block that is handed out although it has a key."""
         self.num_blocks = num_blocks
         self.cached = CachedBlocks()
         self._ref_counts = [0] * num_blocks
@@ -161,7 +161,7 @@ class BlockPool:
                     self._free.append(block)
 
     def forget(self, block: int) -> None:
-        """Have a block found no more, if it has a key."""
+        """Forget the key of a block, if it has one."""
         if block in self.cached and self._ref_counts[block] == 0:
             self.cached.use(block)
             self._free.append(block)
@@ -174,7 +174,7 @@ class BlockPool:
         return block
 
     def check(self, ref_counts: dict[int, int]) -> None:
-        """Assert that exactly these blocks are in use, by so many references each."""
+        """Assert that exactly these blocks are in use, with these reference counts."""
         counted = {block: count for block, count in enumerate(self._ref_counts) if count}
         assert counted == ref_counts, f"counted {counted}, referenced {ref_counts}"
         self.cached.check(ref_counts)

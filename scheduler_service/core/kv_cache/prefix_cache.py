@@ -1,4 +1,4 @@
-"""Finding what was computed before: sequences that begin alike share their KV blocks.
+"""The prefix cache: sequences that share a prefix share its KV blocks.
 
 The KV of a token depends on all tokens before it. So a full block has a key that stands for its
 tokens and all before them: a 128-bit hash of the key of the block before and its own tokens.
@@ -6,7 +6,7 @@ tokens and all before them: a 128-bit hash of the key of the block before and it
 A block gets its key once the result of the step that filled it is in. Plans are executed in order,
 so an earlier use would find the right KV too, unless that step fails; the wait keeps what was
 never confirmed from being found. A sequence of which most is just being computed by another waits
-for it, so that of many that come at once and begin alike the first alone computes what they share.
+for it, so that among many simultaneous requests only the first one computes a shared prefix.
 The last token of a sequence is always computed, whatever is found, for its logits; so nothing is
 ever written to a block with a key.
 """
@@ -120,7 +120,7 @@ class PrefixCache:
             seq.offer_blocks(num_blocks)
 
     def _keys(self, seq: Sequence, num_blocks: int) -> list[BlockKey]:
-        """Keys of at least so many blocks, whose tokens are known; hashed once in its life."""
+        """Keys of at least `num_blocks` blocks, whose tokens are known; each is hashed once."""
         size = self._block_size
         keys = seq.block_keys.get(size)
         if keys is None:
@@ -177,8 +177,8 @@ def _is_unconfirmed(seq: Sequence) -> bool:
 
 
 def _most_reusable(seq: Sequence) -> int:
-    """The most tokens that need not be computed: where log probabilities of the prompt are still
-    owed, those before the logits that tell about the first of them."""
+    """The most tokens that may come from the cache. If prompt log probabilities are still to be
+    reported, computation must begin at the logits of the first of them."""
     seq_group = seq.seq_group
     num_told = seq_group.prompt_logprobs_start
     if seq_group.request.wants_prompt_logprobs and num_told < seq_group.num_prompt_tokens:

@@ -121,7 +121,7 @@ class Fair(Policy):
             account.service += cost / seq_group.tenant.config.weight
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:
-        """Charge a token for each; also for those that were sampled in vain."""
+        """Charge one token for each row, even if the sampled token is discarded."""
         counts: Counter[TenantUsage] = Counter(map(_tenant_of, rows))
         for tenant, num_tokens in counts.items():
             cost = OUTPUT_TOKEN_COST * num_tokens

@@ -16,10 +16,10 @@ from scheduler_service.core.tenants import Tenants, TenantUsage
 class Policy(ABC):
     """The order in which one model's requests are served.
 
-    Each request has a rank for life: the order within its lane of the queue, and within a worker
-    group's batch, where the last is preempted when memory runs out. Requests that wait for a
-    worker group stand in lanes, and only the first of a lane can be next; `key` says which lane's.
-    What has no answer here is the same for all policies that do not override it.
+    Each request has a constant rank: its order within its queue, and within a worker group's
+    batch, of which the last is preempted when memory runs out. Requests that wait for a worker
+    group are split into queues, and only the head of a queue can be next; `key` orders the heads.
+    Methods with a default here are the same for all policies that do not override them.
     """
 
     goes_ahead: ClassVar = False
@@ -36,36 +36,36 @@ class Policy(ABC):
         that no two are equal."""
 
     def lane(self, tenant: TenantUsage) -> str | None:
-        """The lane of a tenant's requests; None is the one that tenants share.
+        """The queue of a tenant's requests; None is the one that tenants share.
 
-        A tenant whose requests may have to wait for its own blocks has a lane of its own, so that
-        they are in nobody's way.
+        A tenant whose requests may have to wait for its own blocks has a queue of its own, so
+        that they do not block other tenants.
         """
         return None if tenant.config.max_kv_blocks is None else tenant.name
 
     def key(self, head: SequenceGroup) -> Any:
-        """The present place of the lane that a group is the first of, the lowest is served first.
-        It must not fall while the group is first."""
+        """Sort key of the queue whose head is given; the lowest is served first. It must not
+        decrease while the group is the head."""
         return head.rank
 
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:
-        """Which of the others in a worker group a group that waits goes ahead of: those that leave
-        the batch for it if it finds no room otherwise, the first to leave first.
+        """The others in a worker group that a waiting group may preempt if it finds no room
+        otherwise, the first to be preempted first.
 
-        A group that has left must not go ahead of the one that it left for.
+        A preempted group must not be able to preempt the one that it was preempted for.
         """
         del seq_group, others
         return iter(())
 
     def open_lane(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
-        """A tenant's request is to stand in a lane that was empty, or could not move for the
+        """Note that a tenant's request joins a queue that was empty, or that was blocked by the
         tenant's own limits; `first` would be next otherwise."""
         del tenant, first
 
     def close_lane(self, tenant: TenantUsage) -> None:
-        """The lane is empty: the last to leave it was a request of this tenant."""
+        """Note that a queue is empty; the last to leave it was a request of this tenant."""
         del tenant
 
     def note_placed(self, seq_group: SequenceGroup) -> None:

@@ -62,7 +62,7 @@ class RouteEstimate:
     cost_us: float
     """Time to the end of the answer from when the group takes the request."""
     wait_us: float
-    """Time until it can; infinite if it cannot be told."""
+    """Time until the group has room for it; infinite if unknown."""
     num_sequences: int
     """That are there."""
     waits_by_choice: bool = False
@@ -89,9 +89,8 @@ class Router:
     def choose(
         self, seq_group: SequenceGroup, schedulers: Sequence[Scheduler], now_us: int
     ) -> RouteEstimate:
-        """Of the worker groups that a request fits, the one that is best for it, be it that it
-        must wait for room there. What it waits for it goes on waiting for as long as none has
-        room."""
+        """The best worker group for a request among those that can hold it, even if it must wait
+        for room there. A request keeps waiting for the same group as long as none has room."""
         estimates = self._estimates(seq_group, schedulers)
         best = min(estimates, key=lambda estimate: estimate.order)
         if best.has_room:

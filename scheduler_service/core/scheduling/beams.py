@@ -204,8 +204,8 @@ class BeamScheduler:
     # Results.
 
     def receive(self, seq: Sequence, step_id: int, candidates: RowCandidates) -> bool:
-        """What may follow a beam; whether the search has ended by it. What comes of a step before
-        the group left the batch counts no more."""
+        """Take the candidates for a beam's next token; True if the search has ended with them.
+        Results of steps from before the group left the batch are ignored."""
         if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
             return False
         beams = _beams(seq.seq_group)
@@ -247,7 +247,7 @@ class BeamScheduler:
         seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
-        """An idle sequence takes over a beam and goes on by another token."""
+        """An idle sequence takes over a beam and continues it with another token."""
         self._blocks.fork(parent.seq_id, child.seq_id)
         child.fork_beam(parent, token, self._pipeline.next_step_id)
         self._running.add_beam(child)
@@ -273,10 +273,10 @@ def _fork(child: Continuation, block_ids: list[int]) -> NewSequence:
 
 
 def deliver_beams(seq_group: SequenceGroup) -> int | None:
-    """Tell the frontend all tokens of the best sequences; how many they are.
+    """Send all tokens of the best sequences to the frontend; return their number.
 
-    None, with nothing told, if the search has found fewer than were asked for: the request's own
-    constraints left nothing to go on with.
+    Returns None, and sends nothing, if the search found fewer sequences than requested because
+    the request's own constraints left no candidates.
     """
     assert seq_group.beams is not None
     best = seq_group.beams.search.finished[: seq_group.request.num_choices]

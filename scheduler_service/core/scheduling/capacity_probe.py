@@ -121,8 +121,8 @@ class CapacityProbe:
         return has_room or self.can_take_ahead(seq_group)
 
     def can_take_ahead(self, seq_group: SequenceGroup) -> bool:
-        """Whether the group would find room here now at the expense of others that it goes ahead
-        of, be they running or waiting."""
+        """Whether the group would find room here now by preempting others, whether they run or
+        wait."""
         if self._ahead or not seq_group.fits(self._capacity):
             return False
         return self._victims.find(seq_group, self._seq_groups) is not None

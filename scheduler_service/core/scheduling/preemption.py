@@ -114,8 +114,8 @@ class SwapManager:
                 self._landed.append((seq, make_new_sequence(seq, table)))
 
     def add_landed(self, batch: Batch) -> None:
-        """Have the worker told of those that decode again and got rows; the others had to leave
-        once more, or have outgrown the cache."""
+        """Introduce sequences that decode again and got rows to the worker; the others were
+        preempted once more, or have outgrown the cache."""
         for seq, new_sequence in self._landed:
             if seq.num_in_flight:
                 batch.add_new(new_sequence)
@@ -304,8 +304,8 @@ class _PreemptionLog:
 class VictimSelector:
     """Finds the groups that must leave the batch, among those that the policy allows.
 
-    Groups of beams stay: their sequences come and go in every step, so that what they would free
-    cannot be told.
+    Groups of beams stay: their sequences change in every step, so that the number of blocks that
+    they would free is unknown.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class VictimSelector:
     def _has_room(
         self, seq_group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
     ) -> bool:
-        """Whether the group could be admitted if so many places and blocks more were free."""
+        """Whether the group could be admitted with this many more free places and blocks."""
         num_taken = self._running.num_places - num_places + len(seq_group.waiting())
         verdict = self._blocks.can_allocate(seq_group.max_known_tokens, found, -num_blocks)
         return num_taken <= self._max_num_seqs and verdict is AllocStatus.OK

@@ -271,9 +271,9 @@ class ResultProcessor:
         self._finisher.fail_seq_group(seq.seq_group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
-        """Tell how far prompts are computed, but for those that have left the batch since the step
-        was planned: they may have begun again. If their next tokens come with this result they have
-        not; what was computed is lost, but these count."""
+        """Record how far prompts are computed, except for sequences that have left the batch since
+        the step was planned and may have restarted. If their next tokens come with this result,
+        they have not restarted: the computed KV is lost, but the tokens count."""
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
                 self._prefixes.note_prefill(seq, num_tokens, is_last)
@@ -288,8 +288,8 @@ class ResultProcessor:
                 self.finish_search(seq.seq_group, now_us)
 
     def _count(self, step: InFlightStep, num_accepted: int, waited_us: int) -> None:
-        """Decodes come in every step, so each has waited for its token since the step before. Those
-        of beams are none: what they have is told at the end."""
+        """Count tokens and their latencies. A decode has a row in every step, so each has waited
+        for its token since the step before. Beams are not counted: they report at the end."""
         self._totals.num_generated_tokens += num_accepted
         first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
         num_decoded = num_accepted - sum(not seq.seq_group.is_lockstep for seq in first)

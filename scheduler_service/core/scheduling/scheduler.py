@@ -190,8 +190,8 @@ class Scheduler:
         return seq_groups
 
     def send_away(self, may_go: Callable[[SequenceGroup], bool], now_us: int) -> int:
-        """Plan no more for the groups that may go; `take_gone` tells when they are gone. How many
-        they are."""
+        """Stop planning for the groups that may go, and return their number; `take_gone` returns
+        them once they are gone."""
         self.num_changes += 1
         leaving = [g for g in self.seq_groups if g not in self._migrating and may_go(g)]
         for seq_group in leaving:

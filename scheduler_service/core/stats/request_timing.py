@@ -54,7 +54,7 @@ class StepClock:
 
 
 class RequestPhase(Enum):
-    """What a request is doing, as far as its timings tell."""
+    """What a request is doing, according to its timings."""
 
     QUEUE = "queue"
     RUNNING = "running"
@@ -192,7 +192,7 @@ class Timeline:
     def add_placement(self, worker_group_id: str, now_us: int) -> None:
         """Note that a worker group has taken the request."""
         if len(self.placements) == MAX_EVENTS:
-            del self.placements[1:]  # the first tells where it began
+            del self.placements[1:]  # the first is where it began
         self.add(RequestEvent.PLACED, now_us, len(self.placements))
         self.placements.append(worker_group_id)
 

@@ -40,7 +40,7 @@ class MovingRatio:
         return self._cost.mean / self._number.mean
 
     def add(self, cost: float, number: float) -> None:
-        """Take in the cost of so many more."""
+        """Add the cost of `number` items."""
         self.num_values += 1
         self._cost.add(cost)
         self._number.add(number)
@@ -67,9 +67,9 @@ class StepWork:
 class StepRates:
     """Moving averages of what things cost a worker group, in microseconds of its own time.
 
-    A step without prefills tells what a decode step costs; what a step with prefills takes beyond
-    that is shared out over their tokens. A step that swaps in tells only what moving blocks costs:
-    it may have run beside the rest. None: nothing of the kind has been measured.
+    A step without prefills measures the cost of a decode step; the extra time of a step with
+    prefills is divided among their tokens. A step that swaps in measures only the cost of moving
+    blocks, which may have overlapped with the rest. None: not measured yet.
     """
 
     def __init__(self) -> None:
@@ -90,24 +90,24 @@ class StepRates:
 
     @property
     def least_us_per_prefill_token(self) -> float | None:
-        """The least that prompts' tokens have ever cost on average, as far as they can be told
-        from decodes; tokens of large steps, which are computed faster, count for more."""
+        """Lowest average cost of a prompt token ever measured, as far as it can be separated from
+        decodes; tokens of large steps, which are computed faster, have more weight."""
         return self._prefill.least
 
     @property
     def us_per_prefill_token(self) -> float | None:
-        """One token more of a prompt, or of a recomputation."""
+        """Cost of one more token of a prompt, or of a recomputation."""
         return self._prefill_token.mean
 
     @property
     def us_per_further_token(self) -> float | None:
-        """The same, as far as it can be told from decodes; tokens of large steps, which are
-        computed faster, count for more."""
+        """Average cost of a prompt token, as far as it can be separated from decodes; tokens of
+        large steps, which are computed faster, have more weight."""
         return self._prefill.mean
 
     @property
     def us_per_moved_block(self) -> float | None:
-        """One block between device and host, in either direction."""
+        """Cost of moving one block between device and host, in either direction."""
         return self._moved_block.mean
 
     def note(self, work: StepWork, result: StepResult) -> None:
@@ -154,7 +154,8 @@ class QueueThroughput:
         return _settled(self._tokens)
 
     def note(self, now_us: int, *, num_requests: int, num_tokens: int, is_empty: bool) -> None:
-        """So many requests have left since the last note, and whether none waits now."""
+        """Record how many requests and tokens left since the last call, and whether the queue is
+        empty now."""
         if num_requests and self._since_us is not None:
             self._requests.add(now_us - self._since_us, num_requests)
             self._tokens.add(now_us - self._since_us, num_tokens)
@@ -175,8 +176,8 @@ def _settled(ratio: MovingRatio) -> float | None:
 def retry_delay_s(
     rates: Iterable[QueueThroughput], *, num_requests: int, num_tokens: int, unmeasured_s: float
 ) -> float:
-    """Seconds until so many requests, with so many prompt tokens, have left queues that drain side
-    by side; `unmeasured_s` if none of them has been measured."""
+    """Seconds until `num_requests` requests with `num_tokens` prompt tokens have left queues that
+    drain in parallel; `unmeasured_s` if none of them has been measured."""
     measured = [
         (1 / rate.us_per_request, 1 / rate.us_per_token)
         for rate in rates

@@ -52,7 +52,7 @@ class Traffic:
             self._join(group_id)
 
     def serve(self, num_requests: int) -> None:
-        """Have so many more requests come and end."""
+        """Submit `num_requests` more requests, and run until all have ended."""
         until = self._num_submitted + num_requests
         while self._num_submitted < until or self._open:
             while self._num_submitted < until and len(self._open) < MAX_OPEN:
@@ -60,7 +60,7 @@ class Traffic:
             if self._num_submitted % 100 == 0:
                 self._upset()
             self._step()
-        self._step()  # the results of rows in vain
+        self._step()  # the results of discarded rows
 
     def _join(self, group_id: str) -> None:
         self.core.add_worker_group(
@@ -131,7 +131,7 @@ class Traffic:
             self.take(outbox)
 
     def take(self, outbox: EngineOutputs) -> None:
-        """What a frontend does with its news."""
+        """What a frontend does with its outputs."""
         for finished in outbox.requests_finished:
             self.num_finished += 1
             del self._open[finished.handle]
@@ -160,14 +160,14 @@ def unlogged(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture
 def traced() -> Iterator[None]:
-    """Have all allocations counted."""
+    """Trace all allocations."""
     tracemalloc.start()
     yield
     tracemalloc.stop()
 
 
 def growth(traffic: Traffic, num_requests: int) -> tuple[int, int]:
-    """Objects and bytes that so many requests leave behind, once caches are full."""
+    """Objects and bytes that `num_requests` requests leave behind, once caches are full."""
     traffic.serve(500)
     before = memory()
     traffic.serve(num_requests)

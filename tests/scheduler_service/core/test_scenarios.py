@@ -1,7 +1,7 @@
-"""Scenarios: commands to a core, with the plans and the news that they print.
+"""Scenarios: commands to a core, with the plans and the outputs that they print.
 
 Each file in tests/scheduler_service/scenarios/ holds comments (#), commands, and indented below
-each command what it prints. To write the printed lines anew, and read the difference:
+each command what it prints. To write the printed lines again, and read the difference:
 
     python -m tests.scheduler_service.core.test_scenarios --rewrite
 
@@ -17,7 +17,7 @@ Commands (sizes in tokens; `name` is a request's):
                                 stop_at: the token at that output position is a stop token
                                 like: it begins with N tokens of another's prompt and first choice
                                 logprobs: of the prompt
-                                width: beam search by so many beams for the n best
+                                width: beam search with N beams for the n best
                                 stops: the first N token ids are stop tokens
     plan GROUP                  schedule a step; the worker executes it at once
     result GROUP                the oldest result comes in
@@ -155,7 +155,7 @@ class Scenario:
         )
 
     def make_prompt(self, num_tokens: int, like: str | None) -> list[int]:
-        """A prompt unlike all others from its first token on, or from where it is told to be."""
+        """A prompt that differs from all others, after the prefix that `like` makes it share."""
         number = len(self.records)
         prompt = [1 + (number + i) % 31 for i in range(num_tokens)]
         if like is not None:
@@ -251,10 +251,10 @@ class Scenario:
         for end in outbox.requests_finished:
             times = end.timings
             waits = {"preempted": times.preempted_us, "recovery": times.recovery_us}
-            told = [f", {what} {us} us" for what, us in waits.items() if us]
+            parts = [f", {what} {us} us" for what, us in waits.items() if us]
             if end.cached_tokens:
-                told.append(f", {end.cached_tokens} cached tokens")
-            lines.append(f"{names[end.handle]} is done{''.join(told)}")
+                parts.append(f", {end.cached_tokens} cached tokens")
+            lines.append(f"{names[end.handle]} is done{''.join(parts)}")
         for handle, error in outbox.requests_failed:
             assert isinstance(error, PagewireError)
             lines.append(f"{names[handle]} fails: {error.reason}: {error.message}")

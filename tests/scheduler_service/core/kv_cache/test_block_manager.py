@@ -1,4 +1,4 @@
-"""Who gets which device blocks, who shares them, and which are found again."""
+"""How device blocks are allocated, shared between sequences, and found again."""
 
 import pytest
 

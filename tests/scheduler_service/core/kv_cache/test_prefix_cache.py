@@ -1,4 +1,4 @@
-"""What is found of sequences that begin alike; the scenarios prefix_*.txt show the rest."""
+"""Prefix cache hits of sequences that share a prefix; the scenarios prefix_*.txt show the rest."""
 
 import pytest
 
@@ -137,7 +137,7 @@ def test_prompt_log_probabilities_leave_no_gap_where_others_computed_more() -> N
     wants = driver.submit(
         prompt=PROMPT[:12], max_tokens=1, sampling=Sampling(seed=1, prompt_logprobs=True)
     )
-    # As if 3 tokens had been told about before a preemption: the logits of the third are next.
+    # As if 3 tokens had been reported before a preemption: the logits of the third are next.
     [group] = driver.core._registry.seq_groups()
     group.prompt_logprobs_start = wants.num_prompt_logprobs = 4
     [new] = plan_of(driver).new_sequences
@@ -173,7 +173,7 @@ def test_the_result_of_a_step_before_a_preemption_says_nothing_of_the_blocks_aft
 
 
 def run_one_beside(driver: CoreDriver, num_tokens: int) -> RequestRecord:
-    """A request of so many tokens that has begun to decode, its first result in."""
+    """A request of `num_tokens` tokens that is decoding and has its first result."""
     record = driver.submit(prompt=PROMPT[:num_tokens], max_tokens=8)
     plan_of(driver)
     driver.deliver("g0")

@@ -137,7 +137,7 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten_unless_they_had_more() 
 
 
 def places(tenants: Tenants, **num_groups: int) -> list[SequenceGroup]:
-    """Running groups of one choice each, so many per tenant, the tenants one after another."""
+    """Running groups of one choice each, the given number per tenant, one tenant after another."""
     names = [name for name, number in num_groups.items() for _ in range(number)]
     groups = []
     for arrival, name in enumerate(names):

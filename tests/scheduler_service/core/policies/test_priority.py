@@ -1,4 +1,4 @@
-"""Requests that go ahead of others; the scenarios priority*.txt show the plans."""
+"""Requests that preempt others by priority; the scenarios priority*.txt show the plans."""
 
 import gc
 

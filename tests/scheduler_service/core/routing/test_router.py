@@ -111,7 +111,7 @@ def make_scheduler(group_id: str, **changes: object) -> Scheduler:
 
 
 def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
-    """Have it that the group's steps took so long, and a prompt's token."""
+    """Record results with these costs per step and per prompt token."""
     for num_tokens in (0, 100):
         work = make_work(num_tokens=1 + num_tokens, num_prefill_tokens=num_tokens)
         busy_us = step_us + num_tokens * token_us

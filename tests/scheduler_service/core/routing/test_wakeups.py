@@ -1,4 +1,4 @@
-"""Groups plan only when they are told that they may have something to: nothing is left lying."""
+"""Worker groups plan only when they are woken; no request is left waiting because of it."""
 
 from random import Random
 

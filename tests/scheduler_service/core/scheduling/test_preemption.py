@@ -1,4 +1,4 @@
-"""Who leaves the batch when memory runs out, and how; the scenarios swap*.txt show the plans."""
+"""Which sequences are preempted when memory runs out, and how; swap*.txt show the plans."""
 
 from collections.abc import Iterator
 

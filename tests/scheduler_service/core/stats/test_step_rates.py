@@ -1,4 +1,4 @@
-"""What a worker group's steps cost, as its results tell."""
+"""The cost of a worker group's steps, measured from its results."""
 
 from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import StepResult
