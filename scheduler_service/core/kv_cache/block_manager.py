@@ -34,7 +34,7 @@ class BlockManager:
 
     A freed block may be handed out at once, even while a step that uses it is in flight: the
     worker executes plans in order, so whoever gets the block writes it in a later step, or in the
-    same one after nobody reads it any more. A block with a key is full and computed: nothing in
+    same one once it is no longer read. A block with a key is full and computed: nothing in
     flight writes to it.
 
     Swapping moves the tables of sequences that belong together: a block that they share is moved
@@ -217,7 +217,7 @@ class BlockManager:
         return self.host.num_missing(keys.values()) + len(keys)
 
     def num_own_blocks(self, seq_ids: Sequence[int]) -> int:
-        """Distinct blocks of these sequences that nobody else has: what freeing them all frees."""
+        """Distinct blocks that only these sequences use, which freeing them all would free."""
         counts = Counter(block for seq_id in seq_ids for block in self._tables[seq_id])
         return sum(self.gpu_pool.num_references(block) == n for block, n in counts.items())
 
@@ -265,7 +265,7 @@ class BlockManager:
         for seq_id, table in tables.items():
             self._tables[seq_id] = [targets[block] for block in table]
             self.gpu_pool.share(self._tables[seq_id])
-        self.gpu_pool.release(list(targets.values()))  # the first reference was nobody's
+        self.gpu_pool.release(list(targets.values()))  # the first reference has no owner
         return [block for pair in targets.items() for block in pair]
 
     def free_swapped(self, seq_id: int) -> None:

@@ -61,7 +61,7 @@ class CachedBlocks:
             del self._blocks[key]
 
     def free(self, block: int) -> None:
-        """A block with a key is not in use any more."""
+        """Note that a block with a key is no longer in use."""
         self._free[block] = None
 
     def use(self, block: int) -> None:

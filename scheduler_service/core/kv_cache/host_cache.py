@@ -52,7 +52,7 @@ class HostCache:
     ) -> dict[int, int]:
         """Take in block tables by sequence id, given in device blocks, whose keys are `keys`; there
         must be room. The host block of each device block that is to be moved: what sequences
-        share, they go on sharing, and what the host has is not moved."""
+        share, they keep sharing, and what the host has is not moved."""
         targets: dict[int, int] = {}
         moved: dict[int, int] = {}
         for block, key in keys.items():

@@ -219,7 +219,7 @@ class ServedModel:
                 known = seq_group.routing.refusals.get(scheduler.capacity.worker_group_id)
                 if known == scheduler.num_changes:
                     assert not scheduler.probe.has_room_for(seq_group), (
-                        "there is room nobody looks at"
+                        "a worker group has room for a request that it refused"
                     )
 
     def release(self, seq_group: SequenceGroup) -> None:
@@ -359,10 +359,10 @@ class Fleet:
         return self._schedulers
 
     def add(self, capacity: WorkerGroupCapacity, now_us: int) -> ServedModel:
-        """A worker group is there; its model. Raises ValueError if one of this id is there already,
+        """Add a worker group; return its model. Raises ValueError if its id already exists,
         or it could not work with the configuration."""
         if capacity.worker_group_id in self._schedulers:
-            raise ValueError(f"group {capacity.worker_group_id} is there already")
+            raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
@@ -438,7 +438,7 @@ class Fleet:
             model.wake()
 
     def drop_if_unused(self, model: ServedModel) -> None:
-        """Forget a model that was never served, and that nobody waits for any more."""
+        """Forget a model that was never served, and that no request waits for."""
         if model.is_unused:
             del self._models[model.name]
 

@@ -1,4 +1,4 @@
-"""Poison requests: a request that kills its worker must not go on to kill all of them.
+"""Poison requests: a request that kills its worker must not kill all others in turn.
 
 Every request that a worker was computing at its death counts the loss, and fails at the last one
 that the configuration allows. Before that it is a suspect for as long as it may do what it did: it

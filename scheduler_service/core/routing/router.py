@@ -47,7 +47,7 @@ from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.throughput import MovingAverage
 
 OUTPUT_TOKENS_UNMEASURED = 128
-"""Length of an answer as long as none has ended."""
+"""Assumed output length until the first request has ended."""
 
 _OUTPUT_WEIGHT = 0.02
 """Of the newest answer in their average length: about the last 50 count."""
@@ -64,7 +64,7 @@ class RouteEstimate:
     wait_us: float
     """Time until the group has room for it; infinite if unknown."""
     num_sequences: int
-    """That are there."""
+    """Sequences that the group holds."""
     waits_by_choice: bool = False
     """Whether another has room, and this is worth the wait."""
 
@@ -238,7 +238,7 @@ class RoutingRound:
         self._router = router
         self._suitable = suitable
         self.unsuitable: list[SequenceGroup] = []
-        """Requests that may go nowhere; they are out of the queue."""
+        """Requests that fit no worker group; they are no longer in the queue."""
 
     def next(self, now_us: int) -> tuple[SequenceGroup, Scheduler] | None:
         """The next request that goes to a worker group, and which; it is in the queue still. None
@@ -259,7 +259,7 @@ class RoutingRound:
         return bool(self._with_room) or (self._policy.goes_ahead and bool(self._open))
 
     def _place(self, seq_group: SequenceGroup, now_us: int) -> Scheduler | None:
-        """Where the head goes; if nowhere, it is the head no more."""
+        """Route the head of the queue; skip it if no worker group takes it."""
         suitable = self._suitable(seq_group)
         if not suitable:
             self._waiting.discard(seq_group)

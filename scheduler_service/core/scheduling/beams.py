@@ -40,7 +40,7 @@ class _Start:
     found: list[int]
     """Blocks that the prefix cache has."""
     source: Sequence | None
-    """Otherwise, who shares its first `num_shared` blocks; None: nobody has any."""
+    """Otherwise, the sequence that shares its first `num_shared` blocks, if there is one."""
     num_shared: int
 
     @property
@@ -150,7 +150,7 @@ class BeamScheduler:
     # One token for each beam.
 
     def plan(self, seq_group: SequenceGroup, batch: Batch) -> bool:
-        """Rows for all beams, if they are due, once in a batch; False if they can never go on."""
+        """Rows for all beams, if due, once in a batch; False if they can never continue."""
         if seq_group in batch.beam_groups:
             return True
         batch.beam_groups.add(seq_group)
@@ -242,12 +242,12 @@ class BeamScheduler:
         beams.held[0].hold_forks(spare)
 
     def _drop(self, seq: Sequence) -> None:
-        """A beam does not go on: its blocks are free, its sequence is idle."""
+        """Drop a beam: its blocks become free, its sequence idle."""
         self._running.drop_beam(seq)
         seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
-        """An idle sequence takes over a beam and continues it with another token."""
+        """Let an idle sequence take over a beam and continue it with another token."""
         self._blocks.fork(parent.seq_id, child.seq_id)
         child.fork_beam(parent, token, self._pipeline.next_step_id)
         self._running.add_beam(child)

@@ -50,7 +50,7 @@ class MigratingGroups:
         self._seq_groups.pop(seq_group, None)
 
     def take_gone(self) -> list[SequenceGroup]:
-        """Groups that nothing is in flight of any more, to be placed elsewhere."""
+        """Groups without rows in flight, which are to be placed elsewhere."""
         if not self._seq_groups:
             return []
         in_flight = {seq.seq_group for seq in self._pipeline.open_rows()}

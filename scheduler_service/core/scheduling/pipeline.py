@@ -138,7 +138,7 @@ class PipelineDepth:
         """Of the batch when its patience was looked up."""
 
     def num_together(self) -> int:
-        """How many steps of the batch as it is may travel together, if nobody else waits."""
+        """Steps of the present batch that may be sent together, if no other request waits."""
         step_us, running = self._rates.us_per_decode_step, self._running
         if self._max_together == 1 or not step_us or running.prefilling or running.arriving:
             return 1
@@ -146,7 +146,7 @@ class PipelineDepth:
         return max(1, min(self._max_together, int(most_us / step_us)))
 
     def depth(self, num_together: int) -> int:
-        """Steps that may be open: those that come back together, and one to go on with."""
+        """Steps that may be in flight: those that return together, and one to continue with."""
         return self._depth if num_together == 1 else max(self._depth, num_together + 1)
 
     def _patience(self) -> int:

@@ -185,7 +185,7 @@ class Preemption:
 
     def make_room(self, seq_group: SequenceGroup, batch: Batch) -> bool:
         """Take the blocks of the last group, or of the last sequence if that is of this group,
-        which needs one; False if the group cannot go on even alone.
+        which needs one; False if the group cannot continue even alone.
 
         Takes only sequences that have no row in the batch yet, as long as decodes get their rows
         in order; a group in lockstep must ask before any of its sequences has a row.

@@ -129,7 +129,7 @@ class BatchAdmitter:
             waiting.discard(seq_group)
 
     def _admit_seq_group(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
-        """Admit the group's sequences; LATER if some go on waiting."""
+        """Admit the group's sequences; LATER if some keep waiting."""
         if seq_group.beams is not None:
             verdict = self._beams.admit(seq_group, batch)
             if verdict is AllocStatus.OK:

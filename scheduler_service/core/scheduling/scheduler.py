@@ -205,7 +205,7 @@ class Scheduler:
         return self._migrating
 
     def take_gone(self) -> list[SequenceGroup]:
-        """Part with the groups that were sent away and of which nothing is in flight any more."""
+        """Remove and return the groups that were sent away and have no rows in flight."""
         self.num_changes += 1
         gone = self._migrating.take_gone()
         for seq_group in gone:
@@ -214,7 +214,7 @@ class Scheduler:
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """The worker is gone: all groups, to start again with the tokens they have; and those
-        that it was computing. Nothing may be scheduled here any more."""
+        that it was computing. Nothing may be scheduled here afterwards."""
         computing = {seq.seq_group for seq in self._pipeline.open_rows()} & self.seq_groups.keys()
         self.waiting.take_all()
         self.ahead.take_all()
@@ -283,7 +283,7 @@ class Scheduler:
         return [seq_group for seq_group in outgrown if seq_group.num_unfinished]
 
     def fail_outgrown(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """End one of these, which no other worker group can go on with."""
+        """End an outgrown group that no other worker group can continue."""
         tokens = self.capacity.num_cache_tokens
         who = "beams have" if seq_group.is_lockstep else "sequence has"
         error = GenerationFailed(

@@ -113,7 +113,7 @@ def test_a_result_without_an_open_plan_is_a_mismatch() -> None:
 
 def test_a_group_id_is_not_taken_twice() -> None:
     core = make_driver().core
-    with pytest.raises(ValueError, match="g0 is there already"):
+    with pytest.raises(ValueError, match="g0 already exists"):
         core.add_worker_group(make_capacity(), 0.0)
 
 
