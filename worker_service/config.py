@@ -39,7 +39,7 @@ class CostModel:
                 raise InvalidOption(f"simulate_{name}: expected 0 or more, got {got}")
 
     def swap_us(self, num_blocks: int) -> float:
-        """Time to swap so many blocks, out and in together."""
+        """Time to swap `num_blocks` blocks, out and in together."""
         return num_blocks * self.block_us
 
     def compute_us(self, num_rows: int, num_tokens: int) -> float:
@@ -225,7 +225,7 @@ class RunnerConfig:
     steps wait for each other on the host, nor with attention that waits for the device."""
 
     max_graph_batch_size: int = 512
-    """Largest batch of decodes that is recorded, if so many sequences are scheduled at all. A
+    """Largest batch of decodes that is recorded, if that many sequences can be scheduled. A
     recording takes start-up time; their memory is shared."""
 
     compile: bool = False
@@ -246,7 +246,7 @@ class NetworkConfig:
     """`HOST:PORT` or `unix:PATH`; port 0 takes a free one."""
 
     advertise: str | None = None
-    """Address the core is told to dial. None: the one listened on, with the real port; where that
+    """Address that the core dials. None: the one listened on, with the real port; where that
     is all interfaces, the one that the route to the core leaves by."""
 
     core: str | None = None

@@ -19,7 +19,7 @@ _SETS_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Have OpenMP's threads sleep soon, unless the user says otherwise; before torch is loaded."""
+    """Make OpenMP's threads sleep soon, unless the user says otherwise; before torch is loaded."""
     if not any(name in environment for name in _SETS_WAITING):
         environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 

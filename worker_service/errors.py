@@ -9,7 +9,7 @@
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
     ├── OutOfOrder         a call or a step out of its turn
-    ├── SentAway           the core told this worker to end
+    ├── SentAway           the core ended this worker
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
     ├── DeviceLost         the device computes nothing more for this process
@@ -29,7 +29,7 @@ class WorkerError(PagewireError):
     reason = "WORKER_ERROR"
 
     def __init_subclass__(cls) -> None:
-        """The reason that programs are told: `StaleEpoch` becomes `STALE_EPOCH`."""
+        """The reason that programs see: `StaleEpoch` becomes `STALE_EPOCH`."""
         cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
 
 
@@ -66,7 +66,7 @@ class OutOfOrder(WorkerError):
 
 
 class SentAway(WorkerError):
-    """The core told this worker to end; the message says why."""
+    """The core ended this worker; the message says why."""
 
 
 class StaleEpoch(WorkerError):

@@ -150,7 +150,7 @@ class StepTimings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What came of one step. Dictionaries are by row and in row order."""
+    """The result of one step. Dictionaries are by row and in row order."""
 
     epoch: int
     step_id: int

@@ -19,7 +19,7 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Constraint:
-    """The wire's `Constraint`; `sampling.proto` tells which tokens it allows."""
+    """The wire's `Constraint`; `sampling.proto` defines which tokens it allows."""
 
     kind: ConstraintKind
     texts: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Addresses: their forms, and which one is told to the core."""
+"""Addresses: their forms, and which one is sent to the core."""
 
 import pytest
 

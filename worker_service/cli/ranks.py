@@ -112,7 +112,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchrunEnvironment:
-    """A rank's place, as its variables tell."""
+    """A rank's place, read from torchrun's variables."""
 
     rank: int
     world_size: int
@@ -127,7 +127,7 @@ class TorchrunEnvironment:
 
 
 def read_torchrun(variables: Mapping[str, str]) -> TorchrunEnvironment | None:
-    """What the environment's `variables` tell, or None where torchrun has not set them.
+    """A rank's place from the environment's `variables`; None if torchrun has not set them.
 
     Raises InvalidOption for numbers that are none.
     """
@@ -156,10 +156,10 @@ class RankAssignment:
     local_rank: int = 0
 
     address_offset: int = 0
-    """How many addresses after the one told this rank listens, since others were told the same."""
+    """Offset of this rank's address from the configured one, which several ranks share."""
 
     metrics_offset: int = 0
-    """The same for where it tells metrics."""
+    """Offset of the address that serves metrics, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +246,8 @@ def _from_flags(flags: RankFlags, rank: int) -> RankAssignment:
 
 
 def _index_on_node(flags: RankFlags, rank: int) -> int:
-    """A rank's place among those that its machine was told to start. Ray's ranks, whose machines
-    are told nothing, count from the group's first."""
+    """A rank's index among the ranks that its machine starts. Ray's ranks, whose machines
+    get no flags, count from the group's first."""
     world_size = flags.layout_of(rank).world_size
     return rank % max(1, world_size // max(1, flags.num_nodes))
 

@@ -68,7 +68,7 @@ class Transfer:
                 return self.tensor
             if self._broken.is_set():
                 self.work = None
-                raise GroupBroken("told to part with the other ranks")
+                raise GroupBroken("asked to leave with the other ranks")
 
 
 class ProcessGroups:
@@ -119,13 +119,13 @@ class ProcessGroups:
         return hidden
 
     def share_with_all(self, numbers: Tensor) -> Transfer:
-        """The sampling rank tells all others; each of them calls this with room for as much."""
+        """Broadcast from the sampling rank; the others pass a tensor of the same size."""
         return self._broadcast(self._everyone, numbers, root=self._layout.sampler)
 
     def check(self) -> None:
         """Raises GroupBroken after an interruption, when what GPUs computed is worth nothing."""
         if self._broken.is_set():
-            raise GroupBroken("told to part with the other ranks")
+            raise GroupBroken("asked to leave with the other ranks")
 
     def interrupt(self) -> None:
         """From any thread: whoever waits here gives up."""

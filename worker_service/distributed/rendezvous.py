@@ -128,11 +128,11 @@ class EpochRendezvous:
 
 
 def survive_lost_peers(environment: MutableMapping[str, str]) -> None:
-    """Have torch leave errors of NCCL to us, unless the user says otherwise: by default it ends the
+    """Make torch leave errors of NCCL to us, unless the user says otherwise: by default it ends the
     process of a rank that notices that another is gone, and its weights with it."""
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def _launcher_keeps_the_store() -> bool:
-    """torchrun's agent keeps one itself, at the address it tells its ranks."""
+    """torchrun's agent keeps one itself, at the address it gives its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -52,7 +52,7 @@ class Step(Protocol):
     """A step that was launched."""
 
     def collect(self) -> StepResult:
-        """What came of it, once the device is done.
+        """Return the step's result, once the device is done.
 
         Called once, from any one thread, and in the order in which steps were launched. It does
         nothing that would stop the model thread from launching the next step meanwhile. What it
@@ -68,7 +68,7 @@ class FinishedStep:
     result: StepResult
 
     def collect(self) -> StepResult:
-        """What came of it."""
+        """Return the step's result."""
         return self.result
 
 

@@ -3,7 +3,7 @@
 Work is done in the order in which it was handed over, so that nothing the model touches needs a
 lock, and the event loop never waits for the device.
 
-What follows a step, such as telling of its result, is done by a second thread, in order too.
+What follows a step, such as reporting its result, is done by a second thread, in order too.
 Two things make the model thread too good for it. A device that computes beside the host is to be
 waited for, and meanwhile the next step can be launched. And to wake an event loop takes a system
 call, and with it the interpreter's lock goes to the loop, for as long as that has messages to
@@ -43,11 +43,11 @@ class ModelThread:
         return time.monotonic() - min(since) if since else 0.0
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have `job` done; it must handle its own exceptions."""
+        """Queue `job` for the thread; it must handle its own exceptions."""
         self._jobs.put(job)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Have `work` done and wait for what it returns or raises."""
+        """Run `work` on the thread and wait for what it returns or raises."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
@@ -71,14 +71,14 @@ class ModelThread:
         return await future
 
     def follow_up(self, sequel: Callable[[], None]) -> None:
-        """Have something done beside the model thread, in the order of these; for jobs to use.
+        """Run `sequel` on the second thread, in the order of these calls; for jobs to use.
 
         It may wait for the device, and must handle its own exceptions.
         """
         self._sequels.put(sequel)
 
     def stop(self, *, wait_s: float) -> bool:
-        """End the thread once what was handed over is done; wait for that, but no longer than told.
+        """End the thread once what was handed over is done; wait for that, at most `wait_s`.
 
         Whether it has ended: a thread that is stuck never will.
         """

@@ -1,7 +1,7 @@
 """One `ExecuteSteps` stream: plans go in in order, results come out in the same order.
 
 The event loop submits plans and awaits results; the model thread takes a plan and launches it; the
-thread that follows it collects what came of it and puts the result back. Plans queue up, so that
+thread that follows it collects its result and puts the result back. Plans queue up, so that
 the next one is launched as soon as the last one was: a device has it at hand when that is done.
 """
 
@@ -159,11 +159,11 @@ class StepStream:
         """On the following thread, so that what ends the stream comes after its last result."""
         try:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody is there to be told
+        except RuntimeError:  # the loop is closed: nobody is waiting
             logger.debug("the event loop is closed")
 
 
 def _failure(plan: StepPlan, error: Exception) -> StepFailed:
-    """What the core is told of it; the traceback stays in our log."""
+    """The failure as reported to the core; the traceback stays in our log."""
     logger.error("step failed epoch=%d step_id=%d", plan.epoch, plan.step_id, exc_info=error)
     return StepFailed(f"step {plan.step_id} failed: {type(error).__name__}")

@@ -24,7 +24,7 @@ from worker_service.plan import NewSequence, StepPlan, StepResult, monotonic_us
 SPAN = "pagewire.execute"
 IDLE_US = 1_000_000
 """A plan forgets what the core no longer wants, but where nobody asks for anything, none comes.
-After so many microseconds without a step a stay ends without it."""
+After this many microseconds without a step a stay ends without it."""
 
 Totals = Mapping[str, int]
 
@@ -36,7 +36,7 @@ class _RequestSpan:
     traceparent: str
     seq_ids: set[int] = field(default_factory=set)
     span: Any = None
-    """None while it is not recorded, and when the stay has ended for want of steps."""
+    """None while it is not recorded, and when the stay has ended because no steps came."""
     totals: Totals = field(default_factory=dict)
     """The meter's, when the span began."""
     num_prefill_tokens: int = 0

@@ -5,7 +5,7 @@ block, all layers, keys and values, is one contiguous piece of memory, so swappi
 it in and copying it move one piece each.
 
 On a GPU the operations run on a stream of their own. Swap-outs and copies finish before the step's
-forward pass, which may write to their sources and read their targets. Swap-ins run beside it: their
+forward pass, which may write to their sources and read their targets. Swap-ins overlap it: their
 targets are used from the next plan on (`plan.proto`), and only that one waits for them. On a CPU
 all is done at once, by the threads that compute: both share the memory's bandwidth, so running it
 concurrently would gain nothing.
@@ -198,7 +198,7 @@ class CacheEngine:
         return self.timer()()
 
     def timer(self) -> Callable[[], int]:
-        """Tells the same, of the plan that is the last one now, whenever and wherever called."""
+        """Return a function that gives the same for the current last plan, from any thread."""
         return _no_time if self._stream is None else self._stream.timer()
 
     def _move_out(self, plan: StepPlan) -> None:
@@ -261,8 +261,8 @@ class _SideStream:
         return not self._stream.query()
 
     def timer(self) -> Callable[[], int]:
-        """Tells the device time of the last plan's operations; as long as they are not done, the
-        time since they were queued."""
+        """Return a function that gives the device time of the last plan's operations; as long as
+        they are not done, the time since they were queued."""
         if not self._is_used:
             return _no_time
         start, end, queued_us = self._start, self._end, self._queued_us

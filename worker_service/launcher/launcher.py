@@ -39,16 +39,16 @@ class RankHost(ABC):
     async def run(self, rank: int) -> int:
         """Run a rank to its end; its exit code, negative where a signal killed it.
 
-        Once `terminate` has been called, no rank is left running that has not been told to end.
+        Once `terminate` has been called, no rank is left running that has not been sent a signal.
         """
 
     @abstractmethod
     def terminate(self) -> None:
-        """Have all ranks end in order; told again, they end at once."""
+        """Make all ranks end in order; if called again, at once."""
 
 
 async def launch(ranks: Sequence[int], host: RankHost) -> int:
-    """Run ranks to their end; returns the exit code that tells of it."""
+    """Run ranks to their end; returns the launcher's exit code."""
     return await _Launcher(ranks, host).run()
 
 
@@ -70,7 +70,7 @@ class _Launcher:
         return self._exit_code
 
     async def _open(self) -> None:
-        """Open the host, unless told to end while it is waiting for something."""
+        """Open the host, unless asked to end while it is waiting for something."""
         opening = asyncio.ensure_future(self._host.open())
         ending = asyncio.ensure_future(self._ending.wait())
         await asyncio.wait((opening, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +101,7 @@ class _Launcher:
             await asyncio.sleep(_BACKOFF_S * num_quick_deaths)
 
     def _end(self, exit_code: int) -> None:
-        """Have all ranks end in order; told again, they end at once."""
+        """Make all ranks end in order; if called again, at once."""
         if not self._ending.is_set():
             self._ending.set()
             self._exit_code = exit_code
@@ -140,7 +140,7 @@ class RankCommand:
 
 
 def die_with_parent(launcher_pid: int) -> None:
-    """Have this process killed when its launcher ends. On Linux only.
+    """Make the kernel kill this process when its launcher ends. On Linux only.
 
     Raises InvalidOption if it has ended already.
     """
@@ -208,7 +208,7 @@ class LocalHost(RankHost):
         self._is_ending = False
 
     async def open(self) -> None:
-        """Choose the store's port, unless rank 0 is on another machine or told where."""
+        """Choose the store's port, unless rank 0 is on another machine or its address is given."""
         self._store = self._store or f"127.0.0.1:{free_port('127.0.0.1')}"
 
     async def run(self, rank: int) -> int:
@@ -220,7 +220,7 @@ class LocalHost(RankHost):
             process_group=0,
         )
         self._processes[rank] = process
-        if self._is_ending:  # since before it was there to be told
+        if self._is_ending:  # since before the process was started
             _terminate(process)
         try:
             return await process.wait()
@@ -248,7 +248,7 @@ class LocalHost(RankHost):
         )
 
     def _environment(self) -> dict[str, str]:
-        """Ranks share the machine's cores, unless told how many threads to take."""
+        """Ranks share the machine's cores, unless the number of threads is set."""
         threads = max(1, (os.cpu_count() or 1) // len(self._config.ranks))
         return {"OMP_NUM_THREADS": str(threads)} | os.environ
 

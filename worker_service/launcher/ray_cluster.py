@@ -70,12 +70,12 @@ class RayRank:
         self._process = subprocess.Popen(
             command.as_child_of_this(), env=os.environ | environment, process_group=0
         )
-        if self._is_ending:  # since before it was there to be told
+        if self._is_ending:  # since before the process was started
             self._process.terminate()
         return self._process.wait()
 
     def terminate(self) -> None:
-        """Have the rank end in order; told again, it ends at once."""
+        """Make the rank end in order; if called again, at once."""
         self._is_ending = True
         self._signal(signal.SIGTERM)
 
@@ -201,7 +201,7 @@ class RayHost(RankHost):
         self._group: Any = None
         self._actors: dict[int, Any] = {}
         self._stores: dict[int, TcpAddress] = {}
-        """The store that each rank was told when it was started last."""
+        """The store's address that each rank was last started with."""
         self._store: TcpAddress | None = None
         self._store_known = asyncio.Event()
         self._ending = asyncio.Event()
@@ -277,7 +277,7 @@ class RayHost(RankHost):
         return None if self._ending.is_set() else self._store
 
     def _start_again_with(self, store: TcpAddress) -> None:
-        """Ranks that were told of another store have to be told anew."""
+        """Restart the ranks that were started with another store's address."""
         for rank, theirs in self._stores.items():
             if rank != 0 and theirs != store and rank in self._actors:
                 logger.warning("rank 0 moved, starting rank=%d again", rank)

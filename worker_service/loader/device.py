@@ -71,7 +71,7 @@ def gpu_number(asked: int | None, local_rank: int, num_gpus: int, *, is_alone: b
 
 
 def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """The type called `name`; `auto` as told above, from the content of `config.json`."""
+    """The type called `name`; `auto` as described above, from the content of `config.json`."""
     if name != "auto":
         return _DTYPES[name]
     saved = _saved_dtype(config)
@@ -83,7 +83,7 @@ def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) ->
 
 
 def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """As `config.json` tells it, where `transformers` has kept it at several places."""
+    """The type that `config.json` names, at any of the places `transformers` has used."""
     inner = config.get("text_config") or {}
     for holder in (config, inner):
         for key in ("dtype", "torch_dtype"):
@@ -104,8 +104,8 @@ _PARAMETERS_PER_THREAD = 4_000_000
 
 
 def set_threads(threads: int | None, num_parameters: int) -> None:
-    """Take so many of torch's threads; None takes no more than there are cores for, and a model can
-    keep busy.
+    """Limit torch to `threads` threads; None takes no more than there are cores for, and a model
+    can keep busy.
 
     Threads wait for each other after every operation. In a small model that takes longer than the
     work, and where other processes want the same cores it takes many times longer.

@@ -120,7 +120,7 @@ def attention_needs(
     block_size: int | None,
     batch_invariant: bool,
 ) -> AttentionNeeds:
-    """From the content of `config.json` and what the worker was told."""
+    """From the content of `config.json` and the worker's options."""
     text = config.get("text_config") or config
     return AttentionNeeds(
         dtype=dtype,
@@ -136,7 +136,7 @@ def attention_needs(
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Elements of an attention head, where the configuration tells them in a usual way."""
+    """Elements of an attention head, where the configuration has them in a usual field."""
     size = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     return int(config.get("head_dim") or size // heads or 64)
@@ -154,7 +154,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
 
     cache: what its KV cache is to be like, as far as attention must know; None: by default.
 
-    Raises a `WorkerError` that tells what is wrong with the option, the place or the checkpoint.
+    Raises a `WorkerError` that names what is wrong with the option, the place or the checkpoint.
     """
     started = time.monotonic()
     is_alone = config.layout.world_size == 1
@@ -315,7 +315,7 @@ def _build_through_transformers(
     kernels: Kernels,
 ) -> Model:
     if config.load_format != "dummy":
-        open_checkpoint(model_dir)  # damaged files are told of before the library reads them
+        open_checkpoint(model_dir)  # damaged files are reported before the library reads them
     # The library takes seconds to import, which native models do not pay for.
     from worker_service.models.transformers_backend import build_transformers_model
 

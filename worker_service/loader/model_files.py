@@ -27,7 +27,7 @@ _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 def resolve_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The directory that holds `model`, downloaded first if it is a hub id.
 
-    weights: whether weight files are needed. Raises ModelNotFound, telling what was tried.
+    weights: whether weight files are needed. Raises ModelNotFound, which names what was tried.
     """
     if model == EMBEDDED:
         return _EMBEDDED_DIR

@@ -219,7 +219,7 @@ def fill_dummy_weights(
 
 
 class _Advance:
-    """Moves a progress bar on by so many bytes; without a bar it does nothing."""
+    """Advances a progress bar by the bytes read; without a bar it does nothing."""
 
     def __init__(self, progress: Progress | None, num_bytes: int) -> None:
         self._progress = progress

@@ -242,7 +242,7 @@ class TiedLinear(Linear):
     """A head without weights of its own: it multiplies by the token embedding."""
 
     def __init__(self, embedding: Tensor, on_packed: Callable[[PackedWeight], None]) -> None:
-        """on_packed: is told of the packed embedding, so that it need not be there twice."""
+        """on_packed: called with the packed embedding, so that it need not be there twice."""
         nn.Module.__init__(self)
         self.weight = embedding
         self.bias = None

@@ -77,14 +77,14 @@ class CudaGraphRecorder:
         return graph.replay
 
     def _end_failed_capture(self) -> None:
-        """Tell torch's allocator, which does not learn it otherwise: until then it gives back
+        """Notify torch's allocator, which does not learn it otherwise: until then it gives back
         nothing of what it caches, and fails every other capture."""
         device = torch.cuda.current_device()
         # It knows if it was not the capture itself that failed; and these are torch's own affair.
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
-        # The one for pinned memory, since torch 2.10, cannot be told, and refuses this pool.
+        # The one for pinned memory, since torch 2.10, has no such call, and refuses this pool.
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -98,7 +98,7 @@ class EagerRecorder:
 
 
 def graph_sizes(max_size: int) -> list[int]:
-    """Padded batch sizes, smallest first: ever coarser, so that little is computed in vain."""
+    """Padded batch sizes, smallest first: spacing grows with size, bounding padding waste."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_size + 1, 16)]
     below = [size for size in sizes if size < max_size]
     return [*below, max_size] if max_size > 0 else []
@@ -152,7 +152,7 @@ class DecodeGraphs:
         logger.info("decode steps recorded num_sizes=%d seconds=%.1f", len(sizes), seconds)
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest recorded size that holds so many rows; None if none does."""
+        """The smallest recorded size that holds `num_rows` rows; None if none does."""
         return next((size for size in self._sizes if size >= num_rows), None)
 
     def have_room_for(self, changes: Sequence[Column]) -> bool:

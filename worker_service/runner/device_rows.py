@@ -130,7 +130,7 @@ class DeviceRows:
 
 def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
     """Rows to begin with: enough for most, as long as the block tables stay small, and in any case
-    for so many sequences, whose host table doubles until it holds them."""
+    for `num_seqs` sequences, whose host table doubles until it holds them."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
     needed = 1 << (num_seqs - 1).bit_length()
     return max(_MIN_INITIAL_ROWS, min(_MAX_INITIAL_ROWS, affordable), needed)

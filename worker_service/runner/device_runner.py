@@ -74,7 +74,7 @@ class StepLaunch:
         self._logits: Callable[[], Tensor] | None = None
 
     def recorded_size(self, num_rows: int, changes: RowChanges) -> int | None:
-        """The padded size that a decode step of so many rows can be replayed at, if any."""
+        """The padded size that a decode step of `num_rows` rows can be replayed at, if any."""
         if self._graphs is None or not self._graphs.have_room_for(changes.columns):
             return None
         return self._graphs.size_for(num_rows)

@@ -180,7 +180,7 @@ class DevicePenalties:
 
 
 class SamplingKernels(Protocol):
-    """What a device needs; `pagewire_kernels.reference` tells what each does."""
+    """What a device needs; `pagewire_kernels.reference` defines each."""
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """One token per row; -1 where the largest logit is not finite."""

@@ -50,8 +50,8 @@ class DeviceState:
         max_penalty_bytes: int = MAX_COUNT_BYTES,
     ) -> None:
         """recorder: makes recordings of decode steps of these padded sizes; None makes none.
-        num_rows: sequences to make room for at first; None takes enough for most, and for as many
-        as are told of in `num_seqs`: to make room later takes as long as to record.
+        num_rows: sequences to make room for at first; None takes enough for most, and for
+        `num_seqs` in any case: to make room later takes as long as to record.
         max_penalty_bytes: memory for counts of tokens."""
         self._model = model
         self._kv_cache = cache.device_cache

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def compile_layers(
     model: Model, device: torch.device, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
-    """Have each layer compiled at its first call, for any number of rows.
+    """Make each layer compile at its first call, for any number of rows.
 
     Layers one by one, and not the model: they are alike, so they share what is compiled. Raises
     InvalidOption for a model that is not in our own code, and on a CPU, whose kernels take
@@ -104,7 +104,7 @@ class ModelExecutor:
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
         self._grammars: Grammars | None = None
-        """None where the model's tokenizer cannot tell its tokens' texts."""
+        """None where the model's tokenizer cannot give its tokens' texts."""
         self._cache: CacheEngine | None = None
         self._state: DeviceState | None = None
         """Beside the cache on a GPU of one rank."""
@@ -120,7 +120,7 @@ class ModelExecutor:
         self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
             if self._loaded.config.batch_invariant:
-                raise InvalidOption("batch_invariant: expected no --compile beside it")
+                raise InvalidOption("batch_invariant: cannot be combined with --compile")
             compile_layers(self._loaded.model, self._device)
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._device.type == "cuda":

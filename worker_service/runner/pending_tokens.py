@@ -209,7 +209,7 @@ class InFlightStep:
     is_collected: bool = False
 
     def collect(self) -> StepResult:
-        """What came of it, once the device is done."""
+        """Return the step's result, once the device is done."""
         self.end.wait()
         tokens = np.full(len(self.plan.seq_ids), -1, np.int32)
         tokens[self.rows] = np.maximum(self.numbers, -1)
@@ -351,7 +351,7 @@ class RankPendingTokens:
         self._sent: deque[Transfer] = deque()
 
     def broadcast(self, step_id: int, numbers: Int64Array) -> None:
-        """On the sampling rank: what came of some rows, in `encode_outcome`'s form."""
+        """On the sampling rank: send the results of some rows, in `encode_outcome`'s form."""
         while self._sent and self._sent[0].is_done:
             self._sent.popleft().wait()
         message = torch.from_numpy(np.concatenate([[step_id], numbers]))

@@ -116,7 +116,7 @@ def _pieces(num_tokens: int, room: Int64Array, order: Sequence[int]) -> Int64Arr
 
 
 def _end_of_parent(plan: StepPlan, row: int, ends: Int64Array) -> int:
-    """A row that names no parent of this plan stays: the runner tells what is wrong with it."""
+    """A row that names no parent of this plan stays: the runner reports what is wrong with it."""
     seq_id = int(plan.seq_ids[row])
     parent = next((new.parent_seq_id for new in plan.new_sequences if new.seq_id == seq_id), None)
     found = [] if parent is None else np.flatnonzero(plan.seq_ids == parent).tolist()
@@ -127,7 +127,7 @@ class RankRunner(ModelRunner):
     """A model runner whose model is one rank's share, for one epoch.
 
     Every rank executes the same plans and keeps the same state of the sequences. Only the sampling
-    rank's results tell what came of them; the others' are empty.
+    rank's results hold their tokens; the others' are empty.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class RankRunner(ModelRunner):
 
 
 def _merge(whole: StepOutcome, rows: Int64Array, part: StepOutcome) -> None:
-    """Add what came of some rows; of ranks that do not sample, nothing did. Of a row that was cut
+    """Add the outcome of some rows; ranks that do not sample have none. Of a row that was cut
     nothing but its prompt's log probabilities comes before its last piece, or its end."""
     if len(part.tokens):
         whole.tokens[rows] = part.tokens

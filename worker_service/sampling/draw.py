@@ -8,7 +8,7 @@ probability exceeds it.
 Sorting a vocabulary is slow, so it is avoided: rows without filters need none, and top-k and top-p
 look at the largest `WINDOWS[0]` logits first and at more only where that is not enough.
 
-Every row's arithmetic is the same whatever rows stand beside it. This is why sums over a row are
+Every row's arithmetic is the same whatever other rows there are. This is why sums over a row are
 taken in float64 one after the other (`cumsum`) or over chunks of fixed size, never with `sum` over
 a whole row, which torch splits among threads when it has a single row.
 """

@@ -114,10 +114,10 @@ def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, C
     """The most probable tokens of these rows, by row; none that was excluded. Of equal ones
     those with the lowest ids, however many a neighbour asks for.
 
-    logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are told of each.
+    logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are returned of each.
     """
     index = upload(rows, logprobs.device)
-    # One more than is told, to see whether those that are told end among equals.
+    # One more than is returned, to see whether those returned end among equals.
     token_ids, values = most_probable(logprobs[index], int(counts.max()) + 1)
     found = {}
     for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):

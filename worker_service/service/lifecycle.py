@@ -82,7 +82,7 @@ class Worker:
         return self._server.address
 
     async def run(self) -> None:
-        """Serve until told to end.
+        """Serve until asked to end.
 
         Raises CannotListen, and WorkerError if it cannot go on, was sent away, or lost its device.
         """
@@ -154,14 +154,14 @@ class Worker:
         self._engine.close_any_stream()
 
     def handle_signals(self) -> None:
-        """Have SIGTERM and SIGINT end the worker, and the second of them end the process."""
+        """Make SIGTERM and SIGINT end the worker, and the second of them end the process."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal)
 
     def _handle_signal(self) -> None:
         if self._end.is_set():
-            logger.warning("told to end a second time, running steps are lost")
+            logger.warning("asked to end a second time, running steps are lost")
             os._exit(1)
         self.end()
 
@@ -234,7 +234,7 @@ class Worker:
 
     def _stop_as_told(self, reason: str) -> None:
         """The core has no use for us: at once, and an error unless we were draining anyway."""
-        logger.warning("told to stop reason=%s", reason)
+        logger.warning("asked to stop reason=%s", reason)
         if not self._end.is_set():
             self._failure = SentAway(f"the core ended this worker: {reason}")
         self.end_at_once()

@@ -106,7 +106,7 @@ GAUGES: Mapping[Metric, Callable[["WorkerFacts"], float]] = {
 INFO = Metric(
     "pagewire_worker_info",
     "gauge",
-    "1; its labels tell which worker of which group this is, and what it runs.",
+    "1; its labels say which worker of which group this is, and what it runs.",
     ("worker_id", "group", "rank", "model_name", "device", "dtype", "attention_backend", "version"),
 )
 

@@ -85,7 +85,7 @@ class Registrar:
         return not self._is_absent.is_set()
 
     async def wait_absent(self) -> None:
-        """Wait until no core has the worker registered: it is lost, or has told us to stop."""
+        """Wait until no core has the worker registered: it is lost, or has stopped us."""
         await self._is_absent.wait()
 
     async def run(self) -> None:

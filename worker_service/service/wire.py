@@ -1,6 +1,6 @@
 """Protobuf messages to plans and results to messages; the only place that does it.
 
-Columns are views of the message's bytes, never copied. What can be told wrong from the message
+Columns are views of the message's bytes, never copied. What is visibly wrong from the message
 alone is refused here as `InvalidPlan`; what contradicts the worker's state is refused where the
 state is.
 """

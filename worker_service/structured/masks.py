@@ -208,7 +208,7 @@ class TokenMasks:
         matcher = self._matchers.get(row.row_id)
         if matcher is None:
             asked = self._asked[row.row_id]
-            assert asked.compiled is not None, "who has a matcher from the start keeps it"
+            assert asked.compiled is not None, "a row with a matcher from the start keeps it"
             start = asked.compiled.result().deep_copy()
             matcher = OutputMatcher(asked.constraint, asked.min_tokens, start)
             self._matchers[row.row_id] = matcher

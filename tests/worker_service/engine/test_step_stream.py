@@ -41,7 +41,7 @@ class Launched:
 
 
 class Launcher:
-    """A runner that notes what it is told. Refuses step `bad_step`."""
+    """A runner that records its calls. Refuses step `bad_step`."""
 
     def __init__(self, bad_step: int | None = None) -> None:
         self.bad_step = bad_step

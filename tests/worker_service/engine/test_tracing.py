@@ -60,7 +60,7 @@ class Worker:
         sample: bool = True,
         errors: dict[int, RowErrorReason] | None = None,
     ) -> None:
-        """Rows of these sequences, each of so many tokens."""
+        """Schedule these rows: `rows` maps each sequence to its token count."""
         self.step_id += 1
         pairs, size = np.zeros((0, 2), np.int32), len(rows)
         plan = StepPlan(

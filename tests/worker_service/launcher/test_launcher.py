@@ -7,7 +7,7 @@ from worker_service.launcher.launcher import LocalConfig, LocalHost
 
 
 async def test_a_rank_that_has_just_ended_does_not_keep_the_others_from_being_told() -> None:
-    """The launcher may tell all while it has yet to take note of the end of some."""
+    """The launcher may signal all ranks before it has noticed that some have ended."""
     config = LocalConfig(
         arguments=[],
         ranks=range(2),

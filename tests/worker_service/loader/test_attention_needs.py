@@ -1,4 +1,4 @@
-"""What a configuration tells of attention."""
+"""The attention features that a configuration requires."""
 
 from dataclasses import fields
 from typing import Any

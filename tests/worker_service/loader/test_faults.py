@@ -1,4 +1,4 @@
-"""What is wrong with a place, an option or a checkpoint is told by name."""
+"""Errors name the path, option or checkpoint that is wrong."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What comes of a checkpoint: tensors, facts, files for frontends, a fingerprint."""
+"""The result of loading a checkpoint: tensors, facts, files for frontends, a fingerprint."""
 
 import io
 import json

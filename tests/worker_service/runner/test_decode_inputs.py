@@ -62,7 +62,7 @@ def test_they_are_those_of_any_batch(kept: DecodeInputs, lengths: list[int]) -> 
 
 
 def test_each_batch_has_metadata_of_its_own(kept: DecodeInputs) -> None:
-    """Attention backends tell batches apart by it."""
+    """Attention backends distinguish batches by their metadata object."""
     table = _table([5, 6], seed=0)
     batches = [kept.build(np.arange(2), table) for _ in range(2)]
     assert batches[0].metadata is not batches[1].metadata

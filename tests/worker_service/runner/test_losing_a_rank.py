@@ -62,7 +62,7 @@ def test_a_rank_that_waits_can_be_told_to_give_up(two: RankThreads) -> None:
     first, _ = two.ranks
     waiting = first.run(lambda: first.execute(a_plan(1)))
     first.executor.interrupt()
-    with pytest.raises(GroupBroken, match="told to part"):
+    with pytest.raises(GroupBroken, match="asked to leave"):
         waiting.result(SOON_S)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a model whose tokens tell whether every slot, block and position was right."""
+"""Steps of a model whose tokens show whether every slot, block and position was right."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

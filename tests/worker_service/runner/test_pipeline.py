@@ -203,7 +203,7 @@ def part_sizes(table: SequenceTable, seq_ids: list[int]) -> npt.NDArray[np.int64
 
 
 class Observed:
-    """A model that tells when it is about to compute."""
+    """A model that calls `on_forward` before it computes."""
 
     def __init__(self, model: Model, on_forward: Callable[[], None]) -> None:
         self._model = model
@@ -221,7 +221,7 @@ class Observed:
 
 
 def observing(on_forward: Callable[[int], None]) -> Callable[[Model, Layout], Model]:
-    """Has each stage's model tell its stage's number when it is about to compute."""
+    """Make each stage's model report its stage number before it computes."""
 
     def observed(model: Model, layout: Layout) -> Model:
         return cast(Model, Observed(model, lambda: on_forward(layout.stage)))

@@ -126,7 +126,7 @@ async def test_a_worker_that_is_told_to_end_lets_the_core_finish_its_stream(
         await steps.send(plans.plan([Row(1)]))
         assert values((await steps.result()).token_ids) == [next_token([2])]
         running.worker.end()
-        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is notified")
         await steps.send(plans.plan([Row(1)]))
         assert values((await steps.result()).token_ids) == [next_token([2, next_token([2])])]
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -148,7 +148,7 @@ async def test_an_idle_worker_that_is_told_to_end_takes_what_the_core_has_just_s
         await running.initialize(1)
         await until(lambda: len(stream.heartbeats) > 1, "the worker has been welcomed")
         running.worker.end()
-        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is notified")
         steps, plans = Steps(running.stub), PlanBuilder()
         plans.add(1, [2])
         await steps.send(plans.plan([Row(1)]))
@@ -170,7 +170,7 @@ async def test_an_idle_worker_that_is_told_to_end_is_released_by_the_core(
         stream = await first_stream(registry)
         await until(lambda: len(stream.heartbeats) > 1, "the worker has been welcomed")
         running.worker.end()
-        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is told")
+        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is notified")
         assert not running.task.done()
         stream.directives.put_nowait(stop if how == "stop" else None)
         await asyncio.wait_for(running.task, 10)

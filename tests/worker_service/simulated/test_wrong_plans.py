@@ -1,4 +1,4 @@
-"""Each way to break the memory model or the row rules is caught, and told by field."""
+"""Each way to break the memory model or the row rules is caught, and the error names the field."""
 
 from typing import Any
 

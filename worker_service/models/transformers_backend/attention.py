@@ -36,7 +36,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class AttentionState:
-    """What the attention function of one model works with; set anew at each step."""
+    """What the attention function of one model works with; set again at each step."""
 
     backend: AttentionBackend
     kv_cache: Tensor | None = None
@@ -48,7 +48,7 @@ class AttentionState:
 def attach(model: nn.Module, state: AttentionState) -> None:
     """Make `state` known to all parts of `model`, and our function known to `transformers`.
 
-    No function for masks is registered beside it: which positions a row sees, the kernel knows
+    No function for masks is registered: which positions a row sees, the kernel knows
     itself, and without one the library prepares none, for which it would look at the positions on
     the host.
     """

@@ -36,7 +36,7 @@ _LAYER_TYPE_NAMES = {
 
 
 def refuse_by_config(architecture: str, config: Any) -> None:
-    """Raise UnsupportedModel if the configuration tells of a feature we do not have.
+    """Raise UnsupportedModel if the configuration has a feature we do not have.
 
     architecture: the class name in `config.json`; config: its `transformers` configuration.
     """
@@ -156,7 +156,7 @@ def _model_len(asked: int | None, config: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         if asked is None:
-            raise InvalidOption("max_model_len: config.json tells no limit, so one must be given")
+            raise InvalidOption("max_model_len: config.json has no limit, so one must be given")
         return asked
     return limit_model_len(asked, int(limit))
 

@@ -85,7 +85,7 @@ def test_recordings_outlive_an_epoch() -> None:
 
 
 def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
-    """Room that is made later has everything recorded anew, in the middle of a step."""
+    """Growing the tables later records every graph again, in the middle of a step."""
     long, short = 65_536, 128  # blocks of a sequence
     assert initial_rows(short) == initial_rows(short, 256) == 1024
     assert initial_rows(short, 1025) == 2048  # as the host's table has then
