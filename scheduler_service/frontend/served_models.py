@@ -150,6 +150,10 @@ def _build_tokenizer(files: Files) -> ModelTokenizer | None:
     )
 
 
+MAX_UNKNOWN_WAIT_S = 30.0
+"""How long a continued request waits for a model that no core has announced to this frontend."""
+
+
 class ModelDirectory:
     """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
@@ -198,14 +202,23 @@ class ModelDirectory:
         Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
         no core has announced while others are served, and InvalidArgument if no name is given
         where it is needed. A request that `is_continued`, because another frontend or core has
-        accepted it before, waits even for a model of which nothing is known here yet.
+        accepted it before, waits even for a model of which nothing is known here yet; after
+        `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry.
         """
+        give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
         while True:
             changed = self.changed
             model = self._find(name, tenant, is_continued=is_continued)
             if model is not None:
                 return model
-            await changed.wait()
+            is_unknown = bool(self._served) and name is not None and name not in self._known
+            try:
+                async with asyncio.timeout_at(give_up_at if is_unknown else None):
+                    await changed.wait()
+            except TimeoutError:
+                raise Unavailable(
+                    f"model {name!r} is not being served now", reason="NO_MODEL_SERVED"
+                ) from None
 
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
         """Like `resolve`, but raises Unavailable instead of waiting."""

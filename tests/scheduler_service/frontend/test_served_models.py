@@ -154,6 +154,16 @@ async def test_a_request_that_is_continued_waits_even_for_a_model_that_nobody_kn
     assert (await waiting).info.name == "a"
 
 
+async def test_a_continued_request_waits_a_bounded_time_for_a_model_that_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_models, "MAX_UNKNOWN_WAIT_S", 0.01)
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("b")])
+    with pytest.raises(Unavailable, match="model 'a' is not being served now"):
+        await directory.resolve("a", ANYBODY, is_continued=True)
+
+
 async def test_announcements_do_not_restart_the_load_of_the_same_files() -> None:
     fetch = Fetch()
     fetch.gate.clear()
