@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
+from io import UnsupportedOperation
 from typing import Any
 
 _PLACEHOLDER = re.compile(r"(?:(?P<key>\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-zA-Z])")
@@ -36,10 +37,17 @@ class LogFormat(StrEnum):
 
 def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
     """Write this process's log to stderr, without ever waiting for whoever reads it."""
-    handler = StreamThreadHandler(sys.stderr.fileno())
+    handler = _stderr_handler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _stderr_handler() -> logging.Handler:
+    try:
+        return StreamThreadHandler(sys.stderr.fileno())
+    except UnsupportedOperation:  # a stream in memory, which never blocks
+        return logging.StreamHandler()
 
 
 MAX_LINES = 10_000
