@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 IDIOMS = {
     r"\b(tells?|told|telling)\b": "report, notify, return",
     r"\bnews\b": "output, update",
-    r"\b(sequence|group|block|worker|rank|request|stream|frontend|process)s? whom?\b": "that, which",
+    r"\b(sequence|group|block|worker|rank|request|stream|process)s? whom?\b": "that, which",
     r"\bwho (waits|is next|goes|leaves|has|gets)\b": "which requests/sequences ...",
     r"\bwhat (came|comes|has come) of\b": "result, outcome",
     r"\bwhat follows from\b": "result, outcome",

@@ -30,10 +30,10 @@ def test_every_mirrored_struct_has_the_size_that_was_compiled() -> None:
 def test_a_struct_with_a_field_too_many_is_refused() -> None:
     code = (
         "import ctypes\n"
-        "from pagewire_kernels.cpu.native import compiled, structs\n"
-        "class Batch(compiled.NativeStruct):\n"
-        "    _fields_ = (*structs.Batch._fields_, ('extra', ctypes.c_int64))\n"
-        "compiled.library()\n"
+        "from pagewire_kernels.cpu import block_copy, layers, native_library, tasks\n"
+        "class Batch(native_library.NativeStruct):\n"
+        "    _fields_ = (*tasks.Batch._fields_, ('extra', ctypes.c_int64))\n"
+        "native_library.library()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_env())
     assert "struct Batch takes 96 bytes in Python, but 88 in the compiled" in run.stderr
@@ -43,7 +43,7 @@ def test_a_struct_with_a_field_too_many_is_refused() -> None:
 def test_what_a_kernel_would_misread_is_refused_even_without_assertions() -> None:
     code = (
         "import torch\n"
-        "from pagewire_kernels.cpu.native import library\n"
+        "from pagewire_kernels.cpu.native_library import library\n"
         "from pagewire_kernels.cpu.layers import NativeLayerKernels\n"
         "x = torch.zeros(4, 8)\n"
         "NativeLayerKernels(library()).rms_norm(x, torch.ones(7), 1e-6)\n"

@@ -285,7 +285,7 @@ async def test_members_do_not_talk_to_who_is_none(authority: Authority, tmp_path
                 )
             )
             try:
-                call = frontend._core.GetStatus(
+                call = frontend._core.stub.GetStatus(
                     scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
                 )
                 error = await error_of(call)

@@ -136,7 +136,7 @@ def test_the_node_client_shows_its_certificate_and_key(guarded: Guarded) -> None
     served = run_node(guarded, *shown, key=guarded.key)
     assert (served.returncode, served.stderr) == (0, "")
     unknown = run_node(guarded, *shown, key="pw-unknown")
-    assert (unknown.returncode, unknown.stderr) == (1, "error: the API key is unknown\n")
+    assert (unknown.returncode, unknown.stderr) == (1, "error: unknown API key\n")
     stranger = run_node(guarded, "Hello", key=guarded.key)
     assert stranger.returncode == 1
     assert stranger.stderr.startswith("error: ")
