@@ -168,20 +168,20 @@ class LogThrottle:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: str | None = None
-        self._told_at = 0.0
+        self._logged: str | None = None
+        self._logged_at = 0.0
 
-    def is_news(self, failure: str) -> bool:
+    def should_log(self, failure: str) -> bool:
         """Whether to log `failure`; if so, it counts as logged."""
         now = self._clock()
-        if failure == self._told and now - self._told_at < INTERVAL_S:
+        if failure == self._logged and now - self._logged_at < INTERVAL_S:
             return False
-        self._told, self._told_at = failure, now
+        self._logged, self._logged_at = failure, now
         return True
 
     def end(self) -> None:
         """Note a success: the next failure is logged."""
-        self._told = None
+        self._logged = None
 
 
 class WarningThrottle(logging.Filter):
@@ -198,7 +198,7 @@ class WarningThrottle(logging.Filter):
         if record.levelno != logging.WARNING:
             return True
         message = record.getMessage()
-        if not self._throttle.is_news(message):
+        if not self._throttle.should_log(message):
             self._num_left_out += 1
             return False
         if self._num_left_out:

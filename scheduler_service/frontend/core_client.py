@@ -246,7 +246,7 @@ class CoreClient:
 
     def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
         failure = f"{error.code().name}: {error.details()}"
-        if not self._failures.is_news(failure):
+        if not self._failures.should_log(failure):
             return
         if self._is_waited_for:
             self._is_waited_for = False

@@ -10,20 +10,22 @@ from service_common.logging_config import INTERVAL_S, LogThrottle, WarningThrott
 def test_the_first_and_each_other_failure_is_told_and_one_that_lasts_now_and_then() -> None:
     now = 0.0
     failures = LogThrottle(lambda: now)
-    told = [failures.is_news(failure) for failure in ("away", "away", "refused", "refused", "away")]
+    told = [
+        failures.should_log(failure) for failure in ("away", "away", "refused", "refused", "away")
+    ]
     assert told == [True, False, True, False, True]
     now = INTERVAL_S - 1
-    assert not failures.is_news("away")
+    assert not failures.should_log("away")
     now = INTERVAL_S
-    assert failures.is_news("away")
-    assert not failures.is_news("away")
+    assert failures.should_log("away")
+    assert not failures.should_log("away")
 
 
 def test_after_a_success_any_failure_is_news() -> None:
     failures = LogThrottle(lambda: 0.0)
-    failures.is_news("away")
+    failures.should_log("away")
     failures.end()
-    assert failures.is_news("away")
+    assert failures.should_log("away")
 
 
 def test_warnings_that_anybody_can_cause_are_counted_instead_of_written(

@@ -100,7 +100,7 @@ class Registrar:
             if self._is_stopped:
                 return
             retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
-            if self._failures.is_news(reason):
+            if self._failures.should_log(reason):
                 logger.warning("not registered core=%s reason=%s", self._core, reason)
             # Workers that lost the same core at the same instant come back spread out.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))

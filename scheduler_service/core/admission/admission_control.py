@@ -141,10 +141,9 @@ def _why_tenant_cannot(
 def check_tenant(
     seq_group: SequenceGroup, throughputs: Iterable[QueueThroughput], config: SchedulerConfig
 ) -> None:
-    """Raise TenantLimit if the request's tenant may have no more live requests, or no more
-    waiting tokens, for now.
+    """Raise TenantLimit if the tenant is at its limit of live requests or of waiting tokens.
 
-    A request that goes on after a loss was accepted before, and is not refused.
+    A request that continues after a loss was accepted before, and is not refused.
     """
     tenant = seq_group.tenant
     if seq_group.request.is_continued:
