@@ -16,8 +16,8 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import Request
+from scheduler_service.core.routing import poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
-from scheduler_service.core.routing.poison import PoisonTracker
 from scheduler_service.core.scheduling import results
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -50,8 +50,7 @@ class SchedulerCore:
         self._tenants = Tenants(config.default_tenant, config.tenants)
         self._registry = RequestRegistry(POLICIES[config.policy].rank, self._tenants)
         self._fleet = Fleet(config, self._tenants)
-        self._submission = AdmissionControl(config, self._registry, self._fleet)
-        self._poison = PoisonTracker(config)
+        self._admission = AdmissionControl(config, self._registry, self._fleet)
         self._deadlines = DeadlineTimers()
         self._inspector = Inspector(self._fleet.schedulers)
         self._num_finished = 0
@@ -122,11 +121,10 @@ class SchedulerCore:
         TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if
         it had never been.
         """
-        seq_group, former = self._submission.check(request, now)
+        seq_group, former = self._admission.admit(request, now)
         if former is not None:
             error = taken_over(request.request_id, request.attempt)
             self._end(former, ABORTED, error, now)
-        self._poison.suspect(seq_group)
         self._accept(seq_group, now)
         self._fleet.wake(request.model)
 
@@ -345,8 +343,8 @@ class SchedulerCore:
 
     def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
         """A worker died that was computing these: one of them may be the cause."""
-        for seq_group in self._poison.blamed(computed):
-            error = self._poison.count(seq_group)
+        for seq_group in poison.blamed(computed, self._config):
+            error = poison.count_loss(seq_group, self._config)
             if error is not None:
                 self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 

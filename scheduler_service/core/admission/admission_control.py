@@ -16,6 +16,7 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_queue import AnyQueue
 from scheduler_service.core.routing.fleet import Fleet
+from scheduler_service.core.routing.poison import mark_suspect
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.stats.throughput import QueueThroughput, retry_delay_s
@@ -152,7 +153,7 @@ def check_tenant(
     max_requests, max_tokens = tenant.config.max_requests, tenant.config.max_queued_tokens
     queued = tenant.num_queued_tokens
     if max_requests is not None and tenant.num_requests >= max_requests:
-        message = f"the tenant has {tenant.num_requests} requests, the most allowed"
+        message = f"the tenant has {tenant.num_requests} live requests, max_requests={max_requests}"
         details |= {"num_requests": tenant.num_requests, "max_requests": max_requests}
         delay_s = retry_delay_s(
             [tenant.ends],
@@ -161,7 +162,10 @@ def check_tenant(
             unmeasured_s=config.queue_retry_delay_s,
         )
     elif max_tokens is not None and 0 < queued > max_tokens - seq_group.num_prompt_tokens:
-        message = f"{queued} prompt tokens of the tenant are waiting, too many for this one beside"
+        message = (
+            f"tenant queue full: it holds {queued} prompt tokens, and this request's "
+            f"{seq_group.num_prompt_tokens} would exceed max_queued_tokens={max_tokens}"
+        )
         details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
         delay_s = retry_delay_s(
             throughputs,
@@ -192,9 +196,16 @@ def check_queue(
     requests_over = num_waiting + 1 - config.max_queue_requests
     tokens_over = num_waiting_tokens + len(request.prompt_token_ids) - config.max_queue_tokens
     if requests_over > 0:
-        message = f"{num_waiting} requests are waiting, the most allowed"
+        message = (
+            f"queue full: it holds {num_waiting} requests, "
+            f"max_queue_requests={config.max_queue_requests}"
+        )
     elif tokens_over > 0:
-        message = f"{num_waiting_tokens} prompt tokens are waiting, too many for this one beside"
+        message = (
+            f"queue full: it holds {num_waiting_tokens} prompt tokens, and this request's "
+            f"{len(request.prompt_token_ids)} would exceed "
+            f"max_queue_tokens={config.max_queue_tokens}"
+        )
     else:
         return
     delay_s = retry_delay_s(
@@ -230,16 +241,16 @@ def continuation(request: Request, former: SequenceGroup, now_us: int) -> Reques
 
 
 class AdmissionControl:
-    """Runs every admission check in order; has no side effects."""
+    """Runs every admission check in order; ends and registers nothing."""
 
     def __init__(self, config: SchedulerConfig, registry: RequestRegistry, fleet: Fleet) -> None:
         self._config = config
         self._registry = registry
         self._fleet = fleet
 
-    def check(self, request: Request, now: float) -> tuple[SequenceGroup, SequenceGroup | None]:
-        """A group for the request, which is not live yet; and the live one that it goes on with,
-        which is to end before. Raises as `SchedulerCore.submit` says."""
+    def admit(self, request: Request, now: float) -> tuple[SequenceGroup, SequenceGroup | None]:
+        """Make a group for the request, which is not live yet; also returns the live group that
+        it takes over, which must end first. Raises as `SchedulerCore.submit` says."""
         check_request(request, self._config)
         former = self._registry.find(request.tenant, request.request_id)
         if former is not None:
@@ -254,6 +265,7 @@ class AdmissionControl:
         self._check_limits(seq_group)
         model = self._fleet.models.get(request.model)
         check_deadline(seq_group, model, self._registry.seq_groups, now)
+        mark_suspect(seq_group, self._config)
         return seq_group, former
 
     def _check_handles(self, request: Request) -> None:
