@@ -167,7 +167,9 @@ class SchedulerCore:
             assert deadline is not None
             if now >= deadline:
                 self._end(seq_group, ABORTED, deadline_exceeded(), now)
-            elif seq_group.num_running or not self._end_if_late(seq_group, now):
+            elif not seq_group.num_running and (error := self._why_late(seq_group, now)):
+                self._end(seq_group, ABORTED, error, now)
+            else:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
         if self._fleet.next_given_up_us < float("inf"):
             self._fail_stranded(self._fleet.give_up_lost(to_us(now)), now)
@@ -191,7 +193,9 @@ class SchedulerCore:
         plan = None
         has_left = True
         while plan is None and has_left:  # what has gone may be all that others waited for
-            model.place(lambda seq_group: self._end_if_late(seq_group, now), to_us(now))
+            late = model.route(lambda seq_group: self._why_late(seq_group, now), to_us(now))
+            for seq_group, error in late:
+                self._end(seq_group, ABORTED, error, now)
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             has_left = model.settle_outgrown(scheduler, to_us(now))
             has_left |= self._close_ended(model.schedulers, now)
@@ -307,14 +311,10 @@ class SchedulerCore:
         model.waiting.add(seq_group)
         self._deadlines.watch(seq_group, model, now)
 
-    def _end_if_late(self, seq_group: SequenceGroup, now: float) -> bool:
-        """End a group that is in no batch and can no longer meet its deadline; whether it is so."""
+    def _why_late(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:
+        """Why a group that is in no batch can no longer meet its deadline; None if it can."""
         model = self._fleet.models[seq_group.request.model]
-        error = why_too_late(seq_group, model, self._registry.seq_groups, now)
-        if error is None:
-            return False
-        self._end(seq_group, ABORTED, error, now)
-        return True
+        return why_too_late(seq_group, model, self._registry.seq_groups, now)
 
     def _refuse_hopeless(self, model: ServedModel, now: float) -> None:
         """End what was accepted before any worker group was known, and fits none."""

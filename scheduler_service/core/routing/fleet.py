@@ -4,30 +4,31 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeAlias
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
 from scheduler_service.core.policies import POLICIES, Policy
 from scheduler_service.core.request_queue import AnyQueue, ModelQueue, WaitingQueue
-from scheduler_service.core.routing.router import Router, RoutingRound
+from scheduler_service.core.routing.router import (
+    EquivalentWorkerGroups,
+    Router,
+    RoutingRound,
+    TooLate,
+    eligible,
+)
 from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.sequence import RoutingState, SequenceGroup
+from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, ModelTotals
 from scheduler_service.core.stats.throughput import QueueThroughput
 from scheduler_service.core.tenants import Tenants
-from scheduler_service.errors import UnknownModel
+from scheduler_service.errors import PagewireError, UnknownModel
 
 logger = logging.getLogger(__name__)
 
 
-EquivalentWorkerGroups: TypeAlias = tuple[Scheduler, ...]
-"""Worker groups to which the same requests may go."""
-
-
 @dataclass(frozen=True, slots=True)
 class LostWorkerGroup:
-    """A worker group that died, and whose replacement is expected."""
+    """A worker group that was lost, and whose replacement is expected."""
 
     capacity: WorkerGroupCapacity
     expected_until_us: float
@@ -44,34 +45,34 @@ class ServedModel:
     """How long a lost worker group is expected back."""
     router: Router = field(default_factory=Router)
     was_served: bool = False
-    """Whether a worker group has ever served it; if so, its return is waited for."""
+    """Whether a worker group has ever served it; if so, requests wait for its return."""
     schedulers: list[Scheduler] = field(default_factory=list)
     unschedulable: WaitingQueue = field(default_factory=WaitingQueue)
-    """Requests that fit none of the groups there are: they must not hold up the others."""
-
+    """Requests that fit no present worker group; kept apart so that they do not hold up others."""
     throughput: QueueThroughput = field(default_factory=QueueThroughput)
-    """How fast requests come out of `waiting`."""
-
+    """How fast requests leave `waiting`."""
     woken: set[str] = field(default_factory=set)
     """Ids of worker groups that may have something to plan without a new result of theirs."""
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
     _lost: list[LostWorkerGroup] = field(default_factory=list)
-    """Worker groups that died and were not replaced, the first to be given up first."""
+    """Worker groups that were lost and not replaced, the first to be given up first."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
-    """The worker groups that there were when the queue was sorted, and whether they drained."""
-    _alike: list[EquivalentWorkerGroups] = field(default_factory=list)
-    """The same, those together to which the same requests may go."""
+    """The worker groups for which the queue was sorted, and whether they were draining."""
+    _equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
+    """The same worker groups, those together to which the same requests may go."""
 
     def __post_init__(self) -> None:
-        self.waiting = ModelQueue(self.policy, self._kind_of)
+        self.waiting = ModelQueue(
+            self.policy, lambda seq_group: eligible(seq_group, self._equivalent)
+        )
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing would be lost by forgetting it."""
+        """True if it was never served and no request waits for it, so that it can be dropped."""
         return not (self.was_served or self.waiting or self.unschedulable)
 
     def capacities(self) -> list[WorkerGroupCapacity]:
-        """What its worker groups hold."""
+        """Those of its worker groups."""
         return [scheduler.capacity for scheduler in self.schedulers]
 
     def discard(self, seq_group: SequenceGroup) -> None:
@@ -89,21 +90,21 @@ class ServedModel:
         self.sort_queue()
 
     def remove(self, scheduler: Scheduler, now_us: int) -> None:
-        """A group is gone. If it did not drain, one like it is expected to take its place."""
+        """Remove a worker group. Unless it was draining, a replacement is expected."""
         self.schedulers.remove(scheduler)
         if not scheduler.is_draining:
             self._lost.append(LostWorkerGroup(scheduler.capacity, now_us + self.max_lost_us))
 
     @property
     def next_given_up_us(self) -> float:
-        """When the next lost worker group is given up; infinite if nothing waits for it."""
+        """When the next lost worker group is given up; infinite if no request waits for it."""
         if not self._lost or not (self.waiting or self.unschedulable):
             return float("inf")
         return self._lost[0].expected_until_us
 
     def give_up_lost(self, now_us: int) -> list[SequenceGroup]:
-        """Expect worker groups back no longer that have been lost for too long; the requests that
-        have outgrown all others and so can never continue."""
+        """Stop expecting worker groups that have been lost for too long; return the requests that
+        have outgrown all others, and so can never continue."""
         if now_us < self.next_given_up_us:
             return []
         self._lost = [lost for lost in self._lost if now_us < lost.expected_until_us]
@@ -121,25 +122,23 @@ class ServedModel:
         ]
 
     def _take_place_of_lost(self, num_tokens: int) -> None:
-        """Expect the lost group back no more whose memory was the most like this: a worker that is
-        started again may find a little more or less."""
+        """Stop expecting the lost group whose cache was closest to this size: a restarted worker
+        may find a little more or less memory than before."""
         if self._lost:
             self._lost.remove(
                 min(self._lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - num_tokens))
             )
 
     def reopen(self) -> None:
-        """Put all that has not begun up for routing again."""
+        """Queue all requests that have not started for routing again."""
         for scheduler in self.schedulers:
             self.queue_again(scheduler.give_back())
         for seq_group in self.unschedulable.take_all():
             self.waiting.add(seq_group)
 
     def move_on(self, now_us: int) -> None:
-        """Send requests away from draining worker groups where others can generate as much of them.
-
-        The others stay until they end or a suitable worker group joins.
-        """
+        """Send requests away from draining worker groups if another group can generate as many of
+        their tokens. The rest stay until they end or a suitable worker group joins."""
         self.sort_queue()
         for scheduler in self.schedulers:
             if not scheduler.is_draining:
@@ -154,8 +153,8 @@ class ServedModel:
             self.queue_again(scheduler.take_gone())
 
     def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
-        """Move requests that outgrew a worker group to larger ones. They fail if there is none
-        and none is expected back. Returns whether there were any."""
+        """Move requests that outgrew a worker group to larger ones; fail them if there is none and
+        none is expected back. Returns whether there were any."""
         outgrown = here.take_outgrown()
         moving: set[SequenceGroup] = set()
         for seq_group in outgrown:
@@ -177,8 +176,8 @@ class ServedModel:
         return bool(outgrown)
 
     def _has_larger(self, seq_group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
-        """Whether a request can go on elsewhere, now or when what was lost is back, and come to be
-        as long as it could here."""
+        """Whether another worker group, present or expected back, can continue a request and let it
+        become as long as it could here."""
         length = seq_group.max_length(here)
         capacities = chain(self.capacities(), (lost.capacity for lost in self._lost))
         return any(
@@ -186,11 +185,15 @@ class ServedModel:
         )
 
     def is_needed(self, scheduler: Scheduler) -> bool:
-        """Whether a request that has begun needs a draining worker group, as no other can continue
-        it. Looks at requests in the queues and on their way between worker groups."""
+        """Whether a started request needs a draining worker group because no other can continue it.
+        Looks at requests in the queues and on their way between worker groups."""
         on_their_way = (seq_group for other in self.schedulers for seq_group in other.migrating)
         queues = chain(self.waiting, self.unschedulable, on_their_way)
-        return any(scheduler in self._suitable(seq_group) for seq_group in queues)
+        return any(
+            scheduler in groups
+            for seq_group in queues
+            for groups in eligible(seq_group, self._equivalent)
+        )
 
     def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
         others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
@@ -205,13 +208,13 @@ class ServedModel:
         return can_leave
 
     def queue_again(self, seq_groups: Iterable[SequenceGroup]) -> None:
-        """Put groups up for routing that a worker group has parted with."""
+        """Queue groups for routing that have left a worker group."""
         for seq_group in seq_groups:
             self.release(seq_group)
             self.waiting.add(seq_group)
 
     def check(self) -> None:
-        """Assert the invariants. Looks at every worker group for every request that waits."""
+        """Assert the invariants. Cost: waiting requests times worker groups."""
         self.waiting.check()
         assert self._sorted_for == self._present()
         for seq_group in self.waiting:
@@ -223,41 +226,40 @@ class ServedModel:
                     )
 
     def release(self, seq_group: SequenceGroup) -> None:
-        """A group may have been in a worker group, and is no more: its tenant may use the blocks
-        for others."""
+        """Give the blocks reserved for a group in a worker group back to its tenant."""
         if seq_group.is_placed:
             seq_group.is_placed = seq_group.is_ahead = False
             seq_group.tenant.num_kv_blocks -= seq_group.num_reserved_blocks
             seq_group.num_reserved_blocks = 0
 
-    def place(self, is_late: Callable[[SequenceGroup], bool], now_us: int) -> None:
-        """Give waiting requests, in order, to worker groups that have room. Of each it is asked
-        before whether it is too late for it, and if so, has been taken out of the queue."""
+    def route(
+        self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
+    ) -> list[TooLate]:
+        """Hand waiting requests, in order, to worker groups that have room. Returns those for which
+        `why_late` has an error when their turn comes; they are in no queue any more, and must be
+        ended."""
         if not self.waiting:
             self.throughput.interrupt()
-            return
-        placed: list[SequenceGroup] = []
-        self.waiting.retry_tenant_limited()
-        placing = RoutingRound(
-            self.waiting, self._awaited(), self.policy, self.router, self._suitable
+            return []
+        round_ = RoutingRound(
+            self.waiting,
+            self.unschedulable,
+            self.schedulers,
+            self._equivalent,
+            self.policy,
+            self.router,
         )
-        while (found := placing.next(now_us)) is not None:
-            seq_group, scheduler = found
-            if not is_late(seq_group):
-                self._give(seq_group, scheduler, now_us)
-                placing.note_taken(scheduler)
-                placed.append(seq_group)
-        self.waiting.end_round()
-        for seq_group in placing.unsuitable:
-            self.unschedulable.add(seq_group)
-        if placed:
+        too_late = round_.run(why_late, now_us)
+        self.woken.update(each.capacity.worker_group_id for each in round_.routed.values())
+        if round_.routed:
             self.wake_drained()
         self.throughput.note(
             now_us,
-            num_requests=len(placed),
-            num_tokens=sum(seq_group.num_prompt_tokens for seq_group in placed),
+            num_requests=len(round_.routed),
+            num_tokens=sum(seq_group.num_prompt_tokens for seq_group in round_.routed),
             is_empty=not self.waiting,
         )
+        return too_late
 
     def wake(self) -> None:
         """Wake every worker group whose pipeline has room. Whichever plans first places all waiting
@@ -271,76 +273,30 @@ class ServedModel:
         idle = (s for s in self.schedulers if s.is_draining and not s.seq_groups)
         self.woken.update(scheduler.capacity.worker_group_id for scheduler in idle)
 
-    def _awaited(self) -> list[Scheduler]:
-        """The worker groups that something waits for. Room in others, which drain or are too small,
-        is no reason to look at what waits."""
-        if len(self._alike) == 1:
-            return self.schedulers
-        alike = {alike for kind in self.waiting.kinds for alike in kind}
-        awaited = set(chain.from_iterable(alike))
-        return [scheduler for scheduler in self.schedulers if scheduler in awaited]
-
-    def _kind_of(self, seq_group: SequenceGroup) -> tuple[EquivalentWorkerGroups, ...]:
-        """Which worker groups a request may go to, full or not: those in which it can come to have
-        the most of the tokens that it asks for, so that where it goes does not show in its answer;
-        for one that has begun that is memory's concern too. Those that drain take nothing, unless
-        it has begun and no other is left. One with output goes to a group of the arithmetic that
-        computed it, if there is one."""
-        fitting = [alike for alike in self._alike if seq_group.fits(alike[0].capacity)]
-        suitable = [alike for alike in fitting if not alike[0].is_draining]
-        reach = SequenceGroup.max_length
-        if seq_group.has_begun or seq_group.request.generated:
-            suitable = suitable or fitting
-            exact = [alike for alike in suitable if not seq_group.is_inexact_in(alike[0].capacity)]
-            suitable = exact or suitable
-            reach = SequenceGroup.reach
-        farthest = max((reach(seq_group, alike[0].capacity) for alike in suitable), default=0)
-        return tuple(
-            [alike for alike in suitable if reach(seq_group, alike[0].capacity) == farthest]
-        )
-
-    def _suitable(self, seq_group: SequenceGroup) -> list[Scheduler]:
-        """These worker groups, in the order in which they came."""
-        kind = self._kind_of(seq_group)
-        if len(self._alike) == 1:
-            return list(chain.from_iterable(kind))
-        suitable = set(chain.from_iterable(kind))
-        return [scheduler for scheduler in self.schedulers if scheduler in suitable]
-
     def sort_queue(self) -> None:
         """Sort the queue again after worker groups have joined, left or begun to drain."""
         worker_groups = self._present()
         if worker_groups != self._sorted_for:
             self._sorted_for = worker_groups
-            alike: dict[object, list[Scheduler]] = {}
+            equivalent: dict[object, list[Scheduler]] = {}
             for scheduler in self.schedulers:
                 size = scheduler.capacity
                 key = size.num_gpu_blocks, size.block_size, size.max_model_len, size.arithmetic
-                alike.setdefault((*key, scheduler.is_draining), []).append(scheduler)
-            self._alike = [tuple(schedulers) for schedulers in alike.values()]
+                equivalent.setdefault((*key, scheduler.is_draining), []).append(scheduler)
+            self._equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
             self.waiting.sort_again()
             for seq_group in self.waiting:
-                seq_group.routing.refusals.clear()  # a new one may have a former id
+                seq_group.routing.refusals.clear()  # ids may be used again
 
     def _present(self) -> list[tuple[Scheduler, bool]]:
-        """Its worker groups, and whether they drain."""
+        """Its worker groups, and whether they are draining."""
         return [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
-
-    def _give(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
-        self.waiting.discard(seq_group)
-        seq_group.routing = RoutingState()
-        seq_group.is_placed = True
-        seq_group.num_reserved_blocks = seq_group.most_blocks(scheduler.capacity)
-        seq_group.tenant.num_kv_blocks += seq_group.num_reserved_blocks
-        self.policy.note_placed(seq_group)
-        scheduler.take(seq_group, now_us)
-        self.woken.add(scheduler.capacity.worker_group_id)
 
 
 class Fleet:
     """Worker groups and models.
 
-    Invariant: a model is known while it is served, was ever served, or something waits for it.
+    Invariant: a model is known if it is served, was ever served, or a request waits for it.
     """
 
     def __init__(self, config: SchedulerConfig, tenants: Tenants) -> None:
@@ -349,7 +305,7 @@ class Fleet:
         self._schedulers: dict[str, Scheduler] = {}
         self._models: dict[str, ServedModel] = {}
         self.totals: dict[str, ModelTotals] = {}
-        """By model, of all that worker groups have ever served."""
+        """By model, for all models that were ever served."""
 
     # Worker groups.
 
@@ -372,7 +328,7 @@ class Fleet:
         return model
 
     def remove(self, worker_group_id: str, now_us: int) -> Scheduler | None:
-        """A worker group is gone; None if it was not there."""
+        """Remove and return a worker group; None if the id is unknown."""
         scheduler = self._schedulers.pop(worker_group_id, None)
         if scheduler is not None:
             self.model_of(scheduler).remove(scheduler, now_us)
@@ -401,12 +357,12 @@ class Fleet:
 
     @property
     def next_given_up_us(self) -> float:
-        """When the next lost worker group is given up; infinite if nothing waits for one."""
+        """When the next lost worker group is given up; infinite if no request waits for one."""
         return min((m.next_given_up_us for m in self._models.values()), default=float("inf"))
 
     def give_up_lost(self, now_us: int) -> list[SequenceGroup]:
-        """Expect worker groups back no longer that have been lost for too long; the requests that
-        have outgrown all others and so can never continue."""
+        """Stop expecting worker groups that have been lost for too long; return the requests that
+        have outgrown all others, and so can never continue."""
         given_up = [model.give_up_lost(now_us) for model in self._models.values()]
         return list(chain.from_iterable(given_up))
 
@@ -418,7 +374,7 @@ class Fleet:
         return self._models
 
     def model(self, name: str) -> ServedModel:
-        """The model of this name, made if it is new."""
+        """The model of this name, created if it is new."""
         model = self._models.get(name)
         if model is None:
             policy = POLICIES[self._config.policy](self._tenants)
@@ -428,7 +384,7 @@ class Fleet:
         return model
 
     def model_of(self, scheduler: Scheduler) -> ServedModel:
-        """The one that a worker group serves."""
+        """The model that a worker group serves."""
         return self._models[scheduler.capacity.model]
 
     def wake(self, name: str) -> None:
@@ -448,12 +404,12 @@ class Fleet:
         if self._schedulers and (model is None or not model.was_served):
             served = ", ".join(sorted({s.capacity.model for s in self._schedulers.values()}))
             raise UnknownModel(
-                f"no model named {name!r} is served; there is: {served}",
+                f"unknown model {name!r}; available models: {served}",
                 details={"model": name, "served": served},
             )
 
     def queues(self) -> list[AnyQueue]:
-        """All places in which requests wait."""
+        """All queues in which requests wait."""
         queues: list[AnyQueue] = []
         for scheduler in self._schedulers.values():
             queues += (scheduler.waiting, scheduler.ahead)
@@ -462,7 +418,7 @@ class Fleet:
         return queues
 
     def model_snapshots(self, seq_groups: Iterable[SequenceGroup]) -> dict[str, ModelSnapshot]:
-        """Of models that were served, and of those that one of the live groups waits for."""
+        """Snapshots of all models that were ever served or that a live request is for."""
         known = {name: ModelSnapshot(name=name, totals=t) for name, t in self.totals.items()}
         for seq_group in seq_groups:
             name = seq_group.request.model

@@ -17,6 +17,7 @@ from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
+from scheduler_service.errors import DeadlineExceeded
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.steps import make_work
 
@@ -75,7 +76,7 @@ class Deployment:
 
     def place(self) -> None:
         """Give what waits to worker groups."""
-        self.model.place(lambda group: False, self.now_us)
+        self.model.route(lambda group: None, self.now_us)
         self.model.check()
 
     def where(self, group: SequenceGroup) -> str | None:
@@ -306,6 +307,18 @@ def test_who_is_given_requests_is_told_once() -> None:
     assert deployment.model.woken == {"g0", "g1"}
 
 
+def test_a_request_that_is_too_late_is_returned_for_its_caller_to_end() -> None:
+    deployment = Deployment(make_scheduler("g0"))
+    late, other = deployment.submit(prompt(1, 8)), deployment.submit(prompt(2, 8))
+    error = DeadlineExceeded("too late")
+    returned = deployment.model.route(lambda group: error if group is late else None, 0)
+    assert returned == [(late, error)]
+    assert late not in deployment.model.waiting
+    assert late.num_unfinished == 1, "a question changes nothing"
+    assert deployment.where(late) is None
+    assert deployment.where(other) == "g0"
+
+
 class Counted(Router):
     """Counts how often it is asked."""
 
@@ -380,7 +393,7 @@ def count_looks(deployment: Deployment) -> int:
     probes = [CountedProbe(scheduler.probe) for scheduler in deployment.schedulers]
     for scheduler, probe in zip(deployment.schedulers, probes, strict=True):
         scheduler.probe = cast(CapacityProbe, probe)
-    deployment.model.place(lambda group: False, 0)
+    deployment.model.route(lambda group: None, 0)
     for scheduler, probe in zip(deployment.schedulers, probes, strict=True):
         scheduler.probe = probe.inner
     return sum(probe.num_looks for probe in probes)
