@@ -22,6 +22,11 @@ class Shard:
     size: int
     total: int
 
+    @classmethod
+    def whole(cls, total: int) -> "Shard":
+        """All of it, for one rank."""
+        return cls(0, total, total)
+
     def times(self, factor: int) -> "Shard":
         """The same range where each unit is `factor` elements wide."""
         return Shard(self.start * factor, self.size * factor, self.total * factor)

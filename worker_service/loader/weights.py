@@ -26,8 +26,9 @@ from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.model_files import read_json
+from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Linear
-from worker_service.models.native import NativeModel, WeightTarget
+from worker_service.models.native import NativeModel
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,8 @@
 
     interface.py           the model protocol of the runner, and what a model is built with
     registry.py            from an architecture's name to a native model
-    llama.py opt.py gpt2.py
-                           native models: Llama, Mistral, Qwen2, Qwen3; OPT; GPT-2
-    native.py              what they share: targets of weights, forward pass, packing
+    llama.py gpt.py        native models: Llama, Mistral, Qwen2, Qwen3; GPT-2, OPT
+    native.py              what they share: construction, forward pass, weights, packing
     layers.py linear.py rotary.py
                            the layers they are made of; packed and sharded linear layers
     transformers_backend/  every other model of `transformers`, with its attention replaced

@@ -1,14 +1,15 @@
 """What the model runner needs of a model, and what a model is built with."""
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Computed
 from worker_service.distributed.communicator import Communicator
-from worker_service.distributed.layout import Layout
+from worker_service.distributed.layout import Layout, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +74,6 @@ class ComputesLogits(Protocol):
         ...
 
 
-class _TensorOptions(TypedDict):
-    dtype: torch.dtype
-    device: torch.device
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelContext:
     """Type and place of weights, activations and KV, and the ranks that share them."""
@@ -103,6 +99,37 @@ class ModelContext:
         """Of the KV cache."""
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
-    def as_kwargs(self) -> _TensorOptions:
-        """For torch's constructors."""
-        return {"dtype": self.dtype, "device": self.device}
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialised tensor of this type, in this place."""
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
+
+    name: str
+    """As in the checkpoint, in the model's canonical form. Several targets may share a tensor."""
+
+    target: Tensor
+    """Of the part's shape."""
+
+    axis: int = 0
+    shard: Shard | None = None
+    """Which part of the checkpoint's tensor along `axis` it is; None: all of it."""
+
+    @property
+    def source_shape(self) -> list[int]:
+        """Of the checkpoint's tensor."""
+        shape = list(self.target.shape)
+        if self.shard is not None:
+            shape[self.axis] = self.shard.total
+        return shape
+
+    @property
+    def source_index(self) -> tuple[slice, ...]:
+        """Where the part is in the checkpoint's tensor."""
+        if self.shard is None:
+            return ()
+        part = slice(self.shard.start, self.shard.start + self.shard.size)
+        return (slice(None),) * self.axis + (part,)

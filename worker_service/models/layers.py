@@ -1,11 +1,12 @@
 """Layers that the native families share. Rows are tokens, flattened over all sequences."""
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import AttentionBackend, LayerKernels
-from worker_service.models.interface import ModelContext
+from worker_service.models.interface import ModelContext, WeightTarget
 
 
 class RMSNorm(nn.Module):
@@ -13,7 +14,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, context: ModelContext, kernels: LayerKernels) -> None:
         super().__init__()
-        self.weight = torch.empty(size, **context.as_kwargs())
+        self.weight = context.empty(size)
         self.eps = eps
         self._kernels = kernels
 
@@ -36,8 +37,8 @@ class LayerNorm(nn.Module):
         affine: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = torch.empty(size, **context.as_kwargs()) if affine else None
-        self.bias = torch.empty(size, **context.as_kwargs()) if affine else None
+        self.weight = context.empty(size) if affine else None
+        self.bias = context.empty(size) if affine else None
         self._eps = eps
         self._kernels = kernels
 
@@ -46,6 +47,14 @@ class LayerNorm(nn.Module):
         if x is None:
             return self._kernels.layer_norm(residual, self.weight, self.bias, self._eps)
         return self._kernels.layer_norm(x, self.weight, self.bias, self._eps, residual)
+
+
+def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
+    """Where the checkpoint's tensors of the norm called `name` go."""
+    if norm.weight is not None:
+        yield WeightTarget(f"{name}.weight", norm.weight)
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        yield WeightTarget(f"{name}.bias", norm.bias)
 
 
 class PagedAttention:

@@ -23,7 +23,7 @@ inputs, and is row-parallel. With one rank each of these layers computes exactly
 counterpart does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -35,7 +35,7 @@ from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWei
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
 from worker_service.distributed.layout import Shard
-from worker_service.models.interface import ModelContext
+from worker_service.models.interface import ModelContext, WeightTarget
 
 MIN_ROWS = 2
 """Fewer rows are padded up to this."""
@@ -159,19 +159,38 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        inputs: Shard,
+        outputs: Sequence[Shard],
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        context: ModelContext,
     ) -> None:
+        """inputs: the inputs that this rank has; outputs: of each of the stacked weights, the
+        outputs that it computes. Only one of the two may be sharded."""
         super().__init__()
-        self.weight: Tensor | None = torch.empty(
-            out_features, in_features, dtype=dtype, device=device
-        )
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self._inputs, self._outputs = inputs, outputs
+        num_outputs = sum(shard.size for shard in outputs)
+        self.weight: Tensor | None = context.empty(num_outputs, inputs.size)
+        self.bias = context.empty(num_outputs) if bias else None
         self.packed: PackedWeight | None = None
+
+    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
+        """Where a checkpoint's tensors go; names: of the stacked layers, in their order.
+
+        transposed: whether the checkpoint has weights as [in_features, out_features].
+        """
+        assert self.weight is not None
+        sizes = [shard.size for shard in self._outputs]
+        parts = self.weight.split(sizes)
+        for name, part, outputs in zip(names, parts, self._outputs, strict=True):
+            axis, shard = (0, outputs) if self._inputs.is_whole else (1, self._inputs)
+            if transposed:
+                axis, part = 1 - axis, part.t()
+            yield WeightTarget(f"{name}.weight", part, axis, shard)
+        if self.bias is not None:
+            biases = self.bias.split(sizes)
+            for name, part, outputs in zip(names, biases, self._outputs, strict=True):
+                yield WeightTarget(f"{name}.bias", part, shard=outputs)
 
     def pack(self) -> None:
         """Lay the weight out for this machine, once it is loaded; the original is freed."""
@@ -209,16 +228,15 @@ class GatedLinear(Linear):
     def __init__(
         self,
         in_features: int,
-        size: int,
+        inner: Shard,
         activation: str,
         kernels: LayerKernels,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        context: ModelContext,
     ) -> None:
-        """size: outputs of G, of U, and of the layer."""
-        super().__init__(in_features, 2 * size, bias=bias, dtype=dtype, device=device)
+        """inner: outputs of G, of U, and of the layer."""
+        super().__init__(Shard.whole(in_features), [inner, inner], bias=bias, context=context)
         self._activation = activation
         self._kernels = kernels
         self._gated: NativeGatedWeight | None = None
@@ -261,13 +279,12 @@ class RowParallelLinear(Linear):
     def __init__(
         self, inputs: Shard, out_features: int, *, bias: bool, context: ModelContext
     ) -> None:
-        super().__init__(inputs.size, out_features, bias=bias, **context.as_kwargs())
-        self._is_shared = not inputs.is_whole
+        super().__init__(inputs, [Shard.whole(out_features)], bias=bias, context=context)
         self._communicator = context.communicator
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features of this rank]; returns [num_rows, out_features]."""
-        if not self._is_shared:
+        if self._inputs.is_whole:
             return super().forward(rows)
         total = self._communicator.sum(self.multiply(rows, None))
         return total if self.bias is None else total + self.bias
@@ -282,11 +299,16 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.shard = context.communicator.layout.vocab_shard(vocab_size)
         num_rows = context.communicator.layout.vocab_rows(vocab_size)
-        self.weight: Tensor | None = torch.empty(num_rows, size, **context.as_kwargs())
+        self.weight: Tensor | None = context.empty(num_rows, size)
         self.weight[self.shard.size :] = 0
         self.packed: NativeWeight | None = None
         self._kernels = kernels
         self._communicator = context.communicator
+
+    def targets(self, name: str) -> Iterator[WeightTarget]:
+        """Where the table called `name` goes."""
+        assert self.weight is not None
+        yield WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
 
     def share_packed(self, packed: PackedWeight) -> None:
         """Take rows from the head's packed copy of the table, if they can be; ours is freed."""
@@ -321,13 +343,19 @@ class VocabHead(nn.Module):
         self.shard = context.communicator.layout.vocab_shard(vocab_size)
         num_rows = context.communicator.layout.vocab_rows(vocab_size)
         if tied_to is None:
-            self.linear = Linear(size, num_rows, bias=False, **context.as_kwargs())
+            rows = Shard.whole(num_rows)
+            self.linear = Linear(Shard.whole(size), [rows], bias=False, context=context)
             assert self.linear.weight is not None
             self.linear.weight[self.shard.size :] = 0
         else:
             assert tied_to.weight is not None
             self.linear = TiedLinear(tied_to.weight, tied_to.share_packed)
         self._communicator = context.communicator
+
+    def targets(self, name: str) -> Iterator[WeightTarget]:
+        """Where the weight called `name` goes."""
+        assert self.linear.weight is not None
+        yield WeightTarget(name, self.linear.weight[: self.shard.size], shard=self.shard)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""

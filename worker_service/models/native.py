@@ -1,8 +1,8 @@
-"""What all native models share: embedding of weights' names, loading and packing."""
+"""What all native models share: their construction, forward pass, weights and packing."""
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,49 +12,60 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
-from worker_service.distributed.communicator import Communicator
-from worker_service.distributed.layout import Shard
-from worker_service.models.interface import KVCacheSpec, ModelContext
-from worker_service.models.layers import PagedAttention
+from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
+from worker_service.models.layers import LayerNorm, PagedAttention, RMSNorm, norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 
-KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
-"""Canonical names of the scales of keys and values in an fp8 cache, one number each."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """Shape of a native model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    """Width of the token embedding and of the head's inputs; usually the hidden size."""
+
+    inner_size: int
+    """Columns of the MLP."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    """The longest sequence that the model's positions allow."""
+
+    activation: str
+    """As `config.json` names it."""
+
+    norm_eps: float
+    tie_word_embeddings: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WeightTarget:
-    """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
+class DecoderLayer(nn.Module, ABC):
+    """Attention and MLP, each with a norm and a residual connection."""
 
-    name: str
-    """As in the checkpoint, in the model's canonical form. Several targets may share a tensor."""
+    @abstractmethod
+    def forward(
+        self,
+        residual: Tensor,
+        x: Tensor | None,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor | None]:
+        """residual: the residual stream, which is overwritten; x: the previous layer's output, if
+        it is not yet added to `residual`. Returns both for the next layer."""
 
-    target: Tensor
-    """Of the part's shape."""
-
-    axis: int = 0
-    shard: Shard | None = None
-    """Which part of the checkpoint's tensor along `axis` it is; None: all of it."""
-
-    @property
-    def source_shape(self) -> list[int]:
-        """Of the checkpoint's tensor."""
-        shape = list(self.target.shape)
-        if self.shard is not None:
-            shape[self.axis] = self.shard.total
-        return shape
-
-    @property
-    def source_index(self) -> tuple[slice, ...]:
-        """Where the part is in the checkpoint's tensor."""
-        if self.shard is None:
-            return ()
-        part = slice(self.shard.start, self.shard.start + self.shard.size)
-        return (slice(None),) * self.axis + (part,)
+    @abstractmethod
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
+        """Where the checkpoint's tensors of the layer called `name` go."""
 
 
 class NativeModel(nn.Module, ABC):
-    """A model in our own code. A subclass fills in the attributes and the abstract methods.
+    """A model in our own code. A subclass adds its layers, and what else it has.
 
     A rank of a group builds its stage's layers only, and of each its own share.
     """
@@ -63,65 +74,100 @@ class NativeModel(nn.Module, ABC):
     """Canonical names that a checkpoint may hold without a target for them, such as that of
     a head that is tied to the embedding."""
 
-    kv_cache_spec: KVCacheSpec
-    architecture: str
-    vocab_size: int
-    max_model_len: int
+    embedding_name: ClassVar[str]
+    layers_name: ClassVar[str]
+    norm_name: ClassVar[str]
+    """Canonical names of the embedding's weight, of the list of layers, and of the final norm."""
+
     num_parameters: int
     """Numbers in the checkpoint, a tied one counted once; of all ranks together. Known once loading
     is finished."""
 
-    communicator: Communicator
     embedding: VocabEmbedding | None
     """None on later stages."""
 
     head: VocabHead | None
     """None on earlier stages."""
 
-    def __init__(self, hidden_size: int, context: ModelContext, kernels: Kernels) -> None:
+    norm: RMSNorm | LayerNorm | None
+    """Applied before the head."""
+
+    def __init__(
+        self, settings: ModelSettings, max_model_len: int, context: ModelContext, kernels: Kernels
+    ) -> None:
         super().__init__()
+        s, layout = settings, context.communicator.layout
         self.communicator = context.communicator
-        alone = context.communicator.layout.world_size == 1
+        self.architecture = s.architecture
+        self.vocab_size = s.vocab_size
+        self.max_model_len = max_model_len
+        self._is_tied = s.tie_word_embeddings
+        self._layer_range = layout.layer_range(s.num_layers)
+        layout.even_shard(s.num_heads, "attention heads")  # the error to raise first
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=len(self._layer_range),
+            num_kv_heads=layout.kv_head_shard(s.num_kv_heads).size,
+            head_dim=s.head_dim,
+            dtype=context.kv_dtype,
+        )
+        self.embedding = self.head = self.norm = None
+        if layout.is_first_stage:
+            self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, context, kernels.layers)
+        if layout.is_last_stage:
+            tied_to = self.embedding if s.tie_word_embeddings else None
+            self.head = VocabHead(s.vocab_size, s.embedding_size, context, tied_to)
+        self.layers = nn.ModuleList()
         self._run: ForwardFn | None = None
-        if alone:
+        if layout.world_size == 1:
             self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
         self._needs_fixed_products = context.needs_fixed_products
-        self._hidden_like = torch.empty(hidden_size, **context.as_kwargs())
+        self._hidden_like = context.empty(s.hidden_size)
 
-    @abstractmethod
+    def named_layers(self) -> Iterator[tuple[str, DecoderLayer]]:
+        """(canonical name, layer) of this rank's layers."""
+        for i, layer in zip(self._layer_range, self.layers, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            yield f"{self.layers_name}.{i}", layer
+
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """Where each tensor of a checkpoint goes; every target must be filled."""
+        """Where each tensor of a checkpoint goes; every target must be filled.
 
-    def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
+        A tied head of a later stage takes the embedding's numbers.
+        """
+        if self.embedding is not None:
+            yield from self.embedding.targets(self.embedding_name)
+        if self.head is not None and not (self._is_tied and self.embedding is not None):
+            yield from self.head.targets(self.embedding_name if self._is_tied else "lm_head.weight")
+        for name, layer in self.named_layers():
+            yield from layer.weight_targets(name)
+        if self.norm is not None:
+            yield from norm_targets(self.norm_name, self.norm)
+
+    def kv_scale_holders(self) -> Iterable[tuple[str, PagedAttention]]:
         """(canonical name, the layer's attention) of the layers here whose keys and values a
         checkpoint may hold scales for."""
-        return iter(())
+        return ()
 
-    @abstractmethod
     def canonical_name(self, name: str) -> str:
         """The name a target has for what a checkpoint calls `name`."""
+        return name
 
     @abstractmethod
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer takes, [num_tokens, hidden_size]."""
+        """The first layer's input, [num_tokens, hidden_size]."""
 
-    @abstractmethod
     def run_layers(
         self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Through this rank's layers, to what `end_stage` gives.
+        """Run this rank's layers; returns the input of the head, or of the next stage.
 
         residual: [num_tokens, hidden_size], the residual stream, which is overwritten.
         """
-
-    @abstractmethod
-    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
-        """What the head takes, from the residual stream and what is yet to be added to it."""
-
-    def end_stage(self, residual: Tensor, x: Tensor | None) -> Tensor:
-        """What the head takes, or the next stage: [num_tokens, hidden_size]."""
-        if self.communicator.layout.is_last_stage:
-            return self.finish(residual, x)
+        x = None
+        for layer in self.layers:
+            residual, x = layer(residual, x, positions, kv_cache, metadata)
+        if self.norm is not None:
+            return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
 
     def forward(
@@ -133,7 +179,7 @@ class NativeModel(nn.Module, ABC):
     ) -> Tensor:
         """Last hidden states of all rows, [num_tokens, hidden_size]; see `interface.Model`.
 
-        Of several stages each computes its layers, takes what the one before has, and hands on.
+        Each of several stages receives the previous stage's output and sends its own on.
         """
         return self.forward_to_logits(token_ids, positions, kv_cache, metadata, None).hidden
 
@@ -181,53 +227,3 @@ class NativeModel(nn.Module, ABC):
                 module.pack()
                 if self._needs_fixed_products:
                     module.fix_order()
-
-
-def linear_targets(name: str, linear: Linear) -> Iterator[WeightTarget]:
-    """Targets of a linear layer that the checkpoint holds as one."""
-    assert linear.weight is not None
-    yield WeightTarget(f"{name}.weight", linear.weight)
-    if linear.bias is not None:
-        yield WeightTarget(f"{name}.bias", linear.bias)
-
-
-def column_targets(names: list[str], linear: Linear, shards: list[Shard]) -> Iterator[WeightTarget]:
-    """Targets of several linear layers that we compute as one; `shards` are of their outputs."""
-    assert linear.weight is not None
-    sizes = [shard.size for shard in shards]
-    for name, part, shard in zip(names, linear.weight.split(sizes), shards, strict=True):
-        yield WeightTarget(f"{name}.weight", part, shard=shard)
-    if linear.bias is not None:
-        for name, part, shard in zip(names, linear.bias.split(sizes), shards, strict=True):
-            yield WeightTarget(f"{name}.bias", part, shard=shard)
-
-
-def row_targets(name: str, linear: Linear, shard: Shard) -> Iterator[WeightTarget]:
-    """Targets of a linear layer of which each rank has a shard of the inputs."""
-    assert linear.weight is not None
-    yield WeightTarget(f"{name}.weight", linear.weight, axis=1, shard=shard)
-    if linear.bias is not None:
-        yield WeightTarget(f"{name}.bias", linear.bias)
-
-
-def vocab_targets(
-    model: NativeModel, embedding_name: str, head_name: str, *, tied: bool
-) -> Iterator[WeightTarget]:
-    """Targets of embedding and head; a tied head of a later stage takes the embedding's numbers."""
-    if model.embedding is not None:
-        shard, weight = model.embedding.shard, model.embedding.weight
-        assert weight is not None
-        yield WeightTarget(embedding_name, weight[: shard.size], shard=shard)
-    if model.head is not None and not (tied and model.embedding is not None):
-        shard, weight = model.head.shard, model.head.linear.weight
-        assert weight is not None
-        name = embedding_name if tied else head_name
-        yield WeightTarget(name, weight[: shard.size], shard=shard)
-
-
-def norm_targets(name: str, norm: nn.Module) -> Iterator[WeightTarget]:
-    """Targets of an RMSNorm or a LayerNorm."""
-    for part in ("weight", "bias"):
-        tensor = getattr(norm, part, None)
-        if tensor is not None:
-            yield WeightTarget(f"{name}.{part}", tensor)

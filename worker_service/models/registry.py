@@ -5,15 +5,24 @@ from typing import Any
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption
-from worker_service.models.gpt2 import GPT2Model, gpt2_settings
+from worker_service.models.gpt import GPT2Model, OPTModel, gpt2_settings, opt_settings
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.llama import LlamaModel, llama_settings
-from worker_service.models.native import NativeModel
-from worker_service.models.opt import OPTModel, opt_settings
-from worker_service.models.rotary import SCALING_TYPES
+from worker_service.models.native import ModelSettings, NativeModel
 
-Builder = Callable[[Mapping[str, Any], int | None, ModelContext, Kernels], NativeModel | None]
+ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
+"""Of the content of `config.json`; None for a variant that the model cannot compute."""
+
+NATIVE_MODELS: dict[str, tuple[ReadSettings, Callable[..., NativeModel]]] = {
+    "LlamaForCausalLM": (llama_settings, LlamaModel),
+    "MistralForCausalLM": (llama_settings, LlamaModel),
+    "Qwen2ForCausalLM": (llama_settings, LlamaModel),
+    "Qwen3ForCausalLM": (llama_settings, LlamaModel),
+    "OPTForCausalLM": (opt_settings, OPTModel),
+    "GPT2LMHeadModel": (gpt2_settings, GPT2Model),
+}
+"""By the class name in `config.json`."""
 
 
 def build_native_model(
@@ -27,11 +36,15 @@ def build_native_model(
     config: the content of `config.json`. max_model_len: None takes the model's own limit.
     """
     architecture = (config.get("architectures") or [""])[0]
-    builder = NATIVE_MODELS.get(architecture)
-    if builder is None:
+    if architecture not in NATIVE_MODELS:
         return None
+    read_settings, model = NATIVE_MODELS[architecture]
     try:
-        return builder(config, max_model_len, context, kernels)
+        settings = read_settings(config)
+        if settings is None or settings.activation not in ACTIVATIONS:
+            return None
+        length = limit_model_len(max_model_len, settings.max_model_len)
+        return model(settings, length, context, kernels)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
 
@@ -41,55 +54,3 @@ def limit_model_len(asked: int | None, limit: int) -> int:
     if asked is not None and asked > limit:
         raise InvalidOption(f"max_model_len: the model's limit is {limit}, got {asked}")
     return asked or limit
-
-
-def _build_llama(
-    config: Mapping[str, Any],
-    max_model_len: int | None,
-    context: ModelContext,
-    kernels: Kernels,
-) -> NativeModel | None:
-    settings = llama_settings(config)
-    known = settings.activation in ACTIVATIONS and settings.rotary.scaling_type in SCALING_TYPES
-    if not known or settings.rotary.parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        return None
-    length = limit_model_len(max_model_len, settings.rotary.max_model_len())
-    return LlamaModel(settings, length, context, kernels)
-
-
-def _build_opt(
-    config: Mapping[str, Any],
-    max_model_len: int | None,
-    context: ModelContext,
-    kernels: Kernels,
-) -> NativeModel | None:
-    settings = opt_settings(config)
-    if settings.activation not in ACTIVATIONS:
-        return None
-    length = limit_model_len(max_model_len, settings.max_positions)
-    return OPTModel(settings, length, context, kernels)
-
-
-def _build_gpt2(
-    config: Mapping[str, Any],
-    max_model_len: int | None,
-    context: ModelContext,
-    kernels: Kernels,
-) -> NativeModel | None:
-    settings = gpt2_settings(config)
-    if settings.activation not in ACTIVATIONS:
-        return None
-    length = limit_model_len(max_model_len, settings.max_positions)
-    return GPT2Model(settings, length, context, kernels)
-
-
-NATIVE_MODELS: dict[str, Builder] = {
-    "LlamaForCausalLM": _build_llama,
-    "MistralForCausalLM": _build_llama,
-    "Qwen2ForCausalLM": _build_llama,
-    "Qwen3ForCausalLM": _build_llama,
-    "OPTForCausalLM": _build_opt,
-    "GPT2LMHeadModel": _build_gpt2,
-}
-"""By the class name in `config.json`. A builder returns None for a variant it does not know; it is
-then served as every other model is."""

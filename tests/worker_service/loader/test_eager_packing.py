@@ -17,9 +17,9 @@ from worker_service.loader.weights import (
     load_weights,
     open_checkpoint,
 )
-from worker_service.models.interface import ModelContext
+from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.linear import Linear
-from worker_service.models.native import NativeModel, WeightTarget
+from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
 
 CPU = torch.device("cpu")

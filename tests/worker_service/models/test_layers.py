@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference.backend import TorchLayerKernels
+from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
     Linear,
@@ -22,7 +23,8 @@ CPU = torch.device("cpu")
 
 def _linear(in_features: int, out_features: int, dtype: torch.dtype, bias: bool = True) -> Linear:
     generator = torch.Generator().manual_seed(0)
-    linear = Linear(in_features, out_features, bias=bias, dtype=dtype, device=CPU)
+    inputs, outputs = Shard.whole(in_features), [Shard.whole(out_features)]
+    linear = Linear(inputs, outputs, bias=bias, context=ModelContext(dtype=dtype, device=CPU))
     assert linear.weight is not None
     linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
     if linear.bias is not None:
