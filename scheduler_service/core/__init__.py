@@ -29,7 +29,7 @@ The modules, from the outside in:
     stats/             counters, request timings, measured rates and status pages
     sequence.py        the state of one request and its sequences
     request_queue.py   the queues of waiting requests
-    beam_search.py     the search of one request for its most probable outputs
+    beam_search.py     the beam search of one request, and the sequences that hold its beams
     tenants.py         what each tenant uses and may use
     config.py          what an operator configures, and the capacity of a worker group
 

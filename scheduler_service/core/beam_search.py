@@ -1,23 +1,30 @@
-"""Beam search: which continuations of which beams go on, which have ended, and when all is done.
+"""Beam search: which beams continue with which tokens, which have ended, and when the search ends.
 
 The semantics are those of `GenerationMixin._beam_search` in transformers 5, for one prompt, in the
 same float32 arithmetic: the same candidates give the same beams, scores and results, bit by bit.
-In its words, with k beams:
+In its terms, with k beams:
 
-- A candidate's score is its beam's plus its log probability. At first there are k beams with the
-  prompt alone, the first with the score 0 and the others with -1e9, so that all come of the first.
+- A candidate's score is its beam's score plus its log probability. At first there are k beams that
+  consist of the prompt alone, the first with score 0 and the others with -1e9, so that all
+  continuations are of the first.
 - A candidate ends if its token is a stop token or brings it to the greatest length. Those that end
   among the best k of all candidates are kept as finished, with their scores divided by
-  length ** length_penalty (length: output tokens), as far as they are among the k best finished.
-- The best k that do not end go on.
-- It is over when all candidates end, when `early_stopping` is WHEN_FULL and k have finished, or
-  when the best beam, were it to end with its present score, would not beat the worst of k finished:
-  at its present length, or, with NEVER and a positive length penalty, at the greatest.
+  length ** length_penalty (length: output tokens), if they are among the k best finished.
+- The best k that do not end continue.
+- The search ends when all candidates end, when `early_stopping` is WHEN_FULL and k have finished,
+  or when the best beam, were it to end with its present score, would not beat the worst of k
+  finished: at its present length, or, with NEVER and a positive length penalty, at the greatest.
 
-Among equal scores the beam that comes first counts, then the more probable token; torch does not
-say which it takes. A token whose log probability is minus infinity is no candidate at all, where
-transformers would go on with it if nothing else were left; and a finished sequence is better than
-none, where transformers prefers none to a score below -1e9.
+Among equal scores the beam that comes first wins, then the more probable token; torch does not
+define which. Two differences: a token whose log probability is minus infinity is no candidate,
+where transformers would continue with it if nothing else were left; and a finished sequence is
+preferred to none, where transformers prefers none to a score below -1e9.
+
+The request has one sequence per beam for its whole life. Each beam that continues is *held* by one
+of them; the others are idle. When a step's candidates are in, the search chooses: a beam that
+continues in one way keeps its sequence; if it continues in several, all but the first fork from
+it, into idle sequences. So the worker gets tokens to append, forks, and sequences to forget.
+Nothing is reported to the frontend before the search has ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +32,15 @@ from ctypes import c_float
 from dataclasses import dataclass
 from enum import Enum
 from heapq import merge
+from typing import Generic, Protocol, TypeVar
 
 from scheduler_service.core.step_plan import RowCandidates
 
 MAX_LENGTH_PENALTY = 5.0
-"""Either way, so that any length to this power is a float32 number."""
+"""Bound on its absolute value, so that any length to this power is a float32 number."""
 
 _NO_SCORE = -1e9
-"""The score of what is not there; as in transformers."""
+"""The initial score of all beams but the first; as in transformers."""
 
 
 class EarlyStopping(Enum):
@@ -48,7 +56,7 @@ class EarlyStopping(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamParams:
-    """What a request says about its search."""
+    """A request's parameters of its search."""
 
     width: int
     """Number of beams, k."""
@@ -60,7 +68,7 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A beam's output, from its last token backwards; beams share what they have in common."""
+    """A beam's output, from its last token backwards; beams share their common prefixes."""
 
     before: "Path | None"
     token: int
@@ -68,9 +76,9 @@ class Path:
     logprob: float
     """As it was scored."""
     place: int
-    """Which of the candidates it was."""
+    """Its index among the candidates."""
     row: RowCandidates | None
-    """All that could have stood in its place; kept only where they are to be reported."""
+    """All candidates for its position; kept only if they are to be reported."""
 
     def steps(self) -> list["Path"]:
         """One entry per token, the first one first."""
@@ -84,18 +92,18 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence that goes on."""
+    """A beam that continues."""
 
     score: float
     parent: int
-    """Which of the beams before it continues."""
+    """Index of the beam that it continues."""
     path: Path | None
     """None: the prompt alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence that has ended."""
+    """A beam that has ended."""
 
     score: float
     """Divided by length to the power of the length penalty."""
@@ -105,7 +113,7 @@ class Finished:
 class BeamSearch:
     """The search of one request, from its prompt to its end.
 
-    `beams` go on, the best first; `finished` are the best that ended, the best first. Each step
+    `beams` continue, the best first; `finished` are the best that ended, the best first. Each step
     is one `advance` with the candidates of every beam, until `is_done`.
     """
 
@@ -126,14 +134,14 @@ class BeamSearch:
         return self.num_tokens > 0
 
     def advance(self, candidates: Sequence[RowCandidates]) -> None:
-        """One token more: `candidates` are those of each beam, in order."""
+        """Add one token to each beam: `candidates` are those of each beam, in order."""
         assert not self.is_done
         assert len(candidates) == len(self.beams)
         self.num_tokens += 1
-        going_on, ended = self._choose(candidates)
+        continuing, ended = self._choose(candidates)
         self._keep(ended)
-        self.beams = going_on
-        self.is_done = not going_on or self._is_decided()
+        self.beams = continuing
+        self.is_done = not continuing or self._is_decided()
 
     def limit(self, max_tokens: int) -> None:
         """Limit the number of output tokens; a search that has reached it ends with its present
@@ -144,22 +152,22 @@ class BeamSearch:
             self.is_done = True
 
     def _choose(self, candidates: Sequence[RowCandidates]) -> tuple[list[Beam], list[Beam]]:
-        """The continuations that go on, and those of the best k that end."""
+        """The beams that continue, and those of the best k that end."""
         width = self._params.width
         is_last = self.num_tokens >= self.max_tokens
-        going_on: list[Beam] = []
+        continuing: list[Beam] = []
         ended: list[Beam] = []
         scored = [self._scored(index, row) for index, row in enumerate(candidates)]
         for rank, (score, parent, place) in enumerate(merge(*scored)):
-            if rank >= width and (is_last or len(going_on) == width):
+            if rank >= width and (is_last or len(continuing) == width):
                 break
             row = candidates[parent]
             ends = is_last or row.token_ids[place] in self._stop_token_ids
-            if not ends and len(going_on) < width:
-                going_on.append(self._continued(-score, parent, row, place))
+            if not ends and len(continuing) < width:
+                continuing.append(self._continued(-score, parent, row, place))
             elif ends and rank < width:
                 ended.append(self._continued(-score, parent, row, place))
-        return going_on, ended
+        return continuing, ended
 
     def _scored(self, index: int, row: RowCandidates) -> Iterator[tuple[float, int, int]]:
         """A beam's candidates, best first: score with its sign changed, beam, place."""
@@ -168,13 +176,15 @@ class BeamSearch:
             yield -_float32(score + logprob), index, place
 
     def _continued(self, score: float, parent: int, row: RowCandidates, place: int) -> Beam:
-        is_told = self._params.num_logprobs is not None
+        is_reported = self._params.num_logprobs is not None
         token, logprob = row.token_ids[place], row.logprobs[place]
         before = self.beams[parent].path
-        return Beam(score, parent, Path(before, token, logprob, place, row if is_told else None))
+        return Beam(
+            score, parent, Path(before, token, logprob, place, row if is_reported else None)
+        )
 
     def _keep(self, ended: Sequence[Beam]) -> None:
-        """Take those that ended among the best finished, as far as they are."""
+        """Keep beams that ended if they are among the best finished."""
         divisor = self._divisor(self.num_tokens)
         for beam in ended:
             assert beam.path is not None
@@ -183,7 +193,7 @@ class BeamSearch:
         del self.finished[self._params.width :]
 
     def _is_decided(self) -> bool:
-        """Whether what goes on cannot change the result, by the rule that was asked for."""
+        """Whether further steps cannot change the result, by the rule of `early_stopping`."""
         params = self._params
         if len(self.finished) < params.width:
             return False
@@ -199,5 +209,86 @@ class BeamSearch:
 
 
 def _float32(number: float) -> float:
-    """Rounded as float32 arithmetic does."""
+    """Round to float32."""
     return c_float(number).value
+
+
+class BeamSequence(Protocol):
+    """What a beam group uses of a sequence."""
+
+    order: tuple[tuple[int, ...], int]
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+
+Seq = TypeVar("Seq", bound=BeamSequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation(Generic[Seq]):
+    """A beam that continued by one token, which is still to be sent to the worker."""
+
+    seq: Seq
+    token: int
+    parent: Seq | None
+    """The sequence that it forks from; None: it continues in place."""
+
+
+class BeamGroup(Generic[Seq]):
+    """The sequences that hold a request's beams, the best first.
+
+    All that concerns one step (`source_of`, `continuations`, candidates) is forgotten when the
+    group leaves the batch: the tokens it has are known by then, candidates are computed again.
+    """
+
+    def __init__(self, search: BeamSearch, sequences: Sequence[Seq]) -> None:
+        self.search = search
+        self.held = list(sequences[:1])
+        """The sequences of the beams that continue, in the search's order."""
+        self.continuations: list[Continuation[Seq]] = []
+        """What the next plan sends to the worker; forks come last."""
+        self.source_of: dict[Seq, Seq] = {}
+        """While it is computed again: sequences whose first blocks others compute before."""
+        self.num_prefilling = 0
+        """Held sequences that have not been computed up to their last token."""
+        self._candidates: dict[Seq, RowCandidates] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all beams may compute their last tokens."""
+        return self.num_prefilling == 0 and not any(seq.num_in_flight for seq in self.held)
+
+    def has_candidates(self, seq: Seq) -> bool:
+        """Whether the result is in of a step that computed all of a sequence's tokens."""
+        return seq in self._candidates
+
+    def collect(self, seq: Seq, candidates: RowCandidates) -> bool:
+        """Add the candidates of one beam; returns whether those of all beams are in."""
+        self._candidates[seq] = candidates
+        return len(self._candidates) == len(self.held)
+
+    def leave(self) -> None:
+        """Forget the step in progress: the group leaves the batch."""
+        self.continuations = []
+        self.source_of = {}
+        self.num_prefilling = 0
+        self._candidates = {}
+
+    def advance(self) -> list[tuple[Seq, int]]:
+        """Let the search choose; return the parent sequence and the next token of each beam that
+        continues, in order. Unless the search is done, `hold` then sets the beams' sequences."""
+        holders = self.held
+        if not self.search.has_begun:
+            holders = holders * len(self.search.beams)  # all are the prompt alone
+        self.search.advance([self._candidates[seq] for seq in holders])
+        self._candidates = {}
+        beams = [(holders[beam.parent], beam.path) for beam in self.search.beams]
+        return [(seq, path.token) for seq, path in beams if path is not None]
+
+    def hold(self, continuations: list[Continuation[Seq]]) -> None:
+        """Set the sequences that hold the beams that continue, in order."""
+        self.held = [each.seq for each in continuations]
+        self.continuations = sorted(
+            continuations, key=lambda each: (each.parent is not None, each.seq.order)
+        )

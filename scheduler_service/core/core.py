@@ -410,7 +410,7 @@ class SchedulerCore:
             totals.num_prefix_hits += seq_group.num_cached_tokens
 
     def _keep_trace(self, seq_group: SequenceGroup) -> None:
-        request, timeline = seq_group.request, seq_group.timeline
+        request, timeline = seq_group.request, seq_group.clock.timeline
         if request.traceparent:
             self._traced.append(
                 TracedRequest(

@@ -1,22 +1,16 @@
-"""The state of one request: its sequences, its beams, and the frontend that gets its outputs.
+"""The state of one request: its sequences, and the frontend that gets its outputs.
 
-A `SequenceGroup` is one request, a `Sequence` one choice of it.
-
-In a beam search the request has one sequence per beam for its whole life. Each beam that continues
-is *held* by one of them; the others are idle. When a step's candidates are in, the search chooses:
-a beam that continues in one way keeps its sequence; where it continues in several, all but the
-first fork from it, into sequences whose beams do not continue. So the worker gets tokens to append,
-forks, and sequences to forget. Nothing is reported to the frontend before the search has ended.
+A `SequenceGroup` is one request, a `Sequence` one choice of it, or one beam of a beam search (see
+`beam_search.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from scheduler_service.core.beam_search import BeamParams, BeamSearch
+from scheduler_service.core.beam_search import BeamGroup
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.kv_cache.block_pool import BlockKey
@@ -25,9 +19,7 @@ from scheduler_service.core.stats.request_timing import (
     RequestClock,
     RequestEvent,
     RequestPhase,
-    Timeline,
 )
-from scheduler_service.core.step_plan import RowCandidates
 from scheduler_service.core.tenants import TenantUsage
 
 
@@ -318,8 +310,8 @@ class SequenceGroup:
     clock: RequestClock
     sequences: list[Sequence] = field(default_factory=list)
     """One per choice, in order; in a beam search one per beam."""
-    beams: BeamGroup | None = None
-    """What its sequences stand for in a beam search."""
+    beams: BeamGroup[Sequence] | None = None
+    """Which of its sequences hold beams, in a beam search."""
     num_unfinished: int = 0
     num_running: int = 0
     """Sequences that are RUNNING."""
@@ -349,8 +341,6 @@ class SequenceGroup:
     """Arithmetic of the worker group that it was last placed in; empty if unknown."""
     error: Exception | None = None
     """Why it failed, if it did."""
-    timeline: Timeline = field(default_factory=Timeline)
-    """What happened to it."""
     num_prompt_tokens: int = field(init=False)
     """Tokens of the prompt."""
 
@@ -410,7 +400,7 @@ class SequenceGroup:
     def note(self, event: RequestEvent, now_us: int) -> None:
         """Add to its timeline, with the tokens that its longest sequence has."""
         num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
-        self.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
+        self.clock.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
     def most_blocks(self, capacity: WorkerGroupCapacity) -> int:
         """Most blocks that its sequences can need in a worker group, even if the group has fewer;
@@ -476,80 +466,3 @@ class SequenceGroup:
 def request_number(seq_group: SequenceGroup) -> int:
     """The number of an accepted request: its first sequence's."""
     return seq_group.sequences[0].seq_id
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """A beam that continued by one token, which is still to be sent to the worker."""
-
-    seq: Sequence
-    token: int
-    parent: Sequence | None
-    """The sequence that it forks from; None: it goes on in place."""
-
-
-class BeamGroup:
-    """A request's beams, the best first.
-
-    All that concerns one step (`source_of`, `continuations`, candidates) is forgotten when the
-    group leaves the batch: the tokens it has are known by then, candidates are computed again.
-    """
-
-    def __init__(
-        self,
-        params: BeamParams,
-        stop_token_ids: frozenset[int],
-        max_tokens: int,
-        sequences: Sequences[Sequence],
-    ) -> None:
-        self.search = BeamSearch(params, stop_token_ids, max_tokens)
-        self.held = list(sequences[:1])
-        """The sequences of the beams that go on, in the search's order."""
-        self.continuations: list[Continuation] = []
-        """What the next plan sends the worker; forks come last."""
-        self.source_of: dict[Sequence, Sequence] = {}
-        """While it is computed again: sequences whose first blocks others compute before."""
-        self.num_prefilling = 0
-        """Held sequences that have not been computed up to their last token."""
-        self._candidates: dict[Sequence, RowCandidates] = {}
-
-    @property
-    def is_due(self) -> bool:
-        """Whether all beams may compute their last tokens."""
-        return self.num_prefilling == 0 and not any(seq.num_in_flight for seq in self.held)
-
-    def has_candidates(self, seq: Sequence) -> bool:
-        """Whether the result is in of a step that computed all of a sequence's tokens."""
-        return seq in self._candidates
-
-    def collect(self, seq: Sequence, candidates: RowCandidates) -> bool:
-        """Take in what may follow one beam; whether all have been heard of."""
-        self._candidates[seq] = candidates
-        return len(self._candidates) == len(self.held)
-
-    def leave(self) -> None:
-        """The group leaves the batch."""
-        self.continuations = []
-        self.source_of = {}
-        self.num_prefilling = 0
-        self._candidates = {}
-
-    def advance(self) -> list[tuple[Sequence, int]]:
-        """Let the search choose; return the parent sequence and the next token of each beam that
-        continues, in order. Unless the search is done, `hold` then sets the beams' sequences."""
-        holders = self.held
-        if not self.search.has_begun:
-            holders = holders * len(self.search.beams)  # all are the prompt alone
-        self.search.advance([self._candidates[seq] for seq in holders])
-        self._candidates = {}
-        beams = [(holders[beam.parent], beam.path) for beam in self.search.beams]
-        return [(seq, path.token) for seq, path in beams if path is not None]
-
-    def hold(self, continuations: list[Continuation]) -> None:
-        """The beams that go on, in order, are held by these sequences."""
-        self.held = [continuation.seq for continuation in continuations]
-        self.continuations = sorted(continuations, key=_forks_last)
-
-
-def _forks_last(continuation: Continuation) -> tuple[bool, tuple[tuple[int, ...], int]]:
-    return continuation.parent is not None, continuation.seq.order

@@ -2,15 +2,10 @@
 
 from collections.abc import Callable
 
+from scheduler_service.core.beam_search import BeamGroup, BeamSearch
 from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.request import Request
-from scheduler_service.core.sequence import (
-    BeamGroup,
-    Frontend,
-    Sequence,
-    SequenceGroup,
-    SequenceStatus,
-)
+from scheduler_service.core.sequence import Frontend, Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.tenants import Tenants
 
@@ -81,9 +76,8 @@ class RequestRegistry:
         num_sequences = request.num_choices if beam_search is None else beam_search.width
         seq_group.sequences = [self._make_sequence(seq_group, i) for i in range(num_sequences)]
         if beam_search is not None:
-            seq_group.beams = BeamGroup(
-                beam_search, request.stop_token_ids, request.max_tokens, seq_group.sequences
-            )
+            search = BeamSearch(beam_search, request.stop_token_ids, request.max_tokens)
+            seq_group.beams = BeamGroup(search, seq_group.sequences)
         seq_group.num_unfinished = len(seq_group.waiting())
         return seq_group
 

@@ -13,7 +13,7 @@ are computed. So it needs no more memory than it had, with or without a prefix c
 from dataclasses import dataclass
 
 from scheduler_service.columns import to_column, to_float_column
-from scheduler_service.core.beam_search import Path
+from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.engine_outputs import ChoiceFinished
 from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
@@ -22,13 +22,7 @@ from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.running_set import RunningSet
-from scheduler_service.core.sequence import (
-    BeamGroup,
-    Continuation,
-    Sequence,
-    SequenceGroup,
-    SequenceStatus,
-)
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import NewSequence, RowCandidates, RowLogprobs
 
 
@@ -88,7 +82,7 @@ class BeamScheduler:
                 self._enter(start, idle if start is starts[0] else [], batch.now_us)
         return verdict
 
-    def _starts(self, beams: BeamGroup) -> list[_Start]:
+    def _starts(self, beams: BeamGroup[Sequence]) -> list[_Start]:
         starts: list[_Start] = []
         for seq in beams.held:
             found = self._prefixes.find(seq)
@@ -168,7 +162,7 @@ class BeamScheduler:
         self._add_rows(beams, batch)
         return True
 
-    def _add_rows(self, beams: BeamGroup, batch: Batch) -> None:
+    def _add_rows(self, beams: BeamGroup[Sequence], batch: Batch) -> None:
         """Of those that share a last block, the last to ask keeps it. So forks ask first: their
         tables go to the worker as a whole, without updates."""
         news = {child.seq: child for child in beams.continuations}
@@ -217,7 +211,7 @@ class BeamScheduler:
         self._go_on(beams, continuations)
         return False
 
-    def _go_on(self, beams: BeamGroup, chosen: list[tuple[Sequence, int]]) -> None:
+    def _go_on(self, beams: BeamGroup[Sequence], chosen: list[tuple[Sequence, int]]) -> None:
         """Give each beam a sequence: its parent's, or one that is idle now."""
         going_on = {parent for parent, _ in chosen}
         spare = [fork for seq in beams.held for fork in seq.release_forks()]
@@ -225,7 +219,7 @@ class BeamScheduler:
             if seq not in going_on:
                 self._drop(seq)
                 spare.append(seq)
-        continuations: list[Continuation] = []
+        continuations: list[Continuation[Sequence]] = []
         in_place: set[Sequence] = set()
         for parent, token in chosen:
             if parent not in in_place:
@@ -253,12 +247,12 @@ class BeamScheduler:
         self._running.add_beam(child)
 
 
-def _beams(seq_group: SequenceGroup) -> BeamGroup:
+def _beams(seq_group: SequenceGroup) -> BeamGroup[Sequence]:
     assert seq_group.beams is not None
     return seq_group.beams
 
 
-def _fork(child: Continuation, block_ids: list[int]) -> NewSequence:
+def _fork(child: Continuation[Sequence], block_ids: list[int]) -> NewSequence:
     assert child.parent is not None
     return NewSequence(
         seq_id=child.seq.seq_id,

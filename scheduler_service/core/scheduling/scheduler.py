@@ -163,7 +163,7 @@ class Scheduler:
     def take(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group for this batch."""
         self.seq_groups[seq_group] = None
-        seq_group.timeline.add_placement(self.capacity.worker_group_id, now_us)
+        seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
         self._totals.num_inexact_recoveries += seq_group.enter(self.capacity)
         room = self.capacity.max_model_len - seq_group.num_prompt_tokens
         max_output_tokens = min(seq_group.request.max_tokens, room)

@@ -70,7 +70,7 @@ def snapshot_live(
 def snapshot_ended(seq_group: SequenceGroup, now_us: int) -> RequestSnapshot:
     """A request whose sequences have all ended."""
     snapshot = _snapshot(
-        seq_group, _end_state(seq_group), next(reversed(seq_group.timeline.placements), "")
+        seq_group, _end_state(seq_group), next(reversed(seq_group.clock.timeline.placements), "")
     )
     snapshot.ended_us = now_us
     if seq_group.error is not None:
@@ -107,8 +107,8 @@ def _snapshot(
         max_tokens=request.max_tokens,
         num_sequences=len(seq_group.sequences),
         submitted_us=seq_group.clock.submitted_us,
-        events=seq_group.timeline.entries.copy(),
-        placements=seq_group.timeline.placements.copy(),
+        events=seq_group.clock.timeline.entries.copy(),
+        placements=seq_group.clock.timeline.placements.copy(),
     )
 
 

@@ -1,6 +1,6 @@
 """Where a request's time goes, and what happened to it when.
 
-A worker group's time is cut at each result into forward pass, sampling, planning and the rest
+A worker group's time is split at each result into forward pass, sampling, planning and the rest
 (the wire); `StepClock` keeps the running totals of each. A request notes the totals when it
 enters the batch and takes the difference when it leaves, so that a step costs nothing per
 request. All times are whole microseconds, so that parts add up exactly.
@@ -8,7 +8,7 @@ request. All times are whole microseconds, so that parts add up exactly.
 A request's `Timeline` holds its transitions, never its steps: a decode adds nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ def to_us(now: float) -> int:
 
 @dataclass(slots=True, eq=False)
 class StepClock:
-    """One worker group's time up to `mark_us`, cut into parts that add up to it."""
+    """One worker group's time up to `mark_us`, split into parts that add up to it."""
 
     mark_us: int
     """When the last result came in."""
@@ -35,9 +35,14 @@ class StepClock:
     """Planning since the last result. It counts as far as it delayed the worker: in a full
     pipeline planning is hidden behind the forward pass."""
 
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Time so far: all of it, then its parts: wire, forward pass, sampling, planning."""
+        return self.mark_us, self.wire_us, self.forward_us, self.sample_us, self.plan_us
+
     def advance(self, now_us: int, result: StepResult) -> int:
-        """Cut the time since the last result by what the worker reports about its step; how much
-        it is. One that was held back counts as of when it might have come."""
+        """Split the time since the last result by the durations that the worker reports; return
+        that time. A result that the worker held back counts from when it was ready."""
         elapsed_us = rest = max(0, now_us - result.held_us - self.mark_us)
         self.mark_us += rest
         part = min(rest, result.cache_ops_us + result.forward_us)
@@ -51,6 +56,59 @@ class StepClock:
         self.wire_us += rest - part
         self.unassigned_plan_us = 0
         return elapsed_us
+
+
+MAX_EVENTS = 64
+NUM_FIRST_EVENTS = 16
+"""First events that are kept if there are more: those left out are in the middle."""
+
+
+class RequestEvent(IntEnum):
+    """An event in a request's life; numbered as in `status.proto`."""
+
+    QUEUED = 1
+    RESUMED = 2
+    PLACED = 3
+    STARTED = 4
+    PREFILLED = 5
+    FIRST_TOKEN = 6
+    PREEMPTED = 7
+    SWAPPED_OUT = 8
+    SWAPPED_IN = 9
+    WORKER_LOST = 10
+    MOVED = 11
+    ENDED = 12
+
+
+TimelineEntry: TypeAlias = tuple[RequestEvent, int, int]
+"""The event, its time in microseconds, and its value: tokens, or an index in `placements`."""
+
+
+class Timeline:
+    """A request's events in order, at most `MAX_EVENTS`."""
+
+    __slots__ = ("entries", "placements")
+
+    def __init__(self) -> None:
+        self.entries: list[TimelineEntry] = []
+        self.placements: list[str] = []
+        """Ids of the worker groups that it was routed to."""
+
+    def add(self, event: RequestEvent, now_us: int, value: int) -> None:
+        """Add an event, once even if several sequences have it at the same time."""
+        entry = (event, now_us, value)
+        if entry in self.entries[-2:]:
+            return
+        self.entries.append(entry)
+        if len(self.entries) > MAX_EVENTS:
+            del self.entries[NUM_FIRST_EVENTS]
+
+    def add_placement(self, worker_group_id: str, now_us: int) -> None:
+        """Add that the request was routed to a worker group."""
+        if len(self.placements) == MAX_EVENTS:
+            del self.placements[1:]  # the first is where it began
+        self.add(RequestEvent.PLACED, now_us, len(self.placements))
+        self.placements.append(worker_group_id)
 
 
 class RequestPhase(Enum):
@@ -70,42 +128,31 @@ class RequestClock:
     phase: RequestPhase
     since_us: int
     """When the phase began."""
-    timings: RequestTimings
+    timings: RequestTimings = field(default_factory=RequestTimings)
     """Of the phases that are over."""
-    entered: tuple[StepClock, int, int, int, int, int] | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+    entered: tuple[StepClock, tuple[int, ...]] | None = None
     """The worker group's clock, and its totals when the request entered the batch."""
 
     @classmethod
     def start(cls, now_us: int, phase: RequestPhase) -> "RequestClock":
         """A clock for a request that is submitted now."""
-        return cls(now_us, phase, now_us, RequestTimings())
+        return cls(now_us, phase, now_us)
 
     def enter_batch(self, steps: StepClock, now_us: int) -> None:
-        """Its first sequence is in the batch."""
+        """Note that its first sequence has entered the batch."""
         self._close_waiting(now_us)
         self.phase = RequestPhase.RUNNING
-        self.entered = (
-            steps,
-            steps.mark_us,
-            steps.plan_us,
-            steps.wire_us,
-            steps.forward_us,
-            steps.sample_us,
-        )
+        self.entered = steps, steps.totals
 
     def leave_batch(self, now_us: int, phase: RequestPhase) -> None:
-        """Its last sequence left the batch, and why."""
+        """Note that its last sequence has left the batch; `phase`: why."""
         assert self.entered is not None
-        steps, mark, plan, wire, forward, sample = self.entered
+        steps, before = self.entered
         # The group's parts cover the time from the result before it entered to the last one.
-        parts = [
-            steps.wire_us - wire,
-            steps.forward_us - forward,
-            steps.sample_us - sample,
-            steps.plan_us - plan,
-        ]
+        covered, *parts = (now - then for now, then in zip(steps.totals, before, strict=True))
         elapsed = max(0, now_us - self.since_us)
-        excess = max(0, steps.mark_us - mark - elapsed)
+        excess = max(0, covered - elapsed)
         for index, part in enumerate(parts):
             taken = min(part, excess)
             parts[index] -= taken
@@ -120,13 +167,13 @@ class RequestClock:
         self.since_us += elapsed
 
     def recover(self, now_us: int) -> None:
-        """It is in no batch, and from now on waits for another worker group."""
+        """Note that it lost its worker group outside the batch, and waits for another one."""
         assert self.phase is not RequestPhase.RUNNING
         self._close_waiting(now_us)
         self.phase = RequestPhase.RECOVERY
 
     def finish(self, now_us: int) -> RequestTimings:
-        """The whole account; the request is over."""
+        """End the last phase; return the timings of the ended request."""
         if self.phase is RequestPhase.RUNNING:
             self.leave_batch(now_us, RequestPhase.QUEUE)
         self._close_waiting(now_us)
@@ -142,59 +189,6 @@ class RequestClock:
         else:
             self.timings.recovery_us += elapsed
         self.since_us += elapsed
-
-
-MAX_EVENTS = 64
-NUM_FIRST_EVENTS = 16
-"""How many of the first are kept where there are more: what is left out is in the middle."""
-
-
-class RequestEvent(IntEnum):
-    """What can happen; the numbers are those of the contract (`status.proto`)."""
-
-    QUEUED = 1
-    RESUMED = 2
-    PLACED = 3
-    STARTED = 4
-    PREFILLED = 5
-    FIRST_TOKEN = 6
-    PREEMPTED = 7
-    SWAPPED_OUT = 8
-    SWAPPED_IN = 9
-    WORKER_LOST = 10
-    MOVED = 11
-    ENDED = 12
-
-
-TimelineEntry: TypeAlias = tuple[RequestEvent, int, int]
-"""The event, when it was in microseconds, and its value: tokens, or a place in `placements`."""
-
-
-class Timeline:
-    """A request's events in order, at most `MAX_EVENTS`."""
-
-    __slots__ = ("entries", "placements")
-
-    def __init__(self) -> None:
-        self.entries: list[TimelineEntry] = []
-        self.placements: list[str] = []
-        """Ids of the worker groups that it was placed in."""
-
-    def add(self, event: RequestEvent, now_us: int, value: int) -> None:
-        """Note an event. Several sequences may have the same at once; it is noted once."""
-        entry = (event, now_us, value)
-        if entry in self.entries[-2:]:
-            return
-        self.entries.append(entry)
-        if len(self.entries) > MAX_EVENTS:
-            del self.entries[NUM_FIRST_EVENTS]
-
-    def add_placement(self, worker_group_id: str, now_us: int) -> None:
-        """Note that a worker group has taken the request."""
-        if len(self.placements) == MAX_EVENTS:
-            del self.placements[1:]  # the first is where it began
-        self.add(RequestEvent.PLACED, now_us, len(self.placements))
-        self.placements.append(worker_group_id)
 
 
 @dataclass(frozen=True, slots=True)
