@@ -87,16 +87,41 @@ def limits_of(descriptor: Descriptor) -> Mapping[str, Limits]:
     }
 
 
+def generation_defaults(descriptor: Descriptor) -> Mapping[str, float]:
+    """The values of a message's absent fields by name, of fields that declare one."""
+    return {
+        field.name: _as_stored(
+            field, field.GetOptions().Extensions[validation_pb2.generation_default]
+        )
+        for field in descriptor.fields
+        if field.GetOptions().HasExtension(validation_pb2.generation_default)
+    }
+
+
+def sampling_only(descriptor: Descriptor) -> tuple[str, ...]:
+    """The fields that must have their default in a beam search."""
+    return tuple(
+        field.name
+        for field in descriptor.fields
+        if field.GetOptions().Extensions[validation_pb2.sampling_only]
+    )
+
+
+def _as_stored(field: FieldDescriptor, value: float) -> float:
+    """A number as the field would hold it."""
+    if field.type == FieldDescriptor.TYPE_FLOAT:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    return value if field.type == FieldDescriptor.TYPE_DOUBLE else int(value)
+
+
 def _limits(field: FieldDescriptor) -> Limits:
     declared = field.GetOptions().Extensions[validation_pb2.limits]
-    is_float32 = field.type == FieldDescriptor.TYPE_FLOAT
 
     def number(name: str, default: Any) -> Any:
         """A limit as the field itself would hold it."""
         if not declared.HasField(name):  # type: ignore[arg-type]
             return default
-        value = getattr(declared, name)
-        return struct.unpack("f", struct.pack("f", value))[0] if is_float32 else value
+        return _as_stored(field, getattr(declared, name))
 
     return Limits(
         low=number("gt", number("gte", -math.inf)),

@@ -5,12 +5,12 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagewire.v1 import model_pb2
 from pagewire.v1.sampling_pb2 import SamplingParams
-from pagewire.validation import limits_of
+from pagewire.validation import generation_defaults, limits_of
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
 from scheduler_service.frontend.auth import Principal
@@ -19,15 +19,17 @@ from scheduler_service.frontend.input.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 
+SAMPLING_DEFAULTS = generation_defaults(SamplingParams.DESCRIPTOR)
+"""Values of absent fields of models that have none of their own, as sampling.proto declares them.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
     """Values of absent fields, within the ranges of sampling.proto."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)
+    """By field of SamplingParams; integers for integer fields."""
     max_tokens: int | None = None
     """None: as many as the model's length allows."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -44,24 +46,17 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-_HONOURED = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_HONOURED = {name: name for name in SAMPLING_DEFAULTS} | {"max_new_tokens": "max_tokens"}
 """Key in the file: the field of SamplingParams."""
 
 
-def _is_valid(field: str, value: Any) -> bool:
+def _is_valid(name: str, value: Any) -> bool:
     """Whether a value may stand in a field of SamplingParams."""
-    descriptor = SamplingParams.DESCRIPTOR.fields_by_name[field]
+    descriptor = SamplingParams.DESCRIPTOR.fields_by_name[name]
     is_integer = descriptor.type == descriptor.TYPE_UINT32
     if not (_is_count(value) if is_integer else _is_number(value)):
         return False
-    limits = limits_of(SamplingParams.DESCRIPTOR).get(field)
+    limits = limits_of(SamplingParams.DESCRIPTOR).get(name)
     return limits is None or limits.allows(value)
 
 
@@ -76,15 +71,19 @@ def parse_generation_config(data: bytes | None) -> GenerationDefaults:
         logger.warning("generation_config.json ignored error=not an object")
         return GenerationDefaults()
     values: dict[str, Any] = {}
-    for key, field in _HONOURED.items():
+    for key, name in _HONOURED.items():
         value = config.get(key)
         if value is None:
             continue
-        if _is_valid(field, value):
-            values[field] = value
+        if _is_valid(name, value):
+            values[name] = value
         else:
             logger.warning("generation default ignored key=%s value=%r", key, value)
-    return GenerationDefaults(eos_token_ids=_eos_token_ids(config.get("eos_token_id")), **values)
+    return GenerationDefaults(
+        max_tokens=values.pop("max_tokens", None),
+        sampling={**SAMPLING_DEFAULTS, **values},
+        eos_token_ids=_eos_token_ids(config.get("eos_token_id")),
+    )
 
 
 def _eos_token_ids(value: Any) -> frozenset[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.sampling_pb2 import SamplingParams
-from pagewire.validation import find_violation, limits_of
+from pagewire.validation import find_violation, generation_defaults, limits_of, sampling_only
 
 
 def test_limits_are_those_of_the_proto() -> None:
@@ -16,6 +16,14 @@ def test_limits_are_those_of_the_proto() -> None:
     assert (limits["n"].low, limits["n"].high) == (1, 128)
     assert limits["stop"].max_items == 16
     assert "seed" not in limits
+
+
+def test_defaults_are_of_the_fields_types() -> None:
+    defaults = generation_defaults(SamplingParams.DESCRIPTOR)
+    assert (defaults["top_p"], defaults["top_k"]) == (1.0, 0)
+    assert isinstance(defaults["top_k"], int)
+    assert "n" not in defaults
+    assert set(sampling_only(SamplingParams.DESCRIPTOR)) <= set(defaults)
 
 
 @pytest.mark.parametrize(

@@ -434,15 +434,15 @@ class SamplerParams(_message.Message):
     NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy."""
+    """0 is greedy; otherwise any number above it."""
     top_p: _builtins.float
-    """1 considers all tokens."""
+    """Above 0 to 1, which considers all tokens."""
     top_k: _builtins.int
     """0 considers all tokens."""
     min_p: _builtins.float
-    """0 drops none."""
+    """0, which drops none, to 1."""
     repetition_penalty: _builtins.float
-    """1 penalises nothing."""
+    """Above 0; 1 penalises nothing."""
     presence_penalty: _builtins.float
     """0 penalises nothing."""
     frequency_penalty: _builtins.float
@@ -458,16 +458,16 @@ class SamplerParams(_message.Message):
     constraint, which has its own end tokens. Little-endian int32.
     """
     logprobs: _builtins.int
-    """Number of most probable tokens reported in addition to the sampled one. Absent: no
-    log probabilities at all.
+    """Number of most probable tokens reported in addition to the sampled one, 0 to
+    1024. Absent: no log probabilities at all.
     """
     prompt_logprobs: _builtins.int
     """The same for prompt tokens. Absent: none."""
     num_candidates: _builtins.int
-    """Present, from 1: the worker chooses no token. A sampling row reports its candidates
-    instead, this many, and the core chooses among them. Biases, penalties, min_tokens
-    and bad_words then apply to log probabilities; temperature, top_p, top_k, min_p,
-    seed and logprobs have no effect.
+    """Present, 1 to 1024: the worker chooses no token. A sampling row reports its
+    candidates instead, this many, and the core chooses among them. Biases, penalties,
+    min_tokens and bad_words then apply to log probabilities; temperature, top_p, top_k,
+    min_p, seed and logprobs have no effect.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:

@@ -100,5 +100,15 @@ class FieldLimits(_message.Message):
 Global___FieldLimits: _TypeAlias = FieldLimits  # noqa: Y015
 
 LIMITS_FIELD_NUMBER: _builtins.int
+GENERATION_DEFAULT_FIELD_NUMBER: _builtins.int
+SAMPLING_ONLY_FIELD_NUMBER: _builtins.int
 limits: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___FieldLimits]
 """What values the field may have when it is present. A number must be finite, too."""
+generation_default: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.float]
+"""The value of an absent sampling parameter, unless the model's generation_config.json
+has another one under the field's name.
+"""
+sampling_only: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, _builtins.bool]
+"""Whether a sampling parameter must be absent or have its default in a beam search,
+which draws no tokens.
+"""

@@ -204,13 +204,13 @@ def _sampler_params(
     seed: int,
     stop_token_ids: frozenset[int],
 ) -> sampling_pb2.SamplerParams:
-    defaults = model.defaults
+    defaults = model.defaults.sampling
+    values: dict[str, Any] = {name: _or(params, name, defaults[name]) for name in defaults}
+    values["top_k"] = min(values["top_k"], model.info.vocab_size)
+    if params.HasField("beam_search"):
+        values |= validation.SAMPLING_ONLY | {"temperature": 0.0}
     sampler = sampling_pb2.SamplerParams(
-        temperature=_or(params, "temperature", defaults.temperature),
-        top_p=_or(params, "top_p", defaults.top_p),
-        top_k=min(_or(params, "top_k", defaults.top_k), model.info.vocab_size),
-        min_p=_or(params, "min_p", defaults.min_p),
-        repetition_penalty=_or(params, "repetition_penalty", defaults.repetition_penalty),
+        **values,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=params.logit_bias,
@@ -226,11 +226,9 @@ def _sampler_params(
         sampler.logprobs = params.logprobs
     elif params.best_of > _or(params, "n", 1):
         sampler.logprobs = 0  # candidates are ranked by their tokens' own
-    if params.HasField("beam_search"):
-        sampler.temperature, sampler.top_p, sampler.top_k, sampler.min_p = 0, 1, 0, 0
-        if _searches(params):
-            num_candidates = _num_candidates(params, len(stop_token_ids))
-            sampler.num_candidates = min(num_candidates, model.info.vocab_size)
+    if _searches(params):
+        num_candidates = _num_candidates(params, len(stop_token_ids))
+        sampler.num_candidates = min(num_candidates, model.info.vocab_size)
     if params.HasField("prompt_logprobs"):
         sampler.prompt_logprobs = params.prompt_logprobs
     return sampler

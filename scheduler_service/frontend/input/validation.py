@@ -12,13 +12,18 @@ from google.protobuf.message import Message
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, sampling_pb2
-from pagewire.validation import find_violation, limits_of
+from pagewire.validation import find_violation, generation_defaults, limits_of, sampling_only
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.input.prompt import check_chat
 from scheduler_service.frontend.structured_output.constraint import texts_of
 
 SAMPLING_LIMITS = limits_of(sampling_pb2.SamplingParams.DESCRIPTOR)
 """Ranges of the sampling parameters, by field."""
+SAMPLING_ONLY = {
+    name: generation_defaults(sampling_pb2.SamplingParams.DESCRIPTOR)[name]
+    for name in sampling_only(sampling_pb2.SamplingParams.DESCRIPTOR)
+}
+"""Sampling parameters that beam search ignores, with the values that have no effect."""
 MIN_TEMPERATURE = SAMPLING_LIMITS["temperature"].low
 """0.01 as a float32 field holds it, which is a little less."""
 CHUNK_TOKENS = 1 << 16
@@ -147,13 +152,13 @@ def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> No
         f"{prefix}temperature",
         "expected to be absent, 0 or 1 with beam_search",
     )
-    for field, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+    for field, neutral in SAMPLING_ONLY.items():
         is_absent = not params.HasField(field)  # type: ignore[arg-type]
         is_neutral = is_absent or getattr(params, field) == neutral
         _expect(
             is_neutral,
             f"{prefix}{field}",
-            f"expected to be absent or {neutral} with beam_search",
+            f"expected to be absent or {neutral:g} with beam_search",
         )
     _expect(
         not params.HasField("best_of"),

@@ -13,7 +13,14 @@ def parse(**config: object) -> GenerationDefaults:
 def test_without_a_file_our_own_defaults_hold() -> None:
     defaults = parse_generation_config(None)
     assert defaults == GenerationDefaults()
-    assert (defaults.temperature, defaults.top_p, defaults.max_tokens) == (1.0, 1.0, None)
+    assert defaults.max_tokens is None
+    assert defaults.sampling == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
 
 
 def test_the_authors_defaults_are_taken() -> None:
@@ -27,18 +34,20 @@ def test_the_authors_defaults_are_taken() -> None:
         eos_token_id=[1, 2],
     )
     assert defaults == GenerationDefaults(
-        temperature=0.6,
-        top_p=0.9,
-        top_k=50,
-        min_p=0.05,
-        repetition_penalty=1.1,
+        sampling={
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "top_k": 50,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+        },
         max_tokens=64,
         eos_token_ids=frozenset({1, 2}),
     )
 
 
 def test_do_sample_false_does_not_make_requests_greedy() -> None:
-    assert parse(do_sample=False).temperature == 1.0
+    assert parse(do_sample=False).sampling["temperature"] == 1.0
 
 
 def test_a_single_end_of_sequence_token_is_a_set_of_one() -> None:
