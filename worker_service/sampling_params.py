@@ -1,6 +1,6 @@
 """The sampling parameters of one sequence, its constraint included; see `sampling.proto`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 import numpy as np
@@ -40,6 +40,10 @@ def _no_values() -> Float32Array:
     return np.empty(0, np.float32)
 
 
+_FILTER = {"is_filter": True}
+"""Marks a number that excludes improbable tokens, unless it has its default."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerParams:
     """The wire's `SamplerParams`, with arrays for columns; `sampling.proto` explains each field."""
@@ -47,11 +51,11 @@ class SamplerParams:
     temperature: float = 1.0
     """0 is greedy."""
 
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: float = field(default=1.0, metadata=_FILTER)
+    top_k: int = field(default=0, metadata=_FILTER)
     """0 considers all tokens."""
 
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=_FILTER)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -86,7 +90,7 @@ class SamplerParams:
     @property
     def has_filters(self) -> bool:
         """Whether improbable tokens are excluded."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return any(getattr(self, name) != neutral for name, neutral in FILTERS.items())
 
     @property
     def has_penalties(self) -> bool:
@@ -105,3 +109,12 @@ class SamplerParams:
             or self.bad_words
             or (self.min_tokens and len(self.suppressed_token_ids))
         )
+
+
+FILTERS: dict[str, float] = {
+    each.name: getattr(SamplerParams(), each.name)
+    for each in fields(SamplerParams)
+    if each.metadata.get("is_filter")
+}
+"""The parameters that are filters, by the value that excludes no token: an integer for an integer
+parameter."""

@@ -103,9 +103,8 @@ def run_batch(
     )
     # Sampling from equal logits looks at all of them, so it takes the most memory that it can.
     logits = torch.zeros_like(model.compute_logits(hidden[: len(lengths)]))
-    rows = torch.ones(len(lengths), device=device)
-    filters = Filters(top_k=rows.long() * 0, top_p=rows.double() * 0.9, min_p=rows.double() * 0)
-    draw(logits, filters, rows.double() * 0.5)
+    filters = Filters.uniform(len(lengths), device, top_p=0.9)
+    draw(logits, filters, torch.full((len(lengths),), 0.5, dtype=torch.float64, device=device))
 
 
 def available_host_memory(root: Path = Path("/")) -> int:

@@ -16,6 +16,7 @@ from worker_service.pinned_memory import Column
 from worker_service.plan import RowErrorReason
 from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
 from worker_service.sampling.sampling_table import SamplingTable
+from worker_service.sampling_params import FILTERS
 
 NON_FINITE = -1
 """In place of a token: what the sampling kernels say of a row whose largest logit is not finite."""
@@ -27,7 +28,9 @@ FAILURES = {
     OFF_CONSTRAINT: RowErrorReason.CONSTRAINT,
 }
 
-_NUM_PARAMS = 6
+_NUM_PARAMS = len(FILTERS) + 3
+"""The filters, the temperature, the seed and the choice index."""
+
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_INITIAL_ROWS = 1024
 _MIN_INITIAL_ROWS = 64
@@ -108,14 +111,15 @@ class DeviceRows:
     def sampling(self, row_ids: Tensor, positions: Tensor) -> SamplingMetadata:
         """How these rows' sequences are sampled. rows: int64 [n]; positions: int32 [n]."""
         rows = self._params.index_select(0, row_ids).t().contiguous()
-        floats = rows[:3].view(torch.float64)
+        filters = {
+            name: row.view(torch.float64) if isinstance(neutral, float) else row.int()
+            for (name, neutral), row in zip(FILTERS.items(), rows, strict=False)
+        }
         return SamplingMetadata(
-            temperature=floats[0].float(),
-            top_p=floats[1],
-            min_p=floats[2],
-            top_k=rows[3].int(),
-            seeds=rows[4],
-            choice_indices=rows[5].int(),
+            **filters,
+            temperature=rows[-3].view(torch.float64).float(),
+            seeds=rows[-2],
+            choice_indices=rows[-1].int(),
             positions=positions,
         )
 
@@ -137,13 +141,11 @@ def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
 
 
 def _pack(table: SamplingTable, row_ids: Int64Array) -> Int64Array:
-    """[n, _NUM_PARAMS]: three float64 and three integers a row, by their bits."""
-    packed = np.empty((len(row_ids), _NUM_PARAMS), np.int64)
-    floats = packed.view(np.float64)
-    floats[:, 0] = table.temperature[row_ids]
-    floats[:, 1] = table.top_p[row_ids]
-    floats[:, 2] = table.min_p[row_ids]
-    packed[:, 3] = table.top_k[row_ids]
-    packed[:, 4] = table.seed[row_ids].view(np.int64)
-    packed[:, 5] = table.choice_index[row_ids].view(np.int32)
-    return packed
+    """[n, _NUM_PARAMS]: float64 and integers by their bits, in the order of `_NUM_PARAMS`."""
+    columns = [
+        *(column[row_ids] for column in table.filters.values()),
+        table.temperature[row_ids].astype(np.float64),
+        table.seed[row_ids],
+        table.choice_index[row_ids].astype(np.int64),
+    ]
+    return np.stack([column.view(np.int64) for column in columns], axis=1)

@@ -13,12 +13,17 @@ taken in float64 one after the other (`cumsum`) or over chunks of fixed size, ne
 a whole row, which torch splits among threads when it has a single row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from worker_service.array_types import Int64Array
+from worker_service.pinned_memory import Column, upload
+from worker_service.sampling_params import FILTERS
 
 WINDOWS = (64, 1024)
 """How many of a row's largest logits are looked at, one try after the other, before all are."""
@@ -29,7 +34,7 @@ CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Each row's filters, on the logits' device."""
+    """Each row's filters, on the logits' device: a field for each of `FILTERS`."""
 
     top_k: Tensor
     """int64 [n]; 0 keeps all."""
@@ -40,9 +45,22 @@ class Filters:
     min_p: Tensor
     """float64 [n]; 0 keeps all."""
 
+    @classmethod
+    def of_rows(
+        cls, columns: Mapping[str, Column], row_ids: Int64Array, device: torch.device
+    ) -> "Filters":
+        """The filters in these rows of a `SamplingTable`'s columns."""
+        return cls(**{name: upload(columns[name][row_ids], device) for name in FILTERS})
+
+    @classmethod
+    def uniform(cls, num_rows: int, device: torch.device, **values: float) -> "Filters":
+        """The same filters in all rows; those without a value exclude nothing."""
+        columns = {name: np.full(num_rows, each) for name, each in {**FILTERS, **values}.items()}
+        return cls.of_rows(columns, np.arange(num_rows), device)
+
     def rows(self, index: Tensor) -> "Filters":
         """The filters of some rows."""
-        return Filters(self.top_k[index], self.top_p[index], self.min_p[index])
+        return Filters(**{name: getattr(self, name)[index] for name in FILTERS})
 
 
 def draw_unfiltered(logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -160,11 +160,7 @@ def _choose_filtered(
     logits: Tensor, row_ids: Int64Array, positions: Int64Array, table: SamplingTable
 ) -> Int64Array:
     uniforms = uniform(table.seed[row_ids], table.choice_index[row_ids], positions)
-    filters = Filters(
-        top_k=_tensor(table.top_k[row_ids], logits),
-        top_p=_tensor(table.top_p[row_ids], logits),
-        min_p=_tensor(table.min_p[row_ids], logits),
-    )
+    filters = Filters.of_rows(table.filters, row_ids, logits.device)
     logits = logits / _tensor(table.temperature[row_ids], logits).unsqueeze(1)
     return draw(logits, filters, _tensor(uniforms, logits)).cpu().numpy()
 

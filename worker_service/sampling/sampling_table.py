@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array
 from worker_service.sampling.logit_edits import LogitEdits
-from worker_service.sampling_params import SamplerParams
+from worker_service.sampling_params import FILTERS, SamplerParams
 
 NO_LOGPROBS = -1
 
@@ -18,11 +18,10 @@ class SamplingTable:
 
     def __init__(self, num_rows: int) -> None:
         self.temperature = np.zeros(num_rows, np.float32)
-        self.top_p = np.ones(num_rows, np.float64)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.min_p = np.zeros(num_rows, np.float64)
+        self.filters = {name: np.full(num_rows, neutral) for name, neutral in FILTERS.items()}
+        """Columns of float64 or int64, by parameter."""
         self.is_filtered = np.zeros(num_rows, np.bool_)
-        """Whether top-p, top-k or min-p exclude anything."""
+        """Whether any filter excludes anything."""
         self.seed = np.zeros(num_rows, np.uint64)
         self.choice_index = np.zeros(num_rows, np.uint32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
@@ -34,11 +33,10 @@ class SamplingTable:
 
     def resize(self, num_rows: int) -> None:
         """Make room for more rows."""
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray):
-                grown = np.zeros(num_rows, column.dtype)
-                grown[: len(column)] = column
-                setattr(self, name, grown)
+        for columns in (vars(self), self.filters):
+            for name, column in columns.items():
+                if isinstance(column, np.ndarray):
+                    columns[name] = np.pad(column, (0, num_rows - len(column)))
 
     def put(
         self,
@@ -49,9 +47,8 @@ class SamplingTable:
         output: Int32Array,
     ) -> None:
         """Take in a sequence with the tokens it has so far."""
-        self.top_p[row_id] = params.top_p
-        self.top_k[row_id] = params.top_k
-        self.min_p[row_id] = params.min_p
+        for name, column in self.filters.items():
+            column[row_id] = getattr(params, name)
         self.is_filtered[row_id] = params.has_filters
         self.seed[row_id] = params.seed
         self.choice_index[row_id] = choice_index

@@ -5,13 +5,14 @@ alone is refused here as `InvalidPlan`; what contradicts the worker's state is r
 state is.
 """
 
-import math
 from collections.abc import Iterable
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
 
 from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
+from pagewire.validation import find_violation
 from worker_service.array_types import Int32Array
 from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
@@ -26,9 +27,10 @@ from worker_service.plan import (
 )
 from worker_service.sampling_params import Constraint, ConstraintKind, SamplerParams
 
-MAX_LOGPROBS = 1024
-"""Most probable tokens a row may ask for, candidates too; the frontends' own limits are far below.
-"""
+_NUMBERS = tuple(
+    each.name for each in fields(SamplerParams) if isinstance(each.default, int | float)
+)
+"""Sampling parameters that the message has under the same name."""
 
 _ROW_ERROR_REASONS = {
     RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
@@ -134,36 +136,17 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
 
 
 def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerParams:
-    if not 0.0 <= message.temperature < math.inf:
-        raise InvalidPlan(f"{path}.temperature", f"expected 0 or more, got {message.temperature}")
-    if not 0.0 < message.top_p <= 1.0:
-        raise InvalidPlan(f"{path}.top_p", f"expected above 0 to 1, got {message.top_p}")
-    if not 0.0 <= message.min_p <= 1.0:
-        raise InvalidPlan(f"{path}.min_p", f"expected 0 to 1, got {message.min_p}")
-    if not 0.0 < message.repetition_penalty < math.inf:
-        got = message.repetition_penalty
-        raise InvalidPlan(f"{path}.repetition_penalty", f"expected above 0, got {got}")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not math.isfinite(getattr(message, name)):
-            got = getattr(message, name)
-            raise InvalidPlan(f"{path}.{name}", f"expected a finite number, got {got}")
+    if (violation := find_violation(message)) is not None:
+        raise InvalidPlan(f"{path}.{violation.path}", violation.expected)
     return SamplerParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
+        **{name: getattr(message, name) for name in _NUMBERS},
         bias_token_ids=np.array([bias.token_id for bias in message.logit_bias], np.int32),
-        bias_values=_decode_bias_values(message.logit_bias, path),
-        seed=message.seed,
-        min_tokens=message.min_tokens,
+        bias_values=np.array([bias.bias for bias in message.logit_bias], np.float32),
         suppressed_token_ids=_decode_suppressed(message, path),
         bad_words=_decode_bad_words(message.bad_words, path),
-        num_logprobs=_decode_count(message, "logprobs", path),
-        num_prompt_logprobs=_decode_count(message, "prompt_logprobs", path),
-        num_candidates=_decode_num_candidates(message, path),
+        num_logprobs=_decode_count(message, "logprobs"),
+        num_prompt_logprobs=_decode_count(message, "prompt_logprobs"),
+        num_candidates=_decode_count(message, "num_candidates"),
         constraint=_decode_constraint(message, path),
     )
 
@@ -172,15 +155,6 @@ def _decode_suppressed(message: sampling_pb2.SamplerParams, path: str) -> Int32A
     """None beside a constraint, which says itself what min_tokens holds back."""
     suppressed = _column(message.suppressed_token_ids, f"{path}.suppressed_token_ids")
     return suppressed[:0] if message.HasField("constraint") else suppressed
-
-
-def _decode_bias_values(
-    biases: Iterable[sampling_pb2.LogitBias], path: str
-) -> npt.NDArray[np.float32]:
-    values = np.array([bias.bias for bias in biases], np.float32)
-    if not np.isfinite(values).all():
-        raise InvalidPlan(f"{path}.logit_bias", "expected finite biases")
-    return values
 
 
 def _decode_bad_words(
@@ -195,20 +169,8 @@ def _decode_bad_words(
     return tuple(decoded)
 
 
-def _decode_count(message: sampling_pb2.SamplerParams, name: str, path: str) -> int | None:
-    if not message.HasField(name):  # type: ignore[arg-type]
-        return None
-    count: int = getattr(message, name)
-    if count > MAX_LOGPROBS:
-        raise InvalidPlan(f"{path}.{name}", f"expected at most {MAX_LOGPROBS}, got {count}")
-    return count
-
-
-def _decode_num_candidates(message: sampling_pb2.SamplerParams, path: str) -> int | None:
-    count = _decode_count(message, "num_candidates", path)
-    if count == 0:
-        raise InvalidPlan(f"{path}.num_candidates", "expected at least 1")
-    return count
+def _decode_count(message: sampling_pb2.SamplerParams, name: str) -> int | None:
+    return getattr(message, name) if message.HasField(name) else None  # type: ignore[arg-type]
 
 
 def _decode_constraint(message: sampling_pb2.SamplerParams, path: str) -> Constraint | None:

@@ -458,14 +458,14 @@ class SamplerParams(_message.Message):
     constraint, which has its own end tokens. Little-endian int32.
     """
     logprobs: _builtins.int
-    """Number of most probable tokens reported in addition to the sampled one, 0 to
+    """Number of most probable tokens reported in addition to the sampled one. At most
     1024. Absent: no log probabilities at all.
     """
     prompt_logprobs: _builtins.int
     """The same for prompt tokens. Absent: none."""
     num_candidates: _builtins.int
-    """Present, 1 to 1024: the worker chooses no token. A sampling row reports its
-    candidates instead, this many, and the core chooses among them. Biases, penalties,
+    """Present, from 1: the worker chooses no token. A sampling row reports its candidates
+    instead, this many, at most 1024, and the core chooses among them. Biases, penalties,
     min_tokens and bad_words then apply to log probabilities; temperature, top_p, top_k,
     min_p, seed and logprobs have no effect.
     """

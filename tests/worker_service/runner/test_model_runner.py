@@ -390,7 +390,7 @@ BAD_SEQUENCES = {
     "bias": ({"sampling": sampler_params(logit_bias=[{"token_id": 97}])}, "bias_token_ids"),
     "bias value": (
         {"sampling": sampler_params(logit_bias=[{"token_id": 1, "bias": float("inf")}])},
-        "logit_bias",
+        "bias",
     ),
     "empty bad word": ({"sampling": sampler_params(bad_words=[{}])}, "token_ids"),
     "logprobs": ({"sampling": sampler_params(logprobs=5000)}, "logprobs"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.worker_service.sampling import reference
 from worker_service.sampling.draw import CHUNK, WINDOWS, Filters, draw, draw_unfiltered, largest
-from worker_service.sampling_params import SamplerParams
+from worker_service.sampling_params import FILTERS, SamplerParams
 
 VOCAB_SIZES = (2, 7, CHUNK, CHUNK + 1, 700, 2500)
 EDGE = 1e-6
@@ -18,11 +18,8 @@ EDGE = 1e-6
 
 
 def filters(params: SamplerParams, count: int) -> Filters:
-    return Filters(
-        top_k=torch.full((count,), params.top_k),
-        top_p=torch.full((count,), params.top_p, dtype=torch.float64),
-        min_p=torch.full((count,), params.min_p, dtype=torch.float64),
-    )
+    values = {name: getattr(params, name) for name in FILTERS}
+    return Filters.uniform(count, torch.device("cpu"), **values)
 
 
 @st.composite

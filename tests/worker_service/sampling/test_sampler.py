@@ -252,7 +252,8 @@ def test_the_table_keeps_its_sequences_when_it_grows() -> None:
     )
     table.put(0, params, 3, int32([1]), int32([]))
     table.resize(4)
-    row = (table.temperature[0], table.top_k[0], table.top_p[0], table.min_p[0], table.seed[0])
-    assert row == (np.float32(0.3), 4, 0.8, 0.1, 2**63)
+    columns = (table.temperature, *table.filters.values(), table.seed)
+    row = tuple(column[0] for column in columns)
+    assert row == (np.float32(0.3), 0.8, 4, 0.1, 2**63)
     assert (table.choice_index[0], table.num_logprobs[0]) == (3, 2)
     assert len(table.temperature) == 4
