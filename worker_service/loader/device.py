@@ -1,14 +1,13 @@
-"""The device and dtype a model runs in, its CPU threads, and what becomes of freed memory.
+"""A model's device, dtype and CPU threads, and the return of freed memory to the system.
 
 `auto` takes the type the checkpoint was saved in, with one exception: on a CPU, float16 and
-bfloat16 become float32 unless the CPU multiplies them itself. float16 never does so fast on the
-CPUs of today; bfloat16 does with AVX512-BF16 or AMX. Emulated, they are slower than float32, and
-the memory they would save is given up for speed and for tokens that do not depend on the batch.
+bfloat16 become float32 unless the CPU multiplies them itself: bfloat16 with AVX512-BF16 or AMX,
+float16 on no CPU. Emulated, they are slower than float32, and results would depend on the batch.
 
-glibc returns a freed piece to the system at once only if it was large, and what counts as large
-grows with what a process frees, up to 32 MiB: after the first big temporary, freed weights stay
-with the process. While a model is loaded that would be as much again as the model. While it runs,
-getting a step's temporaries from the system every time would cost a page fault for each page.
+glibc returns a freed piece to the system at once only if it was large, and that threshold grows
+with the sizes that a process frees, up to 32 MiB: after the first large temporary, freed weights
+stay with the process, which would double a model's memory while it is loaded. While it runs, on the
+other hand, returning a step's temporaries would cost a page fault for each of their pages.
 """
 
 import ctypes
@@ -36,8 +35,7 @@ _DTYPES = {
 def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> torch.device:
     """The device called `name`; `auto` is a GPU if there is one.
 
-    Of several GPUs, names without a number take the one with the number `local_rank`. is_alone:
-    whether the device is to hold a whole model, as `gpu_number` has it.
+    A name without a number takes GPU `local_rank`. is_alone: see `gpu_number`.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,8 +57,8 @@ def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> 
 def gpu_number(asked: int | None, local_rank: int, num_gpus: int, *, is_alone: bool) -> int:
     """The GPU asked for by number, or that of `local_rank`.
 
-    Of workers that each hold a whole model (`is_alone`) more than there are GPUs may share them, as
-    far as memory goes; ranks of one model may not. Raises InvalidOption.
+    is_alone: whether the worker has a whole model; several such workers may share a GPU, ranks of
+    one model may not. Raises InvalidOption.
     """
     number = local_rank if asked is None else asked
     if asked is None and is_alone:
@@ -75,9 +73,7 @@ def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) ->
     if name != "auto":
         return _DTYPES[name]
     saved = _saved_dtype(config)
-    dtype = saved
-    if device.type == "cpu" and not _native_on_cpu(saved):
-        dtype = torch.float32
+    dtype = torch.float32 if device.type == "cpu" and not _native_on_cpu(saved) else saved
     logger.info("dtype chosen dtype=%s checkpoint=%s device=%s", dtype, saved, device)
     return dtype
 
@@ -100,15 +96,14 @@ def _native_on_cpu(dtype: torch.dtype) -> bool:
 
 
 _PARAMETERS_PER_THREAD = 4_000_000
-"""A product with fewer weights is over before a second thread has joined in."""
+"""A product with fewer weights is finished before a second thread has joined in."""
 
 
 def set_threads(threads: int | None, num_parameters: int) -> None:
-    """Limit torch to `threads` threads; None takes no more than there are cores for, and a model
-    can keep busy.
+    """Limit torch to `threads` threads; None: as many as there are cores and the model can use.
 
     Threads wait for each other after every operation. In a small model that takes longer than the
-    work, and where other processes want the same cores it takes many times longer.
+    work, and many times longer if other processes use the same cores.
     """
     found = min(torch.get_num_threads(), cpu_cores.num_usable_cores())
     chosen = threads or max(1, min(found, num_parameters // _PARAMETERS_PER_THREAD))
@@ -117,10 +112,10 @@ def set_threads(threads: int | None, num_parameters: int) -> None:
 
 
 def pin_threads(cpus: Sequence[int]) -> None:
-    """Let the calling thread and each of its compute threads run on one of these CPUs.
+    """Pin the calling thread and its compute threads to one CPU each, one thread per CPU.
 
-    They are as many as there are CPUs then. To be called before the thread has computed anything:
-    which threads are its own is seen from their being new.
+    Call it before the thread has computed anything: its compute threads are recognised as the new
+    ones.
     """
     torch.set_num_threads(len(cpus))
     before = cpu_cores.thread_ids()
@@ -138,7 +133,7 @@ _LARGE_WHEN_RUNNING = 32 << 20  # where glibc ends up by itself
 
 @contextmanager
 def freed_memory_returns() -> Iterator[None]:
-    """Within, large pieces go back to the system when freed; at the end, all that is free does.
+    """Return large pieces to the system when they are freed, and at the end all free memory.
 
     Without glibc nothing happens.
     """

@@ -58,14 +58,14 @@ _ALWAYS_IN_A_WINDOW = ("MistralForCausalLM",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model with its weights on the device, and the facts others need of it."""
+    """A model with its weights on the device, and what other modules need to know about it."""
 
     model: Model
     config: ModelConfig
-    """As asked for, with `device`, `dtype`, `max_model_len` and `attention_backend` resolved."""
+    """As given, with `device`, `dtype`, `max_model_len` and `attention_backend` resolved."""
 
     block_size: int
-    """Tokens per KV block: as asked for, or what the attention backend prefers."""
+    """Tokens per KV block: as given, or the attention backend's default."""
 
     model_dir: Path
     hf_config: Mapping[str, Any]
@@ -77,11 +77,11 @@ class LoadedModel:
     bos_token_id: int | None
     fingerprint: str
     batch_invariant: bool
-    """Whether a row's logits are bitwise the same whatever else is in the batch and however its
-    tokens were computed."""
+    """Whether a row's logits are bitwise the same in any batch, and however its tokens were
+    computed."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
-    """The others that have a shard of the model; mostly there are none."""
+    """To the other ranks that have a shard of the model."""
 
 
 ARITHMETIC_VERSION = 1
@@ -91,8 +91,8 @@ ARITHMETIC_VERSION = 1
 def arithmetic_of(loaded: LoadedModel) -> str:
     """Identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/1`.
 
-    Names whatever changes the rounding of a sum: instruction set or GPU architecture, attention
-    backend, model implementation, ranks that add up parts, and the type of keys and values.
+    It names everything that changes the rounding of a sum: instruction set or GPU architecture,
+    attention backend, model implementation, tensor parallelism, and the dtype of the KV cache.
     """
     config, device = loaded.config, torch.device(loaded.config.device)
     backend = config.attention_backend or "none"
@@ -136,7 +136,7 @@ def attention_needs(
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Elements of an attention head, where the configuration has them in a usual field."""
+    """Elements of an attention head, if the configuration has them in one of the usual fields."""
     size = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     return int(config.get("head_dim") or size // heads or 64)
@@ -150,11 +150,11 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
 
 
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
-    """The model `config` names, with its weights on its device, ready to run.
+    """Load the model that `config` names, with its weights on its device, ready to run.
 
-    cache: what its KV cache is to be like, as far as attention must know; None: by default.
+    cache: its KV cache's options, on which the choice of attention depends.
 
-    Raises a `WorkerError` that names what is wrong with the option, the place or the checkpoint.
+    Raises a `WorkerError` that names the invalid option, or the fault of the checkpoint.
     """
     started = time.monotonic()
     is_alone = config.layout.world_size == 1
@@ -162,7 +162,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     if config.batch_invariant and device.type == "cuda" and config.layout.world_size > 1:
         raise InvalidOption(
             "batch_invariant: on GPUs only with one rank, since several add up their parts in an"
-            " order that depends on how many rows there are"
+            " order that depends on the number of rows"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where Triton launches, whatever device its tensors are on
@@ -197,10 +197,11 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     kernels.attention.warm_up(dtype)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     same_bits = try_model(model, device, block_size)
-    is_kept = device.type == "cpu" or config.batch_invariant  # elsewhere it would be chance
+    # Without the option, equal results on a GPU are chance.
+    is_guaranteed = device.type == "cpu" or config.batch_invariant
     if config.batch_invariant and not same_bits:
         raise UnsupportedModel(
-            f"batch_invariant: {model.architecture} computes a row otherwise in another batch"
+            f"batch_invariant: {model.architecture} computes a row differently in another batch"
         )
     resolved = replace(
         config,
@@ -220,23 +221,19 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         bos_token_id=bos_token_id,
         fingerprint=fingerprint(model_dir, config.load_format),
         communicator=context.communicator,
-        batch_invariant=same_bits and is_kept,
+        batch_invariant=same_bits and is_guaranteed,
     )
-    _log(loaded, time.monotonic() - started)
-    return loaded
-
-
-def _log(loaded: LoadedModel, seconds: float) -> None:
     logger.info(
         "model loaded architecture=%s parameters=%d dtype=%s device=%s batch_invariant=%s"
         " seconds=%.1f",
-        loaded.model.architecture,
-        loaded.model.num_parameters,
-        loaded.config.dtype,
-        loaded.config.device,
+        model.architecture,
+        model.num_parameters,
+        resolved.dtype,
+        device,
         loaded.batch_invariant,
-        seconds,
+        time.monotonic() - started,
     )
+    return loaded
 
 
 def _kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
@@ -290,7 +287,7 @@ def _outline(
     context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel:
-    """The whole model without memory for its weights: what all ranks have together."""
+    """The whole model, that of all ranks, without memory for its weights."""
     outline = ModelContext(dtype=context.dtype, device=torch.device("meta"))
     model = build_native_model(hf_config, config.max_model_len, outline, kernels)
     assert model is not None, "a rank's shard of it was built"

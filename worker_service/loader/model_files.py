@@ -1,5 +1,5 @@
-"""A model's files: where they are (a directory, the hub, or the package itself), which of them
-frontends need, and a fingerprint of their contents.
+"""A model's files in a directory, on the hub or in this package; assets for frontends; a
+fingerprint.
 """
 
 import hashlib
@@ -183,7 +183,7 @@ def fingerprint(model_dir: Path, load_format: str = "safetensors") -> str:
 
 
 def _add(digest: "hashlib._Hash", data: bytes) -> None:
-    """With its length, so that no two different lists of pieces look alike."""
+    """With its length, so that different lists of pieces have different digests."""
     digest.update(_LENGTH.pack(len(data)))
     digest.update(data)
 

@@ -1,4 +1,4 @@
-"""A first run of a loaded model, to see what it computes and not only that it does."""
+"""A first run of a loaded model, which checks its results and not only that it runs."""
 
 import logging
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ _LENGTH = 21
 _OTHER_LENGTH = 34
 _CHUNK = 13
 _TOLERANCE = 0.1
-"""Relative to a row's length. Rounding in half precision stays below; a model that takes its
-positions from elsewhere is far beyond."""
+"""Relative to a row's norm. Rounding in half precision stays below it; a model that ignores the
+given positions exceeds it by far."""
 
 
 @torch.inference_mode()
@@ -27,8 +27,7 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
 
     Runs one sequence beside another, and again alone: in two chunks, its last token as a decode.
     This also warms up threads and kernels. Raises UnsupportedModel if the two differ by more than
-    rounding: then the model does not take a token's place from its position, or a row sees more
-    than its own sequence.
+    rounding: then the model ignores the positions, or a row sees other sequences.
     """
     length = min(_LENGTH, model.max_model_len)
     trial = _Trial(model, device, block_size, [length, min(_OTHER_LENGTH, model.max_model_len)])
@@ -43,7 +42,7 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     errors = (alone - together).norm(dim=1) / together.norm(dim=1).clamp(min=1e-9)
     if bool(errors.median() > _TOLERANCE):
         raise UnsupportedModel(
-            f"{model.architecture} cannot be served: it computes a sequence in pieces otherwise"
+            f"{model.architecture} cannot be served: it computes a sequence in pieces differently"
             " than as a whole"
         )
     return bool(torch.equal(alone, together))

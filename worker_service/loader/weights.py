@@ -1,9 +1,9 @@
 """Reading weights from safetensors only: a pickle may run any code.
 
-Packing while loading, so that a model is never in memory twice: a linear layer is packed as soon as
-its weight is complete, and its original freed. So the peak is the packed model and one layer.
+A linear layer is packed as soon as its weight is complete, and its original is freed: the peak of
+memory is the packed model and one layer.
 
-Scales of an fp8 KV cache. Quantisation tools measure per layer how large keys and values get and
+Scales of an fp8 KV cache: quantisation tools measure per layer how large keys and values get and
 store one number for each, `self_attn.k_scale` and `self_attn.v_scale`, or the same below `k_proj`
 and `v_proj`. Without them the scale is 1, which suits models whose keys and values stay well below
 448.
@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ OnFilled = Callable[[WeightTarget], None]
 
 
 def _nothing(weight: WeightTarget) -> None:
-    """Nobody wants to know."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +101,12 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[safe_open]:
-    """A memory-mapped file; what safetensors says of a damaged one gets the file's name."""
+    """A memory-mapped file. Raises BadCheckpoint, naming the file, if it is damaged."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
-
-
-def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """The tensor that the checkpoint calls `name`."""
-    with _open(checkpoint.file_of[name]) as tensors:
-        return tensors.get_tensor(name)
 
 
 def load_weights(
@@ -126,7 +121,7 @@ def load_weights(
 
     Of a tensor that several ranks share, only this rank's part is read. Missing, unexpected and
     misshapen tensors are all named in one error before anything is read. others: canonical names
-    of tensors that are other ranks'. on_filled: called with each target, which is let go then.
+    of tensors that belong to other ranks. on_filled: called with each target once it is filled.
     """
     targets: dict[str, list[WeightTarget]] = {}
     for weight in model.weight_targets():
@@ -144,18 +139,28 @@ def load_weights(
     )
     targets.clear()  # or their memory would be held until the end
     num_read = 0
-    with _progress_bar(num_bytes, show_progress) as advance:
+    show = sys.stderr.isatty() if show_progress is None else show_progress
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
+        bar = progress.add_task("loading weights", total=num_bytes)
         for file, wanted in by_file.items():
             while wanted:
-                num_read += _fill_some(file, wanted, on_filled, advance)
+                num_read += _fill_some(file, wanted, on_filled, partial(progress.advance, bar))
     return num_read
 
 
-def _fill_some(file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: "_Advance") -> int:
+def _fill_some(
+    file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: Callable[[int], None]
+) -> int:
     """Fill the next targets that a file has tensors for; returns the bytes read.
 
-    What was read of a mapped file counts as this process's memory until it is closed, which it is
-    after a while.
+    Pages read from a mapped file count as this process's memory until it is closed, so this stops
+    after a number of bytes.
     """
     num_read = 0
     with _open(file) as tensors:
@@ -199,51 +204,21 @@ def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
         raise BadCheckpoint(f"weights do not fit config.json: {_listed(wrong)}")
 
 
-def fill_dummy_weights(
-    targets: Iterator[WeightTarget], seed: int = 0, on_filled: OnFilled = _nothing
-) -> None:
-    """Small random numbers, the same for the same seed: weights for benchmarks.
+def fill_dummy_weights(targets: Iterator[WeightTarget], on_filled: OnFilled = _nothing) -> None:
+    """Small random numbers, the same each time: weights for benchmarks.
 
-    A tensor's numbers depend on its name, so that ranks fill in parts of the same. Vectors, such as
-    norms and biases, are 1 where a norm needs them to be and 0 elsewhere. on_filled: called with
-    each target.
+    A tensor's numbers depend on its name, so that ranks fill in parts of the same. Biases are 0 and
+    other vectors, which are norms' weights, are 1. on_filled: called with each target.
     """
     generator = torch.Generator()
     for weight in targets:
         if weight.target.dim() == 1:
             weight.target.fill_(0.0 if weight.name.endswith("bias") else 1.0)
         else:
-            generator.manual_seed(seed + zlib.crc32(weight.name.encode()))
+            generator.manual_seed(zlib.crc32(weight.name.encode()))
             values = torch.empty(weight.source_shape).uniform_(-0.05, 0.05, generator=generator)
             weight.target.copy_(values[weight.source_index])
         on_filled(weight)
-
-
-class _Advance:
-    """Advances a progress bar by the bytes read; without a bar it does nothing."""
-
-    def __init__(self, progress: Progress | None, num_bytes: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("loading weights", total=num_bytes) if progress else None
-
-    def __call__(self, num_bytes: int) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, num_bytes)
-
-
-@contextmanager
-def _progress_bar(num_bytes: int, show: bool | None) -> Iterator[_Advance]:
-    if not (sys.stderr.isatty() if show is None else show):
-        yield _Advance(None, num_bytes)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Advance(progress, num_bytes)
 
 
 def _listed(names: list[str]) -> str:
@@ -262,13 +237,14 @@ def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
             names = (f"{name}.{part}_scale", f"{name}.{part}_proj.{part}_scale")
             found = [sources[each] for each in names if each in sources]
             if found:
-                setattr(attention, attribute, _read(checkpoint, found[0]))
+                setattr(attention, attribute, _read_scale(checkpoint, found[0]))
                 num_found += 1
     logger.info("kv scales num_layers=%d num_found=%d others=1.0", num_layers, num_found)
 
 
-def _read(checkpoint: Checkpoint, name: str) -> float:
-    tensor = read_tensor(checkpoint, name)
+def _read_scale(checkpoint: Checkpoint, name: str) -> float:
+    with _open(checkpoint.file_of[name]) as tensors:
+        tensor = tensors.get_tensor(name)
     scale = float(tensor) if tensor.numel() == 1 else 0.0
     if not 0.0 < scale < float("inf"):
         raise BadCheckpoint(f"{name}: expected one positive number, got {tensor.tolist()}")
@@ -276,7 +252,7 @@ def _read(checkpoint: Checkpoint, name: str) -> float:
 
 
 class EagerPacking:
-    """Counts what each weight still lacks; called with every target that has been filled."""
+    """Packs linear layers while weights are loaded; called with each target once it is filled."""
 
     def __init__(self, model: NativeModel) -> None:
         self._num_missing = Counter(_memory_of(weight.target) for weight in model.weight_targets())

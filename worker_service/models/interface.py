@@ -1,4 +1,4 @@
-"""What the model runner needs of a model, and what a model is built with."""
+"""The interface of models, and what they are built with."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -43,7 +43,7 @@ class Model(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Last hidden states of all rows; writes the rows' KV into the cache on the way.
+        """Last hidden states of all rows; also writes the rows' KV into the cache.
 
         token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks, num_layers, 2,
         block_size, num_kv_heads, head_dim]. Returns [num_tokens, hidden_size], which the next call
@@ -59,7 +59,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class ComputesLogits(Protocol):
-    """A model whose head may be a part of its forward pass."""
+    """A model that can compute logits in its forward pass."""
 
     def forward_to_logits(
         self,
@@ -69,29 +69,29 @@ class ComputesLogits(Protocol):
         metadata: AttentionMetadata,
         sampled: torch.Tensor | None,
     ) -> Computed:
-        """As `Model.forward`; sampled: int64, the rows whose logits are wanted too, if that is no
-        more work than to compute them afterwards."""
+        """As `Model.forward`; sampled: int64, the rows to compute logits of, if the model's program
+        includes the head."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelContext:
-    """Type and place of weights, activations and KV, and the ranks that share them."""
+    """Dtype and device of weights, activations and KV, and the ranks that share them."""
 
     dtype: torch.dtype
     device: torch.device
 
     cache_dtype: torch.dtype | None = None
-    """Of the KV cache, where it differs."""
+    """Of the KV cache; None: `dtype`."""
 
     batch_invariant: bool = False
-    """Whether a GPU, too, must compute a row the same in any batch, bitwise."""
+    """Whether GPUs, too, must compute a row to the same bits in any batch."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
 
     @property
     def needs_fixed_products(self) -> bool:
-        """Whether linear layers must go through a kernel of our own for that."""
+        """Whether linear layers must use a kernel of our own for that."""
         return self.batch_invariant and self.device.type == "cuda"
 
     @property
@@ -100,7 +100,7 @@ class ModelContext:
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised tensor of this type, in this place."""
+        """An uninitialised tensor of this dtype on this device."""
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
 
@@ -109,14 +109,14 @@ class WeightTarget:
     """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
 
     name: str
-    """As in the checkpoint, in the model's canonical form. Several targets may share a tensor."""
+    """The tensor's canonical name. Several targets may be parts of one tensor."""
 
     target: Tensor
-    """Of the part's shape."""
+    """Has the part's shape."""
 
     axis: int = 0
     shard: Shard | None = None
-    """Which part of the checkpoint's tensor along `axis` it is; None: all of it."""
+    """The part of the checkpoint's tensor, along `axis`; None: all of it."""
 
     @property
     def source_shape(self) -> list[int]:

@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
-        """Add x, if any, to the residual stream, in place; returns the norm of what it holds."""
+        """Add x, if any, to the residual stream, in place; returns the norm of the sum."""
         if x is None:
             return self._kernels.rms_norm(residual, self.weight, self.eps)
         return self._kernels.rms_norm(x, self.weight, self.eps, residual)
@@ -43,7 +43,7 @@ class LayerNorm(nn.Module):
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
-        """Add x, if any, to the residual stream, in place; returns the norm of what it holds."""
+        """Add x, if any, to the residual stream, in place; returns the norm of the sum."""
         if x is None:
             return self._kernels.layer_norm(residual, self.weight, self.bias, self._eps)
         return self._kernels.layer_norm(x, self.weight, self.bias, self._eps, residual)
@@ -73,7 +73,7 @@ class PagedAttention:
         self._scale = scale
         self._sliding_window = sliding_window
         self.key_scale = self.value_scale = 1.0
-        """What a key or value is divided by to be stored, in a cache of fp8."""
+        """Keys and values are divided by these to be stored in an fp8 cache."""
 
     def cache(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
@@ -114,4 +114,4 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""From the names that `config.json` uses to those of `pagewire_kernels.reference`."""
+"""From the names in `config.json` to those of `pagewire_kernels.reference`."""

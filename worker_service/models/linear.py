@@ -6,10 +6,9 @@ are; torch's own `linear` does not.
 
 oneDNN's packed products are two to three times as fast as torch's own for few rows. With vector
 instructions a row's result is bitwise the same for any number of rows from two on (measured with
-torch 2.13 from 1 to 4096 rows). A single row takes another path, so it is computed twice. For each
-number of rows oneDNN makes a kernel and keeps the last thousand: some milliseconds and some hundred
-kilobytes each, which prompts of every length would cost again and again. So large numbers of rows
-are rounded up to a few sizes.
+torch 2.13 from 1 to 4096 rows). A single row takes another path, so it is computed twice. oneDNN
+makes a kernel for each number of rows, in some milliseconds, and keeps the last thousand, of some
+hundred kilobytes each; so large numbers of rows are rounded up to a few sizes.
 
 With AMX that does not hold: oneDNN splits the sum over the inputs differently for different numbers
 of rows, and about one output in 20,000 rounds to another bfloat16. There, half-precision products
@@ -17,10 +16,9 @@ are computed in batches of exactly 32 rows, whose results were the same bits for
 row and for 1 to 8 threads. `docs/model-execution.md` compares the speed of these with the native
 kernels, which are the default on such CPUs too, because they can be recorded.
 
-Sharded layers. A column-parallel linear layer is an ordinary one with fewer outputs: each rank has
-the rows of its weight that belong to its heads or inner columns. The layer after it takes those as
-inputs, and is row-parallel. With one rank each of these layers computes exactly what its ordinary
-counterpart does.
+Sharded layers: a column-parallel linear layer is an ordinary one with fewer outputs, those of this
+rank's heads or inner columns. The next layer takes these as inputs, and is row-parallel. With one
+rank each of these layers computes exactly what its ordinary counterpart does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +46,7 @@ MAX_EXACT_ROWS = 64
 
 
 def num_padded_rows(num_rows: int) -> int:
-    """With how many rows a product of `num_rows` is computed."""
+    """The number of rows that a product of `num_rows` rows is padded to."""
     if num_rows <= MAX_EXACT_ROWS:
         return max(num_rows, MIN_ROWS)
     step = 1 << ((num_rows - 1).bit_length() - 4)
@@ -128,8 +126,8 @@ def pack(weight: Tensor) -> PackedWeight:
 
 
 def pack_gated(weight: Tensor, activation: str) -> NativeGatedWeight | None:
-    """A packed copy of a gate's weight and, after it, that of what it gates, if this machine has
-    a product that computes both and applies the gate."""
+    """A packed copy of the stacked weights of gate and up projection, if this machine has a fused
+    product of both with the activation."""
     native_library = _native_library(weight.dtype) if weight.device.type == "cpu" else None
     if native_library is None:
         return None
@@ -141,7 +139,7 @@ def _native_library(dtype: torch.dtype) -> Library | None:
 
 
 def cpu_arithmetic(dtype: torch.dtype) -> str:
-    """Identity of what computes products and norms of `dtype` on this CPU."""
+    """Identity of the kernels that compute products and norms of `dtype` on this CPU."""
     if (found := _native_library(dtype)) is not None:
         return found.instruction_set
     if dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
@@ -199,7 +197,7 @@ class Linear(nn.Module):
             self.weight = None
 
     def fix_order(self) -> None:
-        """On a GPU: sum each row's products in one order, however many rows there are."""
+        """On a GPU: sum each row's products in one order, whatever the number of rows."""
         from pagewire_kernels.triton import (
             InvariantWeight,  # triton is loaded only where it is used
         )
@@ -311,7 +309,7 @@ class VocabEmbedding(nn.Module):
         yield WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
 
     def share_packed(self, packed: PackedWeight) -> None:
-        """Take rows from the head's packed copy of the table, if they can be; ours is freed."""
+        """Use the head's packed copy of the table, if rows can be read from it; ours is freed."""
         if isinstance(packed, NativeWeight):
             self.packed, self.weight = packed, None
 
@@ -338,7 +336,7 @@ class VocabHead(nn.Module):
     def __init__(
         self, vocab_size: int, size: int, context: ModelContext, tied_to: VocabEmbedding | None
     ) -> None:
-        """tied_to: the embedding whose table is the head's weight too, if this rank has it."""
+        """tied_to: the embedding that shares its table with the head, if this rank has it."""
         super().__init__()
         self.shard = context.communicator.layout.vocab_shard(vocab_size)
         num_rows = context.communicator.layout.vocab_rows(vocab_size)

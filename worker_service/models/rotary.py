@@ -1,8 +1,8 @@
-"""Rotary position embedding (Su et al. 2021) and the ways to stretch it.
+"""Rotary position embedding (RoPE, Su et al. 2021) and its scaling to longer contexts.
 
-Angles come from a table over positions, made once: a position's row is then the same bits in every
-batch. Frequencies are a function of the position alone, never of the batch or of the sequence's
-present length, because cached keys cannot be turned again.
+Angles come from a table over positions, made once, so that they are the same in every batch.
+Frequencies depend on the position alone, never on the batch or the sequence's present length,
+because cached keys cannot be rotated again.
 """
 
 import math
@@ -21,15 +21,15 @@ class RotarySettings:
     """The rotary embedding of a model, from its `config.json`."""
 
     rotary_dim: int
-    """Elements of a head that are turned."""
+    """Elements of a head that are rotated."""
 
     theta: float
     scaling_type: str
     max_position_embeddings: int
-    """Positions the model was trained on, before any stretching that `scaling_type` adds."""
+    """Positions that the model was trained on, before scaling."""
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """What else the scaling type needs, under the names `transformers` gives them."""
+    """The scaling type's other parameters, by their names in `transformers`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], rotary_dim: int) -> "RotarySettings":
@@ -44,13 +44,13 @@ class RotarySettings:
         )
 
     def original_length(self) -> int:
-        """Positions the model saw before it was stretched."""
+        """Positions that the model was trained on before its context was extended."""
         return int(
             self.parameters.get("original_max_position_embeddings") or self.max_position_embeddings
         )
 
     def max_model_len(self) -> int:
-        """Positions for which the embedding is made."""
+        """The number of positions after scaling."""
         if self.scaling_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * float(self.parameters["factor"]))
         if self.scaling_type == "yarn":
@@ -102,10 +102,9 @@ def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor
     """One row of frequencies per position: those of a sequence that ends there.
 
     Dynamic NTK raises the base with the sequence's length. `transformers` takes the length at each
-    forward pass, so a token is turned by the length at which it was decoded, or by that of the
-    prompt it came in. The former is a function of the position and is what stands here; the latter
-    would make the KV of a recomputed sequence differ from what it was. The two agree, token for
-    token, on prompts within the trained length.
+    forward pass: that at which a token was decoded, or that of the prompt that contains it. The
+    former, used here, is a function of the position; the latter would change the KV of a sequence
+    that is recomputed. Both give the same tokens for prompts within the trained length.
     """
     trained, factor = settings.max_position_embeddings, float(settings.parameters["factor"])
     dim = settings.rotary_dim
@@ -115,7 +114,7 @@ def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor
 
 
 def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long waves are stretched, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
     factor = float(settings.parameters["factor"])
     low = float(settings.parameters["low_freq_factor"])
     high = float(settings.parameters["high_freq_factor"])
@@ -128,8 +127,8 @@ def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor
 
 
 def _yarn_frequencies(settings: RotarySettings) -> Tensor:
-    """Peng et al. 2023: extrapolate what turns often within the trained length, interpolate what
-    turns less than once, blend between."""
+    """Peng et al. 2023: keep dimensions that rotate often within the trained length, interpolate
+    those that rotate less than once, and blend between."""
     parameters, dim = settings.parameters, settings.rotary_dim
     extrapolated = _plain_frequencies(settings.theta, dim)
     interpolated = extrapolated / float(parameters["factor"])
@@ -150,7 +149,7 @@ def _yarn_frequencies(settings: RotarySettings) -> Tensor:
 
 
 def _attention_factor(settings: RotarySettings) -> float:
-    """YaRN's correction of the scores' temperature, put on queries and keys alike; else 1."""
+    """YaRN's correction of the scores' temperature, applied to queries and keys; otherwise 1."""
     if settings.scaling_type != "yarn":
         return 1.0
     parameters = settings.parameters

@@ -14,7 +14,7 @@ from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import KVCacheSpec
 
 NAME = "pagewire"
-"""What a model's configuration calls our function."""
+"""Our attention function's name in a model's configuration."""
 
 _STATE = "pagewire_state"
 
@@ -31,12 +31,12 @@ class AttentionCall:
     sliding_window: int | None
     is_causal: bool
     unknown_arguments: tuple[str, ...]
-    """Arguments with a value whose meaning we do not know."""
+    """Arguments with a value that we do not support."""
 
 
 @dataclass(slots=True)
 class AttentionState:
-    """What the attention function of one model works with; set again at each step."""
+    """What one model's attention function reads; set at each step."""
 
     backend: AttentionBackend
     kv_cache: Tensor | None = None
@@ -46,19 +46,18 @@ class AttentionState:
 
 
 def attach(model: nn.Module, state: AttentionState) -> None:
-    """Make `state` known to all parts of `model`, and our function known to `transformers`.
+    """Set `state` on all modules of `model`, and register our function with `transformers`.
 
-    No function for masks is registered: which positions a row sees, the kernel knows
-    itself, and without one the library prepares none, for which it would look at the positions on
-    the host.
+    No function for masks is registered: the kernel knows which positions a row attends to, and to
+    prepare a mask the library would read the positions on the host.
     """
     AttentionInterface.register(NAME, attention_forward)
     for module in model.modules():
         setattr(module, _STATE, state)
 
 
-# Arguments that do not change what attention computes here: positions are in keys and queries
-# already, and the rest is of use to other implementations.
+# Arguments that do not change the result: positions are in keys and queries already, and other
+# implementations use the rest.
 _IDLE_ARGUMENTS = frozenset(
     {
         "cache_position",
@@ -138,7 +137,7 @@ def attention_forward(
 
 
 def cache_spec(architecture: str, config: Any, calls: list[AttentionCall]) -> KVCacheSpec:
-    """The cache that all layers can share; raises UnsupportedModel, naming why there is none.
+    """The cache's shape, the same for all layers. Raises UnsupportedModel if there is none.
 
     config: the model's `transformers` configuration, that of the text part.
     """

@@ -2,8 +2,8 @@
 
 On CPUs `linear` chooses its kernel by the number of rows, and `silu`, `sigmoid` and `gelu` compute
 the remainder of their vector loops by another formula (see `pagewire_kernels.reference.layers`).
-Linear modules and experts are replaced for good by packed ones; `InvariantOps` catches what a model
-calls as a function, such as a router's product. On GPUs only linear layers are replaced.
+Linear modules and experts are replaced by packed ones; `InvariantOps` replaces the functions that a
+model calls, such as a router's product. On GPUs only linear layers are replaced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ def _packed(module: nn.Module) -> nn.Module | None:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it follows `transformers`' convention for experts, in the form we know."""
+    """Whether the module follows `transformers`' convention for gated experts."""
     gated = getattr(module, "has_gate", False) and not getattr(
         module, "has_post_expert_norm", False
     )
@@ -51,7 +51,7 @@ def _is_experts(module: nn.Module) -> bool:
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose weight is packed.
 
-    Its `weight` has shape and dtype, for code that looks at them, but no content.
+    Its `weight` has shape and dtype, for code that reads them, but no content.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -90,7 +90,7 @@ class PackedExperts(nn.Module):
         """hidden_states: [num_tokens, hidden_size]; the others: [num_tokens, top_k]."""
         output = torch.zeros_like(hidden_states)
         for expert in torch.unique(top_k_index).tolist():
-            if expert >= len(self._down):  # how some routers mark an unused place
+            if expert >= len(self._down):  # some routers mark an unused choice so
                 continue
             token, place = torch.where(top_k_index == expert)
             up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
@@ -109,18 +109,20 @@ def _pack_each(weights: Tensor, transposed: bool) -> list[PackedWeight]:
 
 
 class InvariantOps(TorchFunctionMode):
-    """Within it, those functions are computed row by row in one order."""
+    """Within it, these functions compute each row in one order, whatever the other rows are."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
         self._packed: dict[Tensor, PackedWeight] = {}  # by the parameter itself
-        self._functions: dict[Any, Callable[..., Tensor]] = {
-            nn.functional.linear: self._linear,
-            nn.functional.silu: _silu,
-            nn.functional.gelu: _gelu,
-            torch.sigmoid: _sigmoid,
-            Tensor.sigmoid: _sigmoid,
-        }
+        self._functions: dict[Any, Callable[..., Tensor]] = {nn.functional.linear: _triton_linear}
+        if device_type == "cpu":
+            self._functions = {
+                nn.functional.linear: self._packed_linear,
+                nn.functional.silu: _silu,
+                nn.functional.gelu: _gelu,
+                torch.sigmoid: _sigmoid,
+                Tensor.sigmoid: _sigmoid,
+            }
 
     def __torch_function__(
         self,
@@ -131,8 +133,8 @@ class InvariantOps(TorchFunctionMode):
     ) -> Any:
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Packed where the weight is a parameter; that of a view could not be kept."""
+    def _packed_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Packed if the weight is a parameter; that of a view could not be kept."""
         packable = isinstance(weight, nn.Parameter) and can_pack(weight.dtype, weight.device)
         if not packable or input.dtype != weight.dtype:
             return nn.functional.linear(input, weight, bias)
@@ -143,21 +145,7 @@ class InvariantOps(TorchFunctionMode):
         return output.view(*input.shape[:-1], weight.shape[0])
 
 
-class FixedProducts(TorchFunctionMode):
-    """Within it, a GPU's linear layers sum each row's products in one order."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        replaced = _fixed_linear if func is nn.functional.linear else func
-        return replaced(*args, **(kwargs or {}))
-
-
-def _fixed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _triton_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     from pagewire_kernels.triton import linear  # triton is loaded only where it is used
 
     rows = linear(input.reshape(-1, weight.shape[1]), weight, bias)

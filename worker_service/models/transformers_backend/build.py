@@ -1,4 +1,4 @@
-"""Loading a model through `transformers`; refuses, by name, features that paged attention lacks."""
+"""Loading through `transformers`; models with features that paged attention lacks are refused."""
 
 import logging
 import sys
@@ -36,7 +36,7 @@ _LAYER_TYPE_NAMES = {
 
 
 def refuse_by_config(architecture: str, config: Any) -> None:
-    """Raise UnsupportedModel if the configuration has a feature we do not have.
+    """Raise UnsupportedModel if the configuration has a feature that we do not support.
 
     architecture: the class name in `config.json`; config: its `transformers` configuration.
     """
@@ -70,7 +70,7 @@ def _layer_features(config: Any) -> Iterator[str]:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings, of which some models have one set per type of layer."""
+    """The rotary settings; some models have a set for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
@@ -96,7 +96,7 @@ def pin_long_rotary(model: Any, config: Any, max_model_len: int) -> None:
     """Choose LongRoPE's factors once: the long ones if sequences may exceed the trained length.
 
     `transformers` chooses at each forward pass by the longest sequence in the batch, which would
-    make one request's tokens depend on another's, and throws a sequence's cache away when it grows
+    make one request's tokens depend on another's, and discards a sequence's cache when it grows
     past the trained length. Limit `max_model_len` to that length for the short factors.
     """
     for module in model.modules():
@@ -107,7 +107,7 @@ def pin_long_rotary(model: Any, config: Any, max_model_len: int) -> None:
         initialise = ROPE_INIT_FUNCTIONS["longrope"]
         inv_freq, scaling = initialise(config, module.inv_freq.device, seq_len=max_model_len)
         module.inv_freq, module.attention_scaling = inv_freq, scaling
-        module.rope_type = "pinned"  # no longer looked at the batch for
+        module.rope_type = "pinned"  # so that no forward pass updates it
         kind = "long" if max_model_len > trained else "short"
         logger.info("rotary factors chosen kind=%s trained_length=%d", kind, trained)
 
@@ -127,7 +127,7 @@ def build_transformers_model(
 ) -> TransformersModel:
     """The model in `model_dir`, loaded by `transformers` from safetensors.
 
-    Raises UnsupportedModel, naming the feature, for what paged attention cannot carry.
+    Raises UnsupportedModel, naming the feature, for one that paged attention does not support.
     """
     architecture = hf_config["architectures"][0]
     config = _read_config(model_dir, architecture, trust_remote_code)
@@ -136,8 +136,9 @@ def build_transformers_model(
     length = _model_len(max_model_len, text_config)
     state = AttentionState(backend)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
+    refuse_by_class(_model_class(config, trust_remote_code))
     load = _make_dummy if dummy_weights else _load
-    causal_lm = load(model_dir, config, context, trust_remote_code)
+    causal_lm = load(model_dir, config, context, trust_remote_code).eval().to(context.device)
     pin_long_rotary(causal_lm, text_config, length)
     return TransformersModel(causal_lm, state, architecture, length, context)
 
@@ -162,7 +163,6 @@ def _model_len(asked: int | None, config: Any) -> int:
 
 
 def _load(model_dir: Path, config: Any, context: ModelContext, trust_remote_code: bool) -> Any:
-    refuse_by_class(_model_class(config, trust_remote_code))
     transformers_logging.disable_progress_bar()
     try:
         causal_lm, info = AutoModelForCausalLM.from_pretrained(
@@ -186,14 +186,13 @@ def _load(model_dir: Path, config: Any, context: ModelContext, trust_remote_code
     ]
     if found:
         raise BadCheckpoint(f"weights do not fit {type(causal_lm).__name__}: {'; '.join(found)}")
-    return causal_lm.eval().to(context.device)
+    return causal_lm
 
 
 def _make_dummy(
     model_dir: Path, config: Any, context: ModelContext, trust_remote_code: bool
 ) -> Any:
     """Small random weights, the same each time."""
-    refuse_by_class(_model_class(config, trust_remote_code))
     causal_lm = AutoModelForCausalLM.from_config(
         config, dtype=context.dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
     )
@@ -203,7 +202,7 @@ def _make_dummy(
             if parameter.dim() > 1:
                 values = torch.empty(parameter.shape)
                 parameter.copy_(values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator))
-    return causal_lm.eval().to(context.device)
+    return causal_lm
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> type:

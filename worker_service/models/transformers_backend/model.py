@@ -1,4 +1,4 @@
-"""A `transformers` model behind the interface that the model runner knows."""
+"""A `transformers` model that implements `interface.Model`."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +18,7 @@ from worker_service.models.transformers_backend.attention import (
     attach,
     cache_spec,
 )
-from worker_service.models.transformers_backend.batch_invariant import (
-    FixedProducts,
-    InvariantOps,
-    pack_model,
-)
+from worker_service.models.transformers_backend.batch_invariant import InvariantOps, pack_model
 
 
 class TransformersModel:
@@ -40,18 +36,16 @@ class TransformersModel:
         self.max_model_len = max_model_len
         self.vocab_size = int(causal_lm.config.get_text_config().vocab_size)
         self.num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-        if context.device.type == "cpu":
+        on_cpu = context.device.type == "cpu"
+        if on_cpu:
             pack_model(causal_lm)
         attach(causal_lm, state)
         self._state = state
         self._decoder = causal_lm.base_model
         self._head = _head_alone(causal_lm)
-        on_cpu = context.device.type == "cpu"
         self._ops: AbstractContextManager[Any] = nullcontext()
-        if on_cpu:
-            self._ops = InvariantOps()
-        elif context.needs_fixed_products:
-            self._ops = FixedProducts()
+        if on_cpu or context.needs_fixed_products:
+            self._ops = InvariantOps(context.device.type)
         self.kv_cache_spec = self._try_out(causal_lm.config.get_text_config(), context)
 
     @torch.inference_mode()
@@ -71,7 +65,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits as the model's own head computes them: float32 [num_rows, vocab_size]."""
+        """Logits of the model's own head: float32 [num_rows, vocab_size]."""
         with self._ops:
             output = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits
@@ -89,7 +83,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _try_out(self, config: Any, context: ModelContext) -> KVCacheSpec:
-        """Run two tokens without a cache, and read from the attention calls what layers need."""
+        """Run two tokens without a cache, and derive the cache's shape from the attention calls."""
         tokens = torch.zeros(2, dtype=torch.int64, device=context.device)
         calls: list[AttentionCall] = []
         self._state.calls = calls
@@ -106,21 +100,21 @@ class TransformersModel:
 
 @dataclass
 class _DecoderOutput(MoeModelOutputWithPast):
-    """All that any head looks for in its decoder's output."""
+    """Every field that a head reads from its decoder's output."""
 
     cross_attentions: Any = None
 
 
 class _PassThrough(nn.Module):
-    """Stands where the decoder was: hands on the hidden states it is given."""
+    """Replaces the decoder; returns the hidden states that it is called with."""
 
     def forward(self, *absent: None, inputs_embeds: Tensor, **others: Any) -> _DecoderOutput:
         return _DecoderOutput(last_hidden_state=inputs_embeds)
 
 
 def _head_alone(causal_lm: Any) -> nn.Module:
-    """The model without its decoder, so that its own code turns hidden states into logits, with
-    whatever scales and caps it has."""
+    """The model without its decoder: its own code computes logits from hidden states, with any
+    scales and caps that it has."""
     head: nn.Module = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
     head._modules[causal_lm.base_model_prefix] = _PassThrough()
