@@ -2,33 +2,20 @@
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import sampling_pb2
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
 
-_COUNTS = (
-    "n",
-    "best_of",
-    "min_tokens",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
-)
 _COUNTS_OR_ALL = ("top_k", "truncate_prompt_tokens")
 """-1 and 0 mean no limit of their own."""
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _STRUCTURED_OUTPUT = ("json_schema", "regex", "grammar", "choice")
 _EARLY_STOPPING = {
     True: sampling_pb2.EARLY_STOPPING_WHEN_FULL,
@@ -49,15 +36,15 @@ class SamplingParams:
     n: int | None = None
     """Number of answers."""
     best_of: int | None = None
-    """Number of candidates; the `n` most probable are returned."""
+    """Number of candidates, of which the `n` most probable are returned."""
     temperature: float | None = None
-    """Divides the logits; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: float | None = None
-    """Only the most probable tokens that together reach this probability."""
+    """Sample from the most probable tokens whose probabilities reach this sum."""
     top_k: int | None = None
-    """Only this many most probable tokens; 0 and -1 mean all."""
+    """Sample from the N most probable tokens; 0 and -1 mean all."""
     min_p: float | None = None
-    """Only tokens at least this times as probable as the most probable one."""
+    """Sample from tokens at least this times as probable as the most probable one."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and output less probable."""
     presence_penalty: float | None = None
@@ -85,18 +72,18 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last N tokens of a longer prompt; -1: as many as leave room for `max_tokens`.
+    """Keep the last N tokens of a longer prompt; -1: as many as fit, with room for `max_tokens`.
     None: a prompt that is too long is refused."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string or stop token in the text."""
     beam_width: int | None = None
-    """Beam search over this many beams instead of sampling."""
+    """Use beam search with N beams instead of sampling."""
     length_penalty: float | None = None
-    """With `beam_width`: scores are divided by length to this power."""
+    """Beam search: scores are divided by length to this power."""
     early_stopping: bool | Literal["never"] | None = None
-    """With `beam_width`: when the search ends, as in transformers."""
+    """Beam search: when it ends, as in transformers."""
     json_schema: str | Mapping[str, Any] | None = None
     """The answer is a JSON text that this schema allows; `{"type": "object"}` allows any object."""
     regex: str | None = None
@@ -112,47 +99,29 @@ class SamplingParams:
 
     def to_proto(self) -> sampling_pb2.SamplingParams:
         """The message of a request. Raises ValueError naming a field with an invalid value."""
+        given = [name for name in _STRUCTURED_OUTPUT if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are mutually exclusive")
         proto = sampling_pb2.SamplingParams()
-        for name in _COUNTS:
+        for name, convert in _SCALARS.items():
             if (value := getattr(self, name)) is not None:
-                setattr(proto, name, _integer(name, value, _MAX_UINT32))
-        for name in _NUMBERS:
-            if (value := getattr(self, name)) is not None:
-                setattr(proto, name, _number(name, value))
-        self._fill_choice(proto)
-        self._fill_ending(proto)
-        self._fill_beam_search(proto)
-        self._fill_structured_output(proto)
-        return proto
-
-    def _fill_choice(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Set top_k, truncation of the prompt, seed, biases and bad words."""
-        for name in _COUNTS_OR_ALL:
-            if (value := getattr(self, name)) is not None:
-                setattr(proto, name, max(0, _integer(name, value, _MAX_UINT32, minimum=-1)))
-        if self.seed is not None:
-            proto.seed = _integer("seed", self.seed, _MAX_UINT64)
-        for token_id, bias in (self.logit_bias or {}).items():
-            proto.logit_bias.add(
-                token_id=_integer("logit_bias", token_id, _MAX_UINT32),
-                bias=_number("logit_bias", bias),
-            )
-        proto.bad_words.extend(_texts("bad_words", self.bad_words))
-
-    def _fill_ending(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Set stop conditions, and what of them the text contains."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        proto.stop.extend(_texts("stop", stop))
-        proto.stop_token_ids.extend(
-            _integer("stop_token_ids", token_id, _MAX_UINT32)
-            for token_id in self.stop_token_ids or ()
-        )
-        if self.ignore_eos is not None:
-            proto.ignore_eos = self.ignore_eos
-        if self.skip_special_tokens is not None:
-            proto.skip_special_tokens = self.skip_special_tokens
+                setattr(proto, name, convert(name, value))
         if self.include_stop_str_in_output is not None:
             proto.include_stop_in_output = self.include_stop_str_in_output
+        for token_id, bias in (self.logit_bias or {}).items():
+            proto.logit_bias.add(
+                token_id=_integer("logit_bias", token_id), bias=_number("logit_bias", bias)
+            )
+        proto.bad_words.extend(_texts("bad_words", self.bad_words))
+        proto.stop.extend(_texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
+        proto.stop_token_ids.extend(
+            _integer("stop_token_ids", token_id) for token_id in self.stop_token_ids or ()
+        )
+        if self.choice is not None:
+            proto.choice.SetInParent()
+            proto.choice.choices.extend(_texts("choice", self.choice))
+        self._fill_beam_search(proto)
+        return proto
 
     def _fill_beam_search(self, proto: sampling_pb2.SamplingParams) -> None:
         """Set the parameters of beam search, if there is a width."""
@@ -161,7 +130,7 @@ class SamplingParams:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} requires beam_width")
             return
-        proto.beam_search.width = _integer("beam_width", self.beam_width, _MAX_UINT32)
+        proto.beam_search.width = _integer("beam_width", self.beam_width)
         if self.length_penalty is not None:
             proto.beam_search.length_penalty = _number("length_penalty", self.length_penalty)
         if self.early_stopping is not None:
@@ -171,23 +140,8 @@ class SamplingParams:
                 )
             proto.beam_search.early_stopping = _EARLY_STOPPING[self.early_stopping]
 
-    def _fill_structured_output(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Set the constraint on the answer: at most one kind."""
-        given = [name for name in _STRUCTURED_OUTPUT if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are mutually exclusive")
-        if self.json_schema is not None:
-            proto.json_schema = _json("json_schema", self.json_schema)
-        if self.regex is not None:
-            proto.regex = _text("regex", self.regex)
-        if self.grammar is not None:
-            proto.grammar = _text("grammar", self.grammar)
-        if self.choice is not None:
-            proto.choice.SetInParent()
-            proto.choice.choices.extend(_texts("choice", self.choice))
 
-
-def _integer(name: str, value: object, maximum: int, *, minimum: int = 0) -> int:
+def _integer(name: str, value: object, maximum: int = _MAX_UINT32, *, minimum: int = 0) -> int:
     """`value` as an int that the field can carry; accepts whatever can index a list, such as
     numpy's integers."""
     try:
@@ -224,3 +178,30 @@ def _texts(name: str, values: Sequence[str] | None) -> list[str]:
     if isinstance(values, str) or not all(isinstance(value, str) for value in values or ()):
         raise ValueError(f"{name} must be a list of texts, not {values!r}")
     return list(values or ())
+
+
+def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:
+    """What makes the value of a message's field of a parameter's; None for none of one value."""
+    if field.is_repeated:
+        return None
+    if field.name in _COUNTS_OR_ALL:
+        return lambda name, value: max(0, _integer(name, value, minimum=-1))
+    if field.name == "json_schema":
+        return _json
+    by_type: dict[int, Callable[[str, Any], Any]] = {
+        FieldDescriptor.TYPE_UINT32: _integer,
+        FieldDescriptor.TYPE_UINT64: partial(_integer, maximum=_MAX_UINT64),
+        FieldDescriptor.TYPE_FLOAT: _number,
+        FieldDescriptor.TYPE_STRING: _text,
+        FieldDescriptor.TYPE_BOOL: lambda _, value: value,
+    }
+    return by_type.get(field.type)
+
+
+_SCALARS = {
+    field.name: convert
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.name in {each.name for each in fields(SamplingParams)}
+    and (convert := _converter(field)) is not None
+}
+"""The parameters that are one value, as which the message has them, too."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, Sampling, with_options
+from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, with_options
 from pagewire_client.client import Client
 from pagewire_client.errors import FailedPrecondition, InvalidArgument
 from pagewire_client.requests import ChatMessage
@@ -19,10 +19,10 @@ with contextlib.suppress(ImportError):
 _HELP = "/exit ends, /reset forgets the conversation, ctrl-C stops an answer"
 
 
-@with_options(connection=CONNECTION, sampling=SAMPLING)
+@with_options(connection=CONNECTION, params=SAMPLING)
 def chat(
     connection: Connection,
-    sampling: Sampling,
+    params: SamplingParams,
     model: Annotated[str | None, typer.Option(help="Which of the served models.")] = None,
     system: Annotated[
         str | None, typer.Option(help="System message at the start of the conversation.")
@@ -33,7 +33,7 @@ def chat(
         with terminal.note_if_slow("waiting for a model to be served"):
             name = client.get_model(model).name
         terminal.note(f"talking with {name}; {_HELP}")
-        Conversation(client, name, sampling.params(), system).run()
+        Conversation(client, name, params, system).run()
 
 
 class Conversation:

@@ -3,32 +3,29 @@
 import dataclasses
 import json
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pagewire_client.calls import OutputStream
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import (
-    ANSWERS,
     CONNECTION,
-    SAMPLING,
-    Answers,
+    SAMPLING_AND_ANSWERS,
     Connection,
-    Sampling,
     with_options,
 )
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Prompt
+from pagewire_client.sampling_params import SamplingParams
 
 _WAITING = "waiting for {}; `pagewire status` shows what is being served, and queues"
 
 
-@with_options(connection=CONNECTION, sampling=SAMPLING, answers=ANSWERS)
+@with_options(connection=CONNECTION, params=SAMPLING_AND_ANSWERS)
 def generate(
     connection: Connection,
-    sampling: Sampling,
-    answers: Answers,
+    params: SamplingParams,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to continue; without it, standard input.")
     ] = None,
@@ -44,7 +41,6 @@ def generate(
     """Stream a model's answer to one prompt; several answers are printed one after the other."""
     text = sys.stdin.read() if prompt is None else prompt
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
-    params = answers.added_to(sampling.params())
     with connection.client() as client:
         if not as_json and (params.n or 1) == 1:
             _write_as_it_comes(client.stream(asked, params, model=model, timeout=timeout))
@@ -71,8 +67,4 @@ def _write_all(output: RequestOutput) -> None:
 
 
 def _write_json(output: RequestOutput) -> None:
-    terminal.write(json.dumps(_as_dict(output)) + "\n")
-
-
-def _as_dict(output: RequestOutput) -> dict[str, Any]:
-    return dataclasses.asdict(output)
+    terminal.write(json.dumps(dataclasses.asdict(output)) + "\n")

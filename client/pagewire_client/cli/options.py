@@ -5,13 +5,15 @@ A command with a parameter for a group gets the group's options instead of it:
     @with_options(connection=CONNECTION)
     def status(connection: Connection, json: bool = False) -> None: ...
 
-has the options of `Connection`'s fields besides `--json`, and is called with a `Connection`.
+has the options of `Connection`'s fields besides `--json`, and is called with a `Connection`. A
+field's docstring is the help text of its option.
 """
 
+import ast
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
@@ -76,19 +78,45 @@ def _parameters(command: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(command, eval_str=True).parameters.values())
 
 
-def _group_of(record: type[T]) -> OptionGroup[T]:
-    """A dataclass's fields as options."""
-    hints = get_type_hints(record, include_extras=True)
+def _option(
+    name: str, kind: Any, default: object, help_text: str, *names: str, **settings: Any
+) -> inspect.Parameter:
+    if kind is bool and not names:
+        names = (f"--{name.replace('_', '-')}",)
+    option = typer.Option(*names, help=help_text, **settings)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _group_of(record: type[T], metavars: Mapping[str, str]) -> OptionGroup[T]:
+    """A dataclass's fields as options; each may be given by an environment variable instead."""
+    kinds, texts = get_type_hints(record), _field_docs(record)
     parameters = tuple(
-        inspect.Parameter(
-            entry.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(entry),
-            annotation=hints[entry.name],
+        _option(
+            each.name,
+            kinds[each.name],
+            _default(each),
+            texts[each.name],
+            envvar=f"PAGEWIRE_{each.name.upper()}",
+            metavar=metavars.get(each.name),
         )
-        for entry in fields(record)  # type: ignore[arg-type]
+        for each in fields(record)  # type: ignore[arg-type]
     )
     return OptionGroup(parameters, record)
+
+
+def _field_docs(record: type) -> dict[str, str]:
+    """The docstrings of a dataclass's fields, inherited ones too, each on one line."""
+    texts = {}
+    for each in reversed(record.__mro__[:-1]):
+        [definition] = ast.parse(inspect.cleandoc(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            match statement, following:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def _default(entry: Field[Any]) -> Any:
@@ -99,35 +127,18 @@ def _default(entry: Field[Any]) -> Any:
 class Connection:
     """How to reach a deployment."""
 
-    address: Annotated[
-        list[str],
-        typer.Option(
-            envvar="PAGEWIRE_ADDRESS",
-            help="HOST:PORT or unix:PATH of a frontend; several to fail over between.",
-        ),
-    ] = field(default_factory=lambda: [DEFAULT_ADDRESS])
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PAGEWIRE_API_KEY",
-            help="Sent with each call. Other users of this machine cannot read the variable.",
-        ),
-    ] = None
-    tls: Annotated[bool, typer.Option("--tls", envvar="PAGEWIRE_TLS", help="Use TLS.")] = False
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PAGEWIRE_TLS_CA", help="Certificates (PEM) that may sign the server's."
-        ),
-    ] = None
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(envvar="PAGEWIRE_TLS_CERT", help="This client's certificate (PEM)."),
-    ] = None
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(envvar="PAGEWIRE_TLS_KEY", help="That certificate's key (PEM)."),
-    ] = None
+    address: list[str] = field(default_factory=lambda: [DEFAULT_ADDRESS])
+    """HOST:PORT or unix:PATH of a frontend; several to fail over between."""
+    api_key: str | None = None
+    """Sent with each call. Other users of this machine cannot read the variable."""
+    tls: bool = False
+    """Use TLS."""
+    tls_ca: Path | None = None
+    """Certificates (PEM) that may sign the server's."""
+    tls_cert: Path | None = None
+    """This client's certificate (PEM)."""
+    tls_key: Path | None = None
+    """That certificate's key (PEM)."""
 
     def client(self) -> Client:
         """A client of that deployment."""
@@ -151,32 +162,14 @@ class Connection:
 class Membership:
     """Credentials for a scheduler core."""
 
-    cluster_token_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PAGEWIRE_CLUSTER_TOKEN_FILE",
-            metavar="FILE",
-            help="File of the cluster's token.",
-        ),
-    ] = None
-    cluster_ca: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PAGEWIRE_CLUSTER_CA", metavar="FILE", help="The cluster's authority (PEM)."
-        ),
-    ] = None
-    cluster_cert: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PAGEWIRE_CLUSTER_CERT", metavar="FILE", help="A member's certificate (PEM)."
-        ),
-    ] = None
-    cluster_key: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="PAGEWIRE_CLUSTER_KEY", metavar="FILE", help="That certificate's key (PEM)."
-        ),
-    ] = None
+    cluster_token_file: Path | None = None
+    """File of the cluster's token."""
+    cluster_ca: Path | None = None
+    """The cluster's authority (PEM)."""
+    cluster_cert: Path | None = None
+    """A member's certificate (PEM)."""
+    cluster_key: Path | None = None
+    """That certificate's key (PEM)."""
 
     def connection_to(self, core: str) -> ConnectionOptions:
         """The options of channels and calls. Raises OSError for a file that cannot be read."""
@@ -200,79 +193,12 @@ class Membership:
 class CoreConnection(Membership):
     """How to reach a scheduler core."""
 
-    core: Annotated[
-        str,
-        typer.Option(
-            envvar="PAGEWIRE_CORE", metavar="ADDRESS", help="HOST:PORT or unix:PATH of the core."
-        ),
-    ] = DEFAULT_CORE
+    core: str = DEFAULT_CORE
+    """HOST:PORT or unix:PATH of the core."""
 
     def options(self) -> ConnectionOptions:
         """The options of channels and calls. Raises OSError for a file that cannot be read."""
         return self.connection_to(self.core)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How an answer is sampled, and where it ends."""
-
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(help="Keep the last N tokens of a longer prompt; -1: as many as fit."),
-    ] = None
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy.")
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample from the most probable tokens whose probabilities reach this sum."
-        ),
-    ] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from the N most probable tokens.")] = (
-        None
-    )
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample from tokens at least this times as probable as the most probable one."
-        ),
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None
-    stop: Annotated[
-        list[str], typer.Option(help="The answer ends before this text; may be repeated.")
-    ] = field(default_factory=list)
-    json_schema: Annotated[
-        str | None,
-        typer.Option(help="The answer is JSON that this schema allows: a file, or JSON text."),
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option(help="The whole answer matches this regular expression.")
-    ] = None
-    grammar: Annotated[
-        str | None, typer.Option(help="The answer matches this grammar: a file, or Lark text.")
-    ] = None
-    choice: Annotated[
-        list[str], typer.Option(help="The answer is one of these texts; to be repeated.")
-    ] = field(default_factory=list)
-
-    def params(self) -> SamplingParams:
-        """The options as sampling parameters."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop=self.stop,
-            json_schema=_content(self.json_schema),
-            regex=self.regex,
-            grammar=_content(self.grammar),
-            choice=self.choice or None,
-        )
 
 
 class EarlyStopping(StrEnum):
@@ -283,41 +209,60 @@ class EarlyStopping(StrEnum):
     NEVER = "never"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """How many answers there are, and how they are found."""
+_NO_OPTIONS = {
+    "logit_bias",
+    "stop_token_ids",
+    "bad_words",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+}
+"""Sampling parameters that the command line does not have."""
 
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Number of answers.")] = None
-    best_of: Annotated[
-        int | None,
-        typer.Option(help="Number of candidates, of which the most probable are printed."),
-    ] = None
-    beam_width: Annotated[
-        int | None, typer.Option(help="Use beam search with N beams instead of sampling.")
-    ] = None
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(help="Beam search: scores are divided by length to this power."),
-    ] = None
-    early_stopping: Annotated[
-        EarlyStopping | None, typer.Option(help="Beam search: when it ends.")
-    ] = None
+_ANSWERS = {"n", "best_of", "beam_width", "length_penalty", "early_stopping"}
+"""Sampling parameters that decide how many answers there are, and how they are found."""
 
-    def added_to(self, params: SamplingParams) -> SamplingParams:
-        """`params` with these options."""
-        ends: dict[EarlyStopping | None, Any] = {
-            EarlyStopping.TRUE: True,
-            EarlyStopping.FALSE: False,
-            EarlyStopping.NEVER: "never",
-        }
-        return replace(
-            params,
-            n=self.n,
-            best_of=self.best_of,
-            beam_width=self.beam_width,
-            length_penalty=self.length_penalty,
-            early_stopping=ends.get(self.early_stopping),
-        )
+_LIST_OPTION: tuple[Any, Any] = (list[str], [])
+_OWN_KINDS: dict[str, tuple[Any, Any]] = {
+    "max_tokens": (int, 256),
+    "stop": _LIST_OPTION,
+    "choice": _LIST_OPTION,
+    "json_schema": (str | None, None),
+    "early_stopping": (EarlyStopping | None, None),
+}
+"""Type and default of options that have other ones than their parameter."""
+
+_OWN_HELP = {
+    "max_tokens": "Most tokens of the answer.",
+    "stop": "The answer ends before this text; may be repeated.",
+    "json_schema": "The answer is JSON that this schema allows: a file, or JSON text.",
+    "grammar": "The answer matches this grammar: a file, or Lark text.",
+    "choice": "The answer is one of these texts; to be repeated.",
+    "early_stopping": "Beam search: when it ends.",
+}
+
+
+def _sampling_group(names: Iterable[str]) -> OptionGroup[SamplingParams]:
+    kinds, texts = get_type_hints(SamplingParams), _field_docs(SamplingParams) | _OWN_HELP
+
+    def option(name: str) -> inspect.Parameter:
+        kind, default = _OWN_KINDS.get(name, (kinds[name], None))
+        names = ("--n", "-n") if name == "n" else ()
+        return _option(name, kind, default, texts[name].partition(" None:")[0], *names)
+
+    return OptionGroup(tuple(map(option, names)), _sampling_params)
+
+
+def _sampling_params(**values: Any) -> SamplingParams:
+    for name in ("json_schema", "grammar"):
+        values[name] = _content(values[name])
+    values["choice"] = values["choice"] or None
+    if (ends := values.get("early_stopping")) is not None:
+        values["early_stopping"] = "never" if ends == "never" else ends == "true"
+    return SamplingParams(**values)
 
 
 def _content(text: str | None) -> str | None:
@@ -331,31 +276,31 @@ def _content(text: str | None) -> str | None:
 
 def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:
     """`envvar` is only shown in the help: a service reads its environment itself."""
-    names = [flag.option]
-    if flag.kind is bool and flag.negatable:
-        names = [f"{flag.option}/--no-{flag.option[2:]}"]
-    panel = flag.services[0].capitalize() if len(flag.services) == 1 else "All services"
-    option = typer.Option(
-        *names,
-        envvar=f"PAGEWIRE_{flag.name.upper()}",
-        help=flag.help,
-        show_default=False,
-        rich_help_panel=panel,
-    )
+    name = f"{flag.option}/--no-{flag.option[2:]}" if flag.negatable else flag.option
     kind: Any = flag.kind
-    return inspect.Parameter(
+    return _option(
         flag.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
+        kind | None,
+        None,
+        flag.help,
+        name,
+        envvar=f"PAGEWIRE_{flag.name.upper()}",
+        show_default=False,
+        rich_help_panel=(
+            flag.services[0].capitalize() if len(flag.services) == 1 else "All services"
+        ),
     )
 
 
-CONNECTION = _group_of(Connection)
-CORE_CONNECTION = _group_of(CoreConnection)
-MEMBERSHIP = _group_of(Membership)
-SAMPLING = _group_of(Sampling)
-ANSWERS = _group_of(Answers)
+_OFFERED = [each.name for each in fields(SamplingParams) if each.name not in _NO_OPTIONS]
+_FILES = dict.fromkeys((each.name for each in fields(Membership)), "FILE")
+
+CONNECTION = _group_of(Connection, {})
+CORE_CONNECTION = _group_of(CoreConnection, _FILES | {"core": "ADDRESS"})
+MEMBERSHIP = _group_of(Membership, _FILES)
+SAMPLING = _sampling_group(name for name in _OFFERED if name not in _ANSWERS)
+"""Of a conversation, which has one answer at a time."""
+SAMPLING_AND_ANSWERS = _sampling_group(_OFFERED)
 ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(
     tuple(_engine_parameter(flag) for flag in engine_args.FLAGS), dict
 )
