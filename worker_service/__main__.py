@@ -28,7 +28,6 @@ from worker_service.config import DEFAULT_LISTEN, WorkerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.launcher.launcher import (
-    LocalConfig,
     LocalHost,
     RankHost,
     die_with_parent,
@@ -93,19 +92,17 @@ def _host_of(
     ranks: RankFlags,
     ray: RayFlags,
 ) -> RankHost:
-    """Where the ranks are to run, which this process starts."""
+    """The host of the ranks that this process launches."""
     group_id = ranks_to_launch.group_id or uuid.uuid4().hex
     if ranks_to_launch.launcher is LauncherName.local:
         return LocalHost(
-            LocalConfig(
-                arguments=sys.argv[1:],
-                ranks=ranks_to_launch.ranks,
-                group_id=group_id,
-                listen=service.listen or DEFAULT_LISTEN,
-                advertise=service.advertise,
-                distributed_init=ranks_to_launch.distributed_init,
-                first_local_rank=ranks_to_launch.first_local_rank,
-            )
+            arguments=sys.argv[1:],
+            ranks=ranks_to_launch.ranks,
+            group_id=group_id,
+            listen=service.listen or DEFAULT_LISTEN,
+            advertise=service.advertise,
+            distributed_init=ranks_to_launch.distributed_init,
+            first_local_rank=ranks_to_launch.first_local_rank,
         )
     from worker_service.launcher.ray_cluster import RayConfig, RayHost, connect
 
@@ -139,7 +136,7 @@ async def _run(config: WorkerConfig) -> None:
 
 
 def _executor_of(config: WorkerConfig) -> "Executor":
-    """What is to execute the plans; a simulation needs no torch, so each is imported here."""
+    """The plans' executor, imported here because a simulation needs no torch."""
     from worker_service.config import DEFAULT_BLOCK_SIZE, SimulationConfig
 
     model = config.model

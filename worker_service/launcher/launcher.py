@@ -1,4 +1,4 @@
-"""Keeps the ranks of a group, or of one machine of it, running: by default as child processes."""
+"""Keeps the ranks of a group, or those of one machine, running: by default as child processes."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,9 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from worker_service.address import TcpAddress, UnixAddress, parse
 from worker_service.errors import InvalidOption
@@ -20,31 +21,46 @@ logger = logging.getLogger(__name__)
 
 
 LONG_LIFE_S = 10.0
-"""A rank that ends by itself sooner than this would do so again."""
+"""A rank that exits by itself sooner than this is not restarted: it would exit again."""
 
 MAX_QUICK_DEATHS = 5
-"""Of one rank in a row, by a signal."""
+"""Of one rank in a row, by signals."""
 
 _BACKOFF_S = 0.5
 
 
 class RankHost(ABC):
-    """Where ranks run."""
+    """Runs ranks somewhere."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Make room for them. Raises WorkerError where there is none."""
+        """Reserve resources for the ranks. Raises WorkerError if there are none."""
 
     @abstractmethod
     async def run(self, rank: int) -> int:
-        """Run a rank to its end; its exit code, negative where a signal killed it.
+        """Run a rank until it exits; returns its exit code, negative if a signal killed it.
 
-        Once `terminate` has been called, no rank is left running that has not been sent a signal.
+        After `terminate` every rank is sent a signal, even one that is only starting.
         """
 
     @abstractmethod
     def terminate(self) -> None:
-        """Make all ranks end in order; if called again, at once."""
+        """End all ranks gracefully; if called again, at once."""
+
+
+T = TypeVar("T")
+
+
+async def unless(ending: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None, and `work` cancelled, if `ending` is set first."""
+    task = asyncio.ensure_future(work)
+    ended = asyncio.ensure_future(ending.wait())
+    try:
+        await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        ended.cancel()
 
 
 async def launch(ranks: Sequence[int], host: RankHost) -> int:
@@ -63,25 +79,14 @@ class _Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, 0)
-        await self._open()
+        await unless(self._ending, self._host.open())
         async with asyncio.TaskGroup() as tasks:
             for rank in self._ranks:
                 tasks.create_task(self._keep(rank))
         return self._exit_code
 
-    async def _open(self) -> None:
-        """Open the host, unless asked to end while it is waiting for something."""
-        opening = asyncio.ensure_future(self._host.open())
-        ending = asyncio.ensure_future(self._ending.wait())
-        await asyncio.wait((opening, ending), return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if opening.done():
-            opening.result()
-        else:
-            opening.cancel()
-
     async def _keep(self, rank: int) -> None:
-        """Run a rank again and again, until all shall end."""
+        """Run a rank, and run it again when it ends, until the launcher ends."""
         num_quick_deaths = 0
         while not self._ending.is_set():
             started_at = time.monotonic()
@@ -101,7 +106,7 @@ class _Launcher:
             await asyncio.sleep(_BACKOFF_S * num_quick_deaths)
 
     def _end(self, exit_code: int) -> None:
-        """Make all ranks end in order; if called again, at once."""
+        """End all ranks gracefully; if called again, at once."""
         if not self._ending.is_set():
             self._ending.set()
             self._exit_code = exit_code
@@ -113,14 +118,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankCommand:
-    """A rank's command line: the launcher's own, and what is the rank's alone."""
+    """A rank's command line: the launcher's own, then the rank's flags, which take precedence."""
 
     arguments: Sequence[str]
-    """The launcher's, to which the rank's are added: the later of two counts."""
+    """The launcher's own command line."""
 
     rank: int
     local_rank: int
-    """Which of the GPUs that its parent sees it takes."""
+    """Index of its GPU among those that its parent sees."""
 
     store: str
     """`HOST:PORT` of the group's store."""
@@ -130,7 +135,7 @@ class RankCommand:
     advertise: str | None = None
 
     def as_child_of_this(self) -> list[str]:
-        """For a process that is to end with this one."""
+        """For a child process that ends with this one."""
         words = [sys.executable, "-m", "worker_service", *self.arguments]
         words += ["--rank", str(self.rank), "--local-rank", str(self.local_rank)]
         words += ["--distributed-init", self.store, "--group-id", self.group_id]
@@ -151,7 +156,7 @@ def die_with_parent(launcher_pid: int) -> None:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now at one of this machine's addresses."""
+    """A port of this machine's address `host` that is free now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
@@ -159,35 +164,8 @@ def free_port(host: str) -> int:
         return port
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalConfig:
-    """What the ranks' command lines have in common, and in what they differ."""
-
-    arguments: Sequence[str]
-    """The launcher's own."""
-
-    ranks: range
-    """Those of this machine."""
-
-    group_id: str
-    listen: str
-    """Of this machine's first rank; the others take the following ports, or paths."""
-
-    advertise: str | None
-    distributed_init: str | None
-    """Where rank 0 keeps the store. None: rank 0 is one of these, and takes a free port."""
-
-    first_local_rank: int = 0
-    """Which of the machine's GPUs the first of these ranks takes."""
-
-    def __post_init__(self) -> None:
-        address_of(self.listen, len(self.ranks) - 1, "listen")
-        if self.advertise is not None:
-            address_of(self.advertise, len(self.ranks) - 1, "advertise")
-
-
 def address_of(first: str, offset: int, option: str) -> str:
-    """Of one of several ranks: as many ports after the first's, or its path with a suffix."""
+    """A rank's address: the first rank's, `offset` ports later or with a suffix to its path."""
     address = parse(first, option)
     if offset == 0 or (isinstance(address, TcpAddress) and address.port == 0):
         return first
@@ -198,18 +176,37 @@ def address_of(first: str, offset: int, option: str) -> str:
     return str(TcpAddress(address.host, address.port + offset))
 
 
+@dataclass(kw_only=True)
 class LocalHost(RankHost):
     """This machine."""
 
-    def __init__(self, config: LocalConfig) -> None:
-        self._config = config
-        self._store = config.distributed_init or ""
+    arguments: Sequence[str]
+    """The launcher's own command line."""
+
+    ranks: range
+    """Those of this machine."""
+
+    group_id: str
+    listen: str
+    """Address of this machine's first rank; the others use the following ports, or paths."""
+
+    advertise: str | None
+    distributed_init: str | None
+    """The address of rank 0's store. None: rank 0 is one of these, and uses a free port."""
+
+    first_local_rank: int = 0
+    """The GPU of the first of these ranks; the others use those after it."""
+
+    def __post_init__(self) -> None:
+        address_of(self.listen, len(self.ranks) - 1, "listen")
+        if self.advertise is not None:
+            address_of(self.advertise, len(self.ranks) - 1, "advertise")
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._is_ending = False
 
     async def open(self) -> None:
         """Choose the store's port, unless rank 0 is on another machine or its address is given."""
-        self._store = self._store or f"127.0.0.1:{free_port('127.0.0.1')}"
+        self.distributed_init = self.distributed_init or f"127.0.0.1:{free_port('127.0.0.1')}"
 
     async def run(self, rank: int) -> int:
         """Run a rank as a child process."""
@@ -234,22 +231,21 @@ class LocalHost(RankHost):
             _terminate(process)
 
     def _command(self, rank: int) -> RankCommand:
-        config = self._config
-        offset = config.ranks.index(rank)
-        advertise = config.advertise
+        offset, first = self.ranks.index(rank), self.advertise
+        assert self.distributed_init is not None, "chosen by open"
         return RankCommand(
-            arguments=config.arguments,
+            arguments=self.arguments,
             rank=rank,
-            local_rank=config.first_local_rank + offset,
-            store=self._store,
-            group_id=config.group_id,
-            listen=address_of(config.listen, offset, "listen"),
-            advertise=None if advertise is None else address_of(advertise, offset, "advertise"),
+            local_rank=self.first_local_rank + offset,
+            store=self.distributed_init,
+            group_id=self.group_id,
+            listen=address_of(self.listen, offset, "listen"),
+            advertise=None if first is None else address_of(first, offset, "advertise"),
         )
 
     def _environment(self) -> dict[str, str]:
         """Ranks share the machine's cores, unless the number of threads is set."""
-        threads = max(1, (os.cpu_count() or 1) // len(self._config.ranks))
+        threads = max(1, (os.cpu_count() or 1) // len(self.ranks))
         return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 

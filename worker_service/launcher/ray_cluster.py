@@ -1,15 +1,14 @@
 """Ranks on the nodes of a Ray cluster.
 
-A placement group has one bundle of resources per stage, with room for all the stage's ranks: Ray
-never splits a bundle between nodes, so tensor-parallel ranks are together, and it spreads bundles
-over as many nodes as there are. When a node dies Ray places its bundles elsewhere.
+A placement group has one bundle of resources per stage, for all of the stage's ranks: Ray never
+splits a bundle between nodes, so tensor-parallel ranks are on one node, and it spreads the bundles
+over as many nodes as possible. When a node dies, Ray places its bundles elsewhere.
 
-The command that launches is Ray's driver: actors and placement group end with it. An actor is the
-parent of its rank's process, which is the same program that any other launcher starts; its output
-is the actor's, which Ray forwards to the driver. A rank whose process is killed is restarted by its
-actor; an actor that is lost is created again, in its bundle. The others keep their weights in both
-cases, unless rank 0, which keeps the group's store, has moved to another node: they cannot be given
-another address, so they are restarted, too.
+The launcher's process is Ray's driver: actors and placement group end with it. An actor is the
+parent of its rank's process, the same program as with any other launcher; Ray forwards its output
+to the driver. A rank whose process is killed is restarted by its actor, and a lost actor is created
+again in its bundle; the other ranks keep their weights. Only if rank 0, which has the group's
+store, moves to another node, the others are restarted too, with the store's new address.
 """
 
 import asyncio
@@ -18,24 +17,30 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from worker_service.address import TcpAddress, parse
 from worker_service.errors import InvalidOption
-from worker_service.launcher.launcher import RankCommand, RankHost, address_of, free_port
+from worker_service.launcher.launcher import (
+    RankCommand,
+    RankHost,
+    address_of,
+    free_port,
+    unless,
+)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """Where an actor found itself."""
+    """The node that an actor runs on."""
 
     node_id: str
     host: str
-    """The node's address, at which the others reach it."""
+    """The node's address in the cluster."""
 
     free_port: int
     gpus: str | None
@@ -43,14 +48,14 @@ class RayNode:
 
 
 class RayRank:
-    """A Ray actor: `run` on one of its threads, while others take signals."""
+    """A Ray actor, which runs a rank on one of its threads and handles calls on the others."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = False
 
     def node(self) -> RayNode:
-        """Where this is."""
+        """The node that this actor runs on."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -62,11 +67,11 @@ class RayRank:
         )
 
     def run(self, command: RankCommand, environment: Mapping[str, str]) -> int:
-        """Run the rank to its end; its exit code, negative where a signal killed it.
+        """Run the rank until it exits; returns its exit code, negative if a signal killed it.
 
-        environment: what is to be different from this node's.
+        environment: variables that override those of the node.
         """
-        # The process dies with the thread that started it, which waits here until its end.
+        # The process dies with the thread that started it, so this thread waits for it.
         self._process = subprocess.Popen(
             command.as_child_of_this(), env=os.environ | environment, process_group=0
         )
@@ -75,12 +80,12 @@ class RayRank:
         return self._process.wait()
 
     def terminate(self) -> None:
-        """Make the rank end in order; if called again, at once."""
+        """End the rank gracefully; if called again, at once."""
         self._is_ending = True
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the rank, to be run again."""
+        """Kill the rank, which the launcher then restarts."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -89,23 +94,21 @@ class RayRank:
 
 
 _FORWARDED = ("PAGEWIRE_", "HF_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
-"""Environment variables of the command's that ranks get, wherever they are."""
+"""Prefixes of the launcher's environment variables that are passed on to ranks."""
 
 _THREADS_PER_ACTOR = 3
-"""One runs the rank; signals and questions are answered meanwhile."""
+"""One runs the rank; the others handle calls meanwhile."""
 
 _NOT_MADE = "error raised in its creation task"
-"""In Ray's words: our class could not be imported on the node."""
+"""Ray's message if our class could not be imported on the node."""
 
 _REMINDER_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayConfig:
-    """A group to be placed."""
+    """A group of ranks to place on the cluster."""
 
     arguments: Sequence[str]
     """The launcher's own command line."""
@@ -117,13 +120,13 @@ class RayConfig:
     """`auto` takes GPUs if the cluster has any."""
 
     listen: str | None
-    """HOST:PORT of rank 0, the others taking the following ports; their hosts are the nodes'.
+    """HOST:PORT, of which ranks use the port, counted up from rank 0, on their nodes' addresses.
     None: free ports."""
 
     advertise: str | None
     cpus_per_rank: int
     timeout_s: float
-    """How long to wait, at the start, for nodes that have room."""
+    """How long to wait at the start for nodes with free resources."""
 
     def __post_init__(self) -> None:
         if self.cpus_per_rank < 1:
@@ -149,7 +152,7 @@ class RayConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def bundle(self, *, with_gpus: bool) -> dict[str, float]:
-        """What the ranks of one stage need, on one node."""
+        """The resources of one stage's ranks, on one node."""
         size = float(self.tensor_parallel_size)
         return {"CPU": size * self.cpus_per_rank} | ({"GPU": size} if with_gpus else {})
 
@@ -176,7 +179,7 @@ def connect(address: str | None) -> Any:
 
 
 def _require_somebody_at(address: str) -> None:
-    """Ray itself would try for minutes. Raises InvalidOption."""
+    """Raise InvalidOption if no server listens there; Ray itself would retry for minutes."""
     place = None if "://" in address else parse(address, "ray_address")
     if not isinstance(place, TcpAddress):
         raise InvalidOption(
@@ -191,7 +194,7 @@ def _require_somebody_at(address: str) -> None:
 
 
 class RayHost(RankHost):
-    """A Ray cluster, as the driver that is connected to it sees it."""
+    """A Ray cluster, which this process is connected to as a driver."""
 
     def __init__(self, config: RayConfig, ray: Any) -> None:
         self._config = config
@@ -207,7 +210,7 @@ class RayHost(RankHost):
         self._ending = asyncio.Event()
 
     async def open(self) -> None:
-        """Wait for room for all stages. Raises InvalidOption after the timeout."""
+        """Wait for the resources of all stages. Raises InvalidOption after the timeout."""
         from ray.util.placement_group import placement_group
 
         bundle = self._config.bundle(with_gpus=self._uses_gpus)
@@ -227,9 +230,8 @@ class RayHost(RankHost):
         """Run a rank in its stage's bundle."""
         actor = self._actors.get(rank) or self._make_actor(rank)
         try:
-            node = await self._unless_ended(
-                self._patiently(actor.node.remote(), f"a place for rank {rank}")
-            )
+            placed = self._patiently(actor.node.remote(), f"a place for rank {rank}")
+            node = await unless(self._ending, placed)
             store = None if node is None else await self._store_for(rank, node)
             if node is None or store is None:
                 return 0
@@ -267,13 +269,13 @@ class RayHost(RankHost):
         return actor
 
     async def _store_for(self, rank: int, node: RayNode) -> TcpAddress | None:
-        """Where the group's store is; None when all shall end before rank 0 has a place."""
+        """The address of the group's store; None if the launcher ends before rank 0 is placed."""
         if rank == 0:
             if self._store is None or self._store.host != node.host:
                 self._store = TcpAddress(node.host, node.free_port)
                 self._start_again_with(self._store)
             self._store_known.set()
-        await self._unless_ended(self._store_known.wait())
+        await unless(self._ending, self._store_known.wait())
         return None if self._ending.is_set() else self._store
 
     def _start_again_with(self, store: TcpAddress) -> None:
@@ -299,25 +301,14 @@ class RayHost(RankHost):
         )
 
     async def _patiently(self, reference: Any, what: str) -> Any:
-        """Await what Ray is to do, with a line in the log now and then."""
-        done = asyncio.ensure_future(_result(reference))
+        """Await Ray's reference, and log every few seconds what it waits for."""
+        done = asyncio.ensure_future(reference)
         try:
             while not (await asyncio.wait((done,), timeout=_REMINDER_S))[0]:
                 logger.info("waiting for %s: %s; %s", what, self._needs(), self._possessions())
             return done.result()
         finally:
             done.cancel()
-
-    async def _unless_ended(self, work: Awaitable[T]) -> T | None:
-        """The result of work, or None as soon as all shall end."""
-        task = asyncio.ensure_future(work)
-        ending = asyncio.ensure_future(self._ending.wait())
-        try:
-            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            task.cancel()
-            ending.cancel()
 
     def _needs(self) -> str:
         bundle = _quantities(self._config.bundle(with_gpus=self._uses_gpus))
@@ -335,7 +326,7 @@ class RayHost(RankHost):
 
 
 def _exit_code_of(rank: int, reason: str) -> int:
-    """Of a rank whose actor is lost: as if killed, or a failure that would come again."""
+    """Exit code of a rank whose actor is lost: as if killed, or 1 if a restart would not help."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     if _NOT_MADE not in reason:
         logger.warning("actor lost rank=%d reason=%s", rank, lines[0])
@@ -345,10 +336,6 @@ def _exit_code_of(rank: int, reason: str) -> int:
         *(rank, lines[-1]),
     )
     return 1
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
 
 
 def _environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ from worker_service.cli.ranks import (
 )
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.launcher.launcher import LocalConfig, address_of
+from worker_service.launcher.launcher import LocalHost, address_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -158,7 +158,7 @@ def test_ranks_listen_one_after_the_other() -> None:
 
 def test_ranks_without_room_for_their_ports_are_not_started() -> None:
     with pytest.raises(InvalidOption, match="listen: expected room for 3 more ports"):
-        LocalConfig(
+        LocalHost(
             arguments=(),
             ranks=range(4, 8),
             group_id="g",

@@ -3,12 +3,12 @@
 import asyncio
 import sys
 
-from worker_service.launcher.launcher import LocalConfig, LocalHost
+from worker_service.launcher.launcher import LocalHost
 
 
 async def test_a_rank_that_has_just_ended_does_not_keep_the_others_from_being_told() -> None:
     """The launcher may signal all ranks before it has noticed that some have ended."""
-    config = LocalConfig(
+    host = LocalHost(
         arguments=[],
         ranks=range(2),
         group_id="group",
@@ -16,7 +16,6 @@ async def test_a_rank_that_has_just_ended_does_not_keep_the_others_from_being_to
         advertise=None,
         distributed_init="127.0.0.1:1",
     )
-    host = LocalHost(config)
     ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await ended.wait()
     running = await asyncio.create_subprocess_exec(
