@@ -172,7 +172,9 @@ class SchedulerCore:
             else:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
         if self._fleet.next_given_up_us < float("inf"):
-            self._fail_stranded(self._fleet.give_up_lost(to_us(now)), now)
+            for model in self._fleet.give_up_lost(to_us(now)):
+                self._fail_stranded(model.stranded(), now)
+                self._refuse_hopeless(model, now)
 
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if nothing is timed."""
@@ -317,7 +319,7 @@ class SchedulerCore:
         return why_too_late(seq_group, model, self._registry.seq_groups, now)
 
     def _refuse_hopeless(self, model: ServedModel, now: float) -> None:
-        """End what was accepted before any worker group was known, and fits none."""
+        """End requests that have not started and fit no worker group, present or expected back."""
         for seq_group in [*model.waiting, *model.unschedulable]:
             if seq_group.has_begun:
                 continue

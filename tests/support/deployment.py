@@ -19,6 +19,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
+from scheduler_service.errors import GenerationFailed
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
 from worker_service.models.interface import Model
@@ -48,6 +49,8 @@ class Received:
     cached_tokens: int = 0
     has_ended: bool = False
     is_cancelled: bool = False
+    error: GenerationFailed | None = None
+    """Its own parameters left it no token to choose, as they do in any run."""
 
     def choice(self, handle: int) -> Choice:
         """The choice that goes by this handle."""
@@ -303,8 +306,11 @@ class Deployment:
             self.disturbance["cached tokens"] += finished.cached_tokens
             self.disturbance["beam searches"] += received.job.beam_search is not None
             self.disturbance["constraints"] += received.job.sampling.HasField("constraint")
-        for _, error in outbox.requests_failed:
-            raise error
+        for handle, error in outbox.requests_failed:
+            if not isinstance(error, GenerationFailed) or error.reason != "NO_CANDIDATES":
+                raise error
+            received = self._by_handle[handle]
+            received.error, received.has_ended = error, True
 
 
 def _wants_logprobs(job: Job) -> bool:

@@ -277,9 +277,12 @@ class AdmissionControl:
             )
 
     def _check_possible(self, seq_group: SequenceGroup) -> None:
-        """Raise what makes it impossible for all worker groups, where any is known."""
+        """Raise what makes it impossible for all worker groups, present or expected back, where any
+        is present: a model may come back in another shape."""
         model = self._fleet.models.get(seq_group.request.model)
-        error = why_not(seq_group, model.capacities()) if model is not None else None
+        if model is None or not model.schedulers:
+            return
+        error = why_not(seq_group, model.capacities())
         if error is not None:
             raise error
 

@@ -72,8 +72,11 @@ class ServedModel:
         return not (self.was_served or self.waiting or self.unschedulable)
 
     def capacities(self) -> list[WorkerGroupCapacity]:
-        """Those of its worker groups."""
-        return [scheduler.capacity for scheduler in self.schedulers]
+        """Those of its worker groups, present or expected back."""
+        return [
+            *(scheduler.capacity for scheduler in self.schedulers),
+            *(lost.capacity for lost in self._lost),
+        ]
 
     def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group that is not placed out of the queue."""
@@ -102,19 +105,19 @@ class ServedModel:
             return float("inf")
         return self._lost[0].expected_until_us
 
-    def give_up_lost(self, now_us: int) -> list[SequenceGroup]:
-        """Stop expecting worker groups that have been lost for too long; return the requests that
-        have outgrown all others, and so can never continue."""
+    def give_up_lost(self, now_us: int) -> bool:
+        """Stop expecting worker groups that have been lost for too long; returns whether there were
+        any for which requests may have waited."""
         if now_us < self.next_given_up_us:
-            return []
+            return False
         self._lost = [lost for lost in self._lost if now_us < lost.expected_until_us]
-        return self.stranded()
+        return True
 
     def stranded(self) -> list[SequenceGroup]:
         """Requests that have outgrown all worker groups that are here or expected back."""
         if not self.unschedulable or self.max_lost_us == float("inf"):
             return []
-        capacities = [*self.capacities(), *(lost.capacity for lost in self._lost)]
+        capacities = self.capacities()
         return [
             seq_group
             for seq_group in self.unschedulable
@@ -179,9 +182,9 @@ class ServedModel:
         """Whether another worker group, present or expected back, can continue a request and let it
         become as long as it could here."""
         length = seq_group.max_length(here)
-        capacities = chain(self.capacities(), (lost.capacity for lost in self._lost))
         return any(
-            seq_group.fits(each) and seq_group.max_length(each) >= length for each in capacities
+            seq_group.fits(each) and seq_group.max_length(each) >= length
+            for each in self.capacities()
         )
 
     def is_needed(self, scheduler: Scheduler) -> bool:
@@ -360,11 +363,10 @@ class Fleet:
         """When the next lost worker group is given up; infinite if no request waits for one."""
         return min((m.next_given_up_us for m in self._models.values()), default=float("inf"))
 
-    def give_up_lost(self, now_us: int) -> list[SequenceGroup]:
-        """Stop expecting worker groups that have been lost for too long; return the requests that
-        have outgrown all others, and so can never continue."""
-        given_up = [model.give_up_lost(now_us) for model in self._models.values()]
-        return list(chain.from_iterable(given_up))
+    def give_up_lost(self, now_us: int) -> list[ServedModel]:
+        """Stop expecting worker groups that have been lost for too long; returns the models whose
+        requests may have waited for them."""
+        return [model for model in self._models.values() if model.give_up_lost(now_us)]
 
     # Models.
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from scheduler_service.core import SchedulerConfig, TenantConfig
+from scheduler_service.errors import PromptTooLong
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 
@@ -137,6 +138,38 @@ def test_what_has_died_is_waited_for_no_longer_than_is_configured() -> None:
     driver.run_until_idle()
     assert reason(late) == "KV_CACHE_TOO_SMALL", "it is not waited for again"
     assert driver.core.next_deadline() is None
+
+
+def test_a_new_request_waits_for_a_lost_worker_group_that_alone_is_large_enough() -> None:
+    driver = make_driver()
+    add(driver, "large")
+    queued = driver.submit(prompt=[1] * 18, max_tokens=2)
+    driver.lose_worker_group("large")
+    late = driver.submit(prompt=[1] * 17, max_tokens=2)
+    driver.run_until_idle()
+    assert queued.is_live
+    assert late.is_live
+    add(driver, "replacement")
+    driver.run_until_idle()
+    assert queued.finished is not None
+    assert late.finished is not None
+    driver.check_empty()
+
+
+def test_a_new_request_waits_no_longer_than_the_lost_worker_group_is_expected() -> None:
+    driver = make_driver(max_outgrown_wait_s=30.0)
+    add(driver, "large")
+    driver.lose_worker_group("large")
+    record = driver.submit(prompt=[1] * 17, max_tokens=2)
+    driver.expire(29.0)
+    driver.collect()
+    assert record.is_live
+    driver.expire(2.0)
+    driver.collect()
+    assert reason(record) == "PROMPT_LARGER_THAN_CACHE"
+    with pytest.raises(PromptTooLong):
+        driver.submit(prompt=[1] * 17, max_tokens=2)
+    driver.check_empty()
 
 
 def test_what_a_drained_worker_group_leaves_behind_is_not_stranded() -> None:
