@@ -11,5 +11,6 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `cluster`, `tls` | credentials between the services of a deployment |
 | `metrics_server` | the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |
+| `lark`, `token_bytes` | grammars of constraints; the bytes of tokens |
 | `watched_files`, `version` | files that are reread when they change, the version |
 """

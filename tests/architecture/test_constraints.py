@@ -1,12 +1,11 @@
-"""What a frontend checks is what a worker compiles, though neither imports the other."""
+"""A worker compiles the grammar that a frontend checks."""
 
 import json
 
 import pytest
 
-from scheduler_service.frontend.structured_output import lark, problems
+from service_common import lark
 from worker_service.sampling_params import ConstraintKind
-from worker_service.structured import grammars
 from worker_service.structured.grammars import to_lark
 
 SCHEMA = {"type": "object", "properties": {'"/\n': {"const": "é"}}, "x-guidance": {"lenient": True}}
@@ -24,12 +23,7 @@ CHOICES = ["a.b", "/", "\\", "(x)|[y]{2}^$", "é\n"]
         (ConstraintKind.CHOICE, CHOICES, lark.choice_to_lark(CHOICES)),
     ],
 )
-def test_both_make_the_same_grammar(kind: ConstraintKind, texts: list[str], checked: str) -> None:
+def test_each_kind_of_constraint_is_the_grammar_that_frontends_check(
+    kind: ConstraintKind, texts: list[str], checked: str
+) -> None:
     assert to_lark(kind, texts) == checked
-
-
-def test_both_have_the_same_limits() -> None:
-    names = [name for name in dir(grammars.LIMITS) if not name.startswith("_")]
-    assert len(names) == 8
-    for name in names:
-        assert getattr(grammars.LIMITS, name) == getattr(problems.LIMITS, name)

@@ -1,69 +1,37 @@
 """Constraints as grammars in llguidance's Lark dialect, compiled once and shared by sequences.
 
-Compiling takes from a millisecond to about a second; frontends refuse what takes longer. It happens
-on a thread of its own, from the moment a sequence comes, so that a prefill hides it.
-
-Frontends check the very same grammar text (`scheduler_service/frontend/structured/lark.py`): what
-they accept is what is compiled here. A test compares the two.
+Compiling takes from a millisecond to about a second; frontends refuse constraints that take longer.
+It happens on a thread of its own, from the arrival of a sequence, so that a prefill hides it.
+Frontends check the same grammar text (`service_common/lark.py`).
 """
 
 import json
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
+from service_common import lark
 from worker_service.sampling_params import Constraint, ConstraintKind
-
-NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Otherwise llguidance allows, where only one text can follow, no token of it but the tokenizer's
-own next one; the contract allows all that begin it."""
-
-WHITE_SPACE = r"(?: |\r?\n[ \t]{0,32})"
-"""Between the parts of a JSON text: as compact, spaced and indented ones have it. Bounded, so that
-no model writes white space for ever."""
 
 
 def to_lark(kind: ConstraintKind, texts: Sequence[str]) -> str:
     """The grammar. Raises ValueError for a schema that is no JSON object or boolean."""
     if kind is ConstraintKind.GRAMMAR:
-        return texts[0] + NO_FORCING
-    if kind is ConstraintKind.JSON_SCHEMA:
-        return f"start: %json {_schema(texts[0])}{NO_FORCING}"
-    pattern = texts[0] if kind is ConstraintKind.REGEX else "|".join(map(_literal, texts))
-    return f"start: /{_between_slashes(pattern)}/{NO_FORCING}"
-
-
-def _schema(text: str) -> str:
-    """Serialized again, so that the grammar gets exactly one JSON value."""
-    schema = json.loads(text)
+        return lark.grammar_to_lark(texts[0])
+    if kind is ConstraintKind.REGEX:
+        return lark.regex_to_lark(texts[0])
+    if kind is ConstraintKind.CHOICE:
+        return lark.choice_to_lark(texts)
+    schema = json.loads(texts[0])
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("expected a JSON object or true")
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-
-
-def _literal(text: str) -> str:
-    """A regular expression for one text."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text)
-
-
-_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
-
-
-def _between_slashes(pattern: str) -> str:
-    """The pattern as it stands between slashes, on one line."""
-    return re.sub(
-        r"\\.|[/\n\r]",
-        lambda found: _IN_SLASHES.get(found[0][-1], found[0]),
-        pattern,
-        flags=re.DOTALL,
-    )
+    return lark.schema_to_lark(schema)
 
 
 MAX_CACHED = 32
@@ -74,19 +42,6 @@ MAX_THREADS = 8
 
 STACK_BYTES = 32 * 2**20
 """The compiler recurses; frontends check that a quarter of this suffices."""
-
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    precompute_large_lexemes=False,
-    verbose_errors=False,
-)
-"""Bounds on what one constraint may cost, to compile and for each token: frontends check with the
-same. Nothing is computed in advance over the whole vocabulary, whose size they do not mind."""
 
 
 class _Texts:
@@ -142,7 +97,7 @@ class Grammars:
             return future
 
     def _compile(self, text: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        return LLMatcher(self._tokenizer, text, log_level=0, limits=lark.LIMITS)
 
 
 def _thread_with_a_large_stack() -> ThreadPoolExecutor:

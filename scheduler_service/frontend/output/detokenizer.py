@@ -16,10 +16,11 @@ Both take amortized constant time per token.
 import codecs
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
+
+from service_common.token_bytes import byte_level_bytes, decoder_steps
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
@@ -137,7 +138,7 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
         """`decoder` is the `decoder` section of tokenizer.json."""
         self._tokenizer = tokenizer
-        steps = _decoder_steps(decoder)
+        steps = decoder_steps(decoder)
         self._is_byte_level = steps == ["ByteLevel"]
         self._has_byte_fallback = "ByteFallback" in steps
         self._mends_replacements = "ByteLevel" in steps
@@ -195,30 +196,3 @@ class DetokenizerFactory:
 
 
 _BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
-
-
-def _decoder_steps(decoder: dict[str, Any] | None) -> list[str]:
-    """Type names of a decoder and, in a sequence, of its parts."""
-    if decoder is None:
-        return []
-    if decoder["type"] == "Sequence":
-        return [step for part in decoder["decoders"] for step in _decoder_steps(part)]
-    return [decoder["type"]]
-
-
-@lru_cache(maxsize=1)
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; an added one with foreign characters is plain text."""
-    alphabet = _byte_of_char()
-    try:
-        return bytes([alphabet[char] for char in token])
-    except KeyError:
-        return token.encode()

@@ -7,7 +7,6 @@
 | `sandbox_process.py` | that process as its frontend sees it |
 | `framing.py` | messages to and from that process |
 | `problems.py` | what is wrong with a constraint, and where; the JSON schema keywords supported |
-| `lark.py` | a constraint as one grammar, as workers compile it |
 
 A grammar of a few lines can take a compiler minutes or gigabytes, or overflow its stack. So no
 client's grammar is compiled in the frontend's own process.

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from scheduler_service.frontend.structured_output import lark
+from service_common import lark
 
 _SUPPORTED = frozenset(
     (
@@ -87,24 +87,12 @@ def _encode(name: str) -> str:
     return "".join(_CODES.get(char, char) for char in name)
 
 
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    precompute_large_lexemes=False,
-    verbose_errors=False,
-)
-"""As workers set them."""
-
 MAX_CHARS = 500
 """Maximum length of a problem; compilers quote their input."""
 
 MAX_OPTIONAL_PROPERTIES = 400
 """Of one object: each adds four items to a row of the parser, which has at most
-`LIMITS.max_items_in_row`."""
+`lark.LIMITS.max_items_in_row`."""
 
 TRIED_BYTES = 16
 """Of a text that matches: its first rows show whether the parser's limits hold."""
@@ -261,7 +249,7 @@ def _find_in_choice(choices: Sequence[str]) -> str | None:
 def _compile(grammar: str) -> str | None:
     """The complaint of the compiler, or of the parser about a text's first bytes, or None."""
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=lark.LIMITS)
     if not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error():
         return _parse_some(matcher)
     message = str(matcher.get_error())

@@ -1,13 +1,14 @@
-"""A constraint as one grammar in the dialect of Lark that llguidance reads.
+"""A constraint as one grammar in llguidance's dialect of Lark, and the limits to compile it with.
 
-Workers compile the very same text (`worker_service/structured/grammars.py`); a test holds both to
-each other.
+Frontends check a constraint, and workers compile it, with this text and these limits.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from llguidance import LLParserLimits
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """Without this, llguidance allows only the tokenizer's own next token where a single text can
@@ -16,6 +17,19 @@ follow; the contract allows every token that begins it."""
 WHITE_SPACE = r"(?: |\r?\n[ \t]{0,32})"
 """White space between the parts of a JSON text, for compact, spaced and indented ones. Bounded, so
 that a model cannot write white space without end."""
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+"""Limits of one constraint's cost, for compilation and for each token. Nothing is computed in
+advance over the whole vocabulary, so the cost does not depend on its size."""
 
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
