@@ -18,8 +18,6 @@
 // instruction where the processor has it.
 #pragma once
 
-#include "intrinsics.h"
-
 #include "batch.h"
 #include "dot.h"
 #include "team.h"

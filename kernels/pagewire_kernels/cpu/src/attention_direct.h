@@ -7,7 +7,6 @@
 #include "attention_ahead.h"
 #include "attention_multiply.h"
 #include "attention_pack.h"
-#include "transpose.h"
 
 namespace pagewire {
 

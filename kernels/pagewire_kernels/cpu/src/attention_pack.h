@@ -3,7 +3,6 @@
 
 #include "attention.h"
 #include "attention_ahead.h"
-#include "transpose.h"
 
 namespace pagewire {
 
@@ -42,19 +41,7 @@ void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim
 
 // The numbers of two rows in turn, of a register's width each.
 inline void interleave(const BFloat16* first, const BFloat16* second, Floats& low, Floats& high) {
-  const Words a = load_words(first), b = load_words(second);
-#if defined(__AVX512F__)
-  const Words step = _mm512_set1_epi32(0x00010001);
-  const Words zigzag = _mm512_add_epi32(_mm512_mullo_epi32(lane_numbers(), step),
-                                        _mm512_set1_epi32(0x00200000));
-  const Words later = _mm512_add_epi32(zigzag, _mm512_set1_epi32(0x00100010));
-  low = as_floats(_mm512_permutex2var_epi16(a, zigzag, b));
-  high = as_floats(_mm512_permutex2var_epi16(a, later, b));
-#else
-  const Words even = _mm256_unpacklo_epi16(a, b), odd = _mm256_unpackhi_epi16(a, b);
-  low = as_floats(_mm256_permute2x128_si256(even, odd, 0x20));
-  high = as_floats(_mm256_permute2x128_si256(even, odd, 0x31));
-#endif
+  interleave(load_words(first), load_words(second), low, high);
 }
 
 template <>

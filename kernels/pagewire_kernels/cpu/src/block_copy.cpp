@@ -1,8 +1,6 @@
 // Whole blocks, copied to other places in their cache or into another cache.
-#include "intrinsics.h"
-
-#include "floats.h"
 #include "team.h"
+#include "vectors.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 // in the same batch: that makes results independent of the batch.
 #pragma once
 
-#include "floats.h"
+#include "vectors.h"
 
 namespace pagewire {
 

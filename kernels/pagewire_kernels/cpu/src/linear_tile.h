@@ -12,7 +12,7 @@ namespace pagewire {
 constexpr int kStreamedRows = 4;
 constexpr int64_t kFetchDistance = 8192;
 
-inline void fetch(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 inline int32_t load_step(const void* x) {
   int32_t inputs;

@@ -5,7 +5,7 @@
 namespace pagewire {
 namespace {
 
-float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+float square_root(float x) { return __builtin_sqrtf(x); }
 
 // Adds x to the residual, if there is one; returns what is to be normalised.
 template <class Number>

@@ -29,7 +29,7 @@ void norm_head(float* head, int64_t size, const Number* weight, float eps) {
     sum = multiply_add(numbers, numbers, sum);
   }
   const float mean = sum_lanes(sum) / static_cast<float>(size);
-  const float factor = 1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + eps)));
+  const float factor = 1.0f / __builtin_sqrtf(mean + eps);
   for (int64_t i = 0; i < size; i += kLanes) {
     const Floats scaled = multiply(load_some(head + i, size - i), broadcast(factor));
     store_some(head + i, multiply(scaled, load_some(weight + i, size - i)), size - i);

@@ -1,112 +1,64 @@
-// More arithmetic on registers of float32: lane by lane, over lanes, and with masks.
+// Arithmetic on vector registers, for one instruction set at a time.
+//
+// avx512.h and avx2.h define the same types and functions, lane by lane unless stated:
+//
+//   Floats, Words, Mask      registers of float32, of 32-bit words, and of conditions
+//   kLanes                   numbers in a register
+//   first_of_pairs, second_of_pairs  each word's lower and upper bfloat16, as float32
+//   greater_of(a, b)         b where either is NaN
+//   times_power_of_two(x, n) x * 2^n; n is whole and at least the smallest exponent of a normal number
+//   sum_lanes, greatest_lane  over lanes, always by the same tree: halves, quarters and so on
+//   store_past_caches        to an address aligned to the register's size; another thread may read
+//                            it after `finish_stores_past_caches`
+//   transpose(x)             a square of 32-bit words, one row in each register
+//   interleave(a, b, low, high)  the 16-bit numbers of `a` and `b` in turn
+//
 #pragma once
 
-#include "intrinsics.h"
-
-#include "floats.h"
+#include <cstdint>
+#include <cstring>
 
 namespace pagewire {
+
+struct BFloat16 {
+  uint16_t bits;
+};
 
 struct Float16 {
   uint16_t bits;
 };
 
+}  // namespace pagewire
+
 #if defined(__AVX512F__)
-
-using Mask = __mmask16;
-
-inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
-inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
-// b where either is NaN.
-inline Floats greater_of(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Floats select(Mask mask, Floats a, Floats b) { return _mm512_mask_blend_ps(mask, b, a); }
-inline Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }
-inline Mask less_than(Words a, Words b) { return _mm512_cmplt_epi32_mask(a, b); }
-inline Mask not_less_than(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }
-inline Floats to_floats(Words x) { return _mm512_cvtepi32_ps(x); }
-inline Floats round_to_whole(Floats x) { return _mm512_roundscale_ps(x, 8); }
-// x * 2^n, n whole and no less than the least exponent of a normal number.
-inline Floats times_power_of_two(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
-inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
-inline Words lane_numbers() {
-  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-
-inline __m256 lower_half(Floats x) { return _mm512_castps512_ps256(x); }
-inline __m256 upper_half(Floats x) {
-  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
-}
-inline __m256 added_halves(Floats x) { return _mm256_add_ps(lower_half(x), upper_half(x)); }
-inline __m256 greater_halves(Floats x) { return _mm256_max_ps(lower_half(x), upper_half(x)); }
-
-inline Floats widen(const Float16* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-
-inline void store_rounded(Float16* to, Floats x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
+#include "avx512.h"
 #else
-
-using Mask = __m256;
-
-inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
-inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
-inline Floats greater_of(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Floats select(Mask mask, Floats a, Floats b) { return _mm256_blendv_ps(b, a, mask); }
-inline Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
-inline Mask less_than(Words a, Words b) { return as_floats(_mm256_cmpgt_epi32(b, a)); }
-inline Mask not_less_than(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_NLT_UQ); }
-inline Floats to_floats(Words x) { return _mm256_cvtepi32_ps(x); }
-inline Floats round_to_whole(Floats x) { return _mm256_round_ps(x, 8); }
-inline Floats times_power_of_two(Floats x, Floats n) {
-  const Words exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  return _mm256_mul_ps(x, as_floats(_mm256_slli_epi32(exponent, 23)));
-}
-inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
-inline Words lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
-
-inline __m256 added_halves(Floats x) { return x; }
-inline __m256 greater_halves(Floats x) { return x; }
-
-inline Floats widen(const Float16* from) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-inline void store_rounded(Float16* to, Floats x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                   _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
+#include "avx2.h"
 #endif
 
-// Over lanes: halves, quarters and so on, always the same tree.
+namespace pagewire {
 
-inline float sum_lanes(Floats x) {
-  const __m256 a = added_halves(x);
-  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+inline Floats widen(const float* from) { return load_floats(from); }
+
+// To the nearest, ties to even; a NaN stays one. The vector instructions that do the same also
+// take numbers below the smallest normal one for zero, so they are used for all or for none.
+inline BFloat16 round_to_bfloat16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if (x != x) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-inline float greatest_lane(Floats x) {
-  const __m256 a = greater_halves(x);
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
-}
+inline void store_rounded(float* to, Floats x) { store_floats(to, x); }
 
-inline float first_lane(Floats x) {
-#if defined(__AVX512F__)
-  return _mm512_cvtss_f32(x);
+inline void store_rounded(BFloat16* to, Floats x) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh(x);
+  memcpy(to, &rounded, sizeof(rounded));
 #else
-  return _mm256_cvtss_f32(x);
+  alignas(64) float wide[kLanes];
+  store_floats(wide, x);
+  for (int64_t i = 0; i < kLanes; ++i) to[i] = round_to_bfloat16(wide[i]);
 #endif
 }
 
