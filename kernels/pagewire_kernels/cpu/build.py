@@ -17,12 +17,18 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "src"
 LIBRARIES = FOLDER / "lib"
 
-INSTRUCTION_SETS = {
-    "avx2": ["-march=x86-64-v3"],
-    "avx512": ["-march=x86-64-v4"],
-    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+INSTRUCTION_SETS_BY_MACHINE: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "avx2": ["-march=x86-64-v3"],
+        "avx512": ["-march=x86-64-v4"],
+        "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    },
+    "aarch64": {"neon": ["-march=armv8-a", "-mno-outline-atomics"]},
 }
-"""Compiler options by name, the widest last. Which a processor has is known when it is loaded."""
+"""Compiler options by machine and name, the widest last; a processor may lack the wider ones."""
+
+INSTRUCTION_SETS = INSTRUCTION_SETS_BY_MACHINE.get(platform.machine(), {})
+"""Those of this machine."""
 
 # Sums keep the order they are written in, and nothing of C++ is needed when running. GCC 12 finds
 # its own vector intrinsics to use what is not initialized.
@@ -35,14 +41,14 @@ _OPTIONS = [
 
 def compiler() -> str | None:
     """The C++ compiler: `CXX`, or the system's; None without one or on another processor."""
-    if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
+    if not INSTRUCTION_SETS or platform.system() != "Linux":
         return None
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def digest() -> str:
     """A digest of the sources and options that the libraries are compiled from."""
-    sha = hashlib.sha256(repr((INSTRUCTION_SETS, _OPTIONS)).encode())
+    sha = hashlib.sha256(repr((INSTRUCTION_SETS_BY_MACHINE, _OPTIONS)).encode())
     for source in sorted(SOURCES.iterdir()):
         sha.update(source.name.encode() + source.read_bytes())
     return sha.hexdigest()[:16]
@@ -56,14 +62,12 @@ def build(cxx: str) -> tuple[list[Path], list[str]]:
     removed, since its sources may be older. Raises CalledProcessError if nothing could be built.
     """
     LIBRARIES.mkdir(exist_ok=True)
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-    version = f'-DPAGEWIRE_SOURCES="{digest()}"'
     compilations = []
     for name, options in INSTRUCTION_SETS.items():
         target = library_path(name)
         unfinished = target.with_suffix(f".{os.getpid()}")
-        command = [cxx, *_OPTIONS, *options, version, *sources, "-o", str(unfinished), "-lc"]
-        compilations.append((name, subprocess.Popen(command), unfinished, target))
+        process = subprocess.Popen(command(cxx, options, unfinished))
+        compilations.append((name, process, unfinished, target))
     built, failed = [], []
     for name, process, unfinished, target in compilations:
         if process.wait() == 0:
@@ -77,6 +81,13 @@ def build(cxx: str) -> tuple[list[Path], list[str]]:
         _, process, _, _ = compilations[-1]
         raise subprocess.CalledProcessError(process.returncode, process.args)
     return built, failed
+
+
+def command(cxx: str, options: list[str], library: Path) -> list[str]:
+    """The command that compiles a library with an instruction set's options."""
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    version = f'-DPAGEWIRE_SOURCES="{digest()}"'
+    return [cxx, *_OPTIONS, *options, version, *sources, "-o", str(library), "-lc"]
 
 
 def library_path(instruction_set: str) -> Path:

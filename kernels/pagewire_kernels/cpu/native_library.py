@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import platform
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def library() -> Library | None:
 
 def instruction_sets() -> list[str]:
     """Those that kernels are compiled for and that this processor has, the best first."""
+    if platform.machine() == "aarch64":  # every such processor has NEON
+        return list(INSTRUCTION_SETS)
     capability = torch.backends.cpu.get_cpu_capability()
     widest = {"AVX2": "avx2", "AVX512": "avx512"}.get(capability)
     if widest == "avx512" and torch.cpu._is_avx512_bf16_supported():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.build import compiler, library_path
+from pagewire_kernels.cpu.build import INSTRUCTION_SETS, compiler, library_path
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library, instruction_sets, library
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(compiler() is None, reason="nothing to build the kernels with")
 
 
-@pytest.fixture(scope="module", params=["avx2", "avx512", "avx512_bf16"])
+@pytest.fixture(scope="module", params=[*INSTRUCTION_SETS])
 def kernels(request: pytest.FixtureRequest) -> Library:
     if request.param not in instruction_sets():
         pytest.skip(f"this processor lacks {request.param}")

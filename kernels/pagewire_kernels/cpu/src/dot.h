@@ -13,8 +13,10 @@ struct Float32Dot {
   static constexpr int64_t kInputsPerStep = 1;
 #if defined(__AVX512F__)
   static constexpr int kMaxRows = 12;  // 2 registers of sums each, of 32; the rest for operands
+#elif defined(__aarch64__)
+  static constexpr int kMaxRows = 5;  // 4 registers each, of 32
 #else
-  static constexpr int kMaxRows = 6;  // of 16
+  static constexpr int kMaxRows = 6;  // 2 registers each, of 16
 #endif
 
   using Operand = Floats;

@@ -50,7 +50,13 @@ inline uint64_t patience(const ProgramStep& step) {
   return kCyclesBeforeTakingOver + 2 * __atomic_load_n(&step.item_cycles, __ATOMIC_RELAXED);
 }
 
-inline void relax() { __builtin_ia32_pause(); }
+inline void relax() {
+#if defined(__aarch64__)
+  asm volatile("isb");  // a pause; `yield` does nothing on most processors
+#else
+  __builtin_ia32_pause();
+#endif
+}
 
 inline int64_t load(const int64_t& state) { return __atomic_load_n(&state, __ATOMIC_ACQUIRE); }
 

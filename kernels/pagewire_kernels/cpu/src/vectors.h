@@ -1,6 +1,6 @@
 // Arithmetic on vector registers, for one instruction set at a time.
 //
-// avx512.h and avx2.h define the same types and functions, lane by lane unless stated:
+// avx512.h, avx2.h and neon.h define the same types and functions, lane by lane unless stated:
 //
 //   Floats, Words, Mask      registers of float32, of 32-bit words, and of conditions
 //   kLanes                   numbers in a register
@@ -13,6 +13,7 @@
 //   transpose(x)             a square of 32-bit words, one row in each register
 //   interleave(a, b, low, high)  the 16-bit numbers of `a` and `b` in turn
 //
+// Results with NEON are those with AVX2, bit by bit.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,9 @@ struct Float16 {
 
 }  // namespace pagewire
 
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+#include "neon.h"
+#elif defined(__AVX512F__)
 #include "avx512.h"
 #else
 #include "avx2.h"

@@ -1,0 +1,206 @@
+"""The kernels for Arm's NEON, cross-compiled and emulated: correct, batch-invariant, as AVX2."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire_kernels import reference
+from pagewire_kernels.cpu import build, linear
+from pagewire_kernels.cpu.attention import NativeBackend
+from pagewire_kernels.cpu.block_copy import move_blocks
+from pagewire_kernels.cpu.layers import NativeLayerKernels, find_largest
+from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.native_library import Library
+from tests.support.emulated_kernels import EmulatedLibrary
+from tests.support.native import native_libraries
+from tests.support.paged_batch import PagedSequences, Shape
+
+CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+SYSTEM = "/usr/aarch64-linux-gnu"
+"""The C library of the cross compiler, for the emulator."""
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(CXX) is None or shutil.which(EMULATOR) is None,
+    reason=f"needs {CXX} and {EMULATOR}: apt-get install g++-aarch64-linux-gnu qemu-user",
+)
+
+
+@pytest.fixture(scope="module")
+def neon(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    folder = tmp_path_factory.mktemp("neon")
+    driver, library = folder / "run_kernel", folder / "libpagewire_neon.so"
+    options = build.INSTRUCTION_SETS_BY_MACHINE["aarch64"]["neon"]
+    subprocess.run(build.command(CXX, options, library), check=True)
+    source = Path(__file__).parents[2] / "support/run_kernel.cpp"
+    subprocess.run([CXX, "-std=c++17", "-O1", str(source), "-o", str(driver)], check=True)
+    return EmulatedLibrary([EMULATOR, "-L", SYSTEM, str(driver)], library, "neon")
+
+
+@pytest.fixture(scope="module")
+def avx2() -> Library:
+    """The library whose bits NEON's must be."""
+    found = [each for each in native_libraries() if each.instruction_set == "avx2"]
+    if not found:
+        pytest.skip("no AVX2 kernels on this machine")
+    return found[0]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs kernels on one thread, and packs weights into little memory, all of which is copied."""
+    monkeypatch.setattr(linear, "_CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(linear, "PAGE_BYTES", 1 << 12)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 1), (33, 37), (100, 2049)])
+def test_products(neon: Library, avx2: Library, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = _random(*shape, dtype=dtype), _random(shape[0], dtype=dtype, seed=1)
+    rows = _random(13, shape[1], dtype=dtype, seed=2)
+    packed = NativeWeight(weight, neon, HugeMemory())
+    sums = packed.apply(rows, bias, output_dtype=torch.float32)
+    exact = rows.double() @ weight.double().T + bias.double()
+    scale = rows.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((sums - exact).abs() <= 1e-6 * scale).all()
+    assert torch.equal(packed.gather(torch.tensor([shape[0] - 1, 0])), weight[[-1, 0]])
+    alone = torch.cat([packed.apply(rows[i : i + 1], bias) for i in (0, 7, 12)])
+    assert torch.equal(packed.apply(rows, bias)[[0, 7, 12]], alone)
+    twin = NativeWeight(weight, avx2, HugeMemory())
+    assert torch.equal(sums, twin.apply(rows, bias, output_dtype=torch.float32))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gated_products(neon: Library, avx2: Library, activation: str, dtype: torch.dtype) -> None:
+    weight, rows = _random(2 * 19, 24, dtype=dtype), _random(7, 24, dtype=dtype, seed=1)
+    mine, twin = (
+        NativeGatedWeight(weight, activation, each, HugeMemory()).apply(rows)
+        for each in (neon, avx2)
+    )
+    exact = reference.act_and_mul(rows.float() @ weight.float().T, activation)
+    torch.testing.assert_close(mine.float(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(mine, twin)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {}),
+        ({"num_heads": 12, "num_kv_heads": 1, "head_dim": 64}, {"sliding_window": 13}),
+        ({"num_heads": 3, "num_kv_heads": 3, "head_dim": 39, "block_size": 5}, {"soft_cap": 3.0}),
+        ({}, {"sinks": torch.tensor([0.5, -3.0, 40.0, 0.0])}),
+        ({}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.0, 0.0625])}),
+    ],
+)
+def test_attention(
+    neon: Library,
+    avx2: Library,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    def attend(library: Library, parts: list[tuple[int, int, int]]) -> Tensor:
+        backend = NativeBackend(library)
+        backend.write_kv(
+            sequences.rows(sequences.keys, everything),
+            sequences.rows(sequences.values, everything),
+            sequences.key_cache,
+            sequences.value_cache,
+            sequences.metadata(everything).slot_mapping,
+        )
+        return backend.paged_attention(*arguments(parts), scale=0.3, **options)
+
+    def arguments(parts: list[tuple[int, int, int]]) -> tuple[Any, ...]:
+        rows = sequences.rows(sequences.queries, parts)
+        return rows, sequences.key_cache, sequences.value_cache, sequences.metadata(parts)
+
+    sequences = PagedSequences(Shape(dtype=dtype, **sizes), [140, 40, 7])
+    everything = [(0, 0, 140), (1, 0, 40), (2, 0, 7)]
+    output = attend(neon, everything)
+    expected = reference.paged_attention(*arguments(everything), scale=0.3, **options)
+    torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(attend(neon, [(0, 100, 140)]), output[100:140])
+    assert torch.equal(attend(neon, [(1, 39, 40), (0, 139, 140)]), output[[179, 139]])
+    assert torch.equal(attend(avx2, everything), output)
+
+
+def _activate(name: str, kernels: NativeLayerKernels, x: Tensor) -> Tensor:
+    return kernels.act_and_mul(x, name)
+
+
+Layer = Callable[[NativeLayerKernels, Tensor], Tensor]
+LAYERS: dict[str, Layer] = {
+    "embed": lambda kernels, x: kernels.embed(x, torch.tensor([2, 0, 9])),
+    "rms_norm": lambda kernels, x: kernels.rms_norm(x, x[0], 1e-6, x[[1, 0, 3, 2, 4]].clone()),
+    "layer_norm": lambda kernels, x: kernels.layer_norm(x, x[0], x[1], 1e-6),
+    **{name: partial(_activate, name) for name in reference.ACTIVATIONS},
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_layers(neon: Library, avx2: Library, layer: Layer, dtype: torch.dtype) -> None:
+    x = _random(5, 38, dtype=dtype)
+    mine, twin = (layer(NativeLayerKernels(each), x) for each in (neon, avx2))
+    assert torch.equal(mine, twin)
+
+
+@each_dtype
+def test_rotary_embedding_and_cache_write(neon: Library, avx2: Library, dtype: torch.dtype) -> None:
+    results = []
+    for library in (neon, avx2):
+        query, key = _random(5, 4, 36, dtype=dtype), _random(5, 2, 36, dtype=dtype, seed=1)
+        key_cache, value_cache = caches = torch.zeros(2, 3, 4, 2, 36, dtype=dtype)
+        cos, sin = _random(2, 10, 17, dtype=dtype, seed=2)
+        NativeLayerKernels(library).rotate_and_write_kv(
+            query,
+            key,
+            key.clone(),
+            key_cache,
+            value_cache,
+            torch.tensor([3, 0, -1, 11, 7]),
+            torch.tensor([0, 5, 2, 9, 9]),
+            cos,
+            sin,
+            query_norm=key[0, 0].clone(),
+            key_norm=key[0, 1].clone(),
+        )
+        results.append((query, caches))
+    assert all(torch.equal(mine, twin) for mine, twin in zip(*results, strict=True))
+
+
+def test_the_largest_logit(neon: Library) -> None:
+    x = _random(3, 150, dtype=torch.float32)
+    x[1, 77] = float("nan")
+    places, values = find_largest(neon, x)
+    assert places[[0, 2]].tolist() == x.argmax(1)[[0, 2]].tolist()
+    assert torch.equal(values[[0, 2]], x.amax(1)[[0, 2]])
+    assert values[1].isnan()
+
+
+def test_block_copies(neon: Library) -> None:
+    source, target = _random(4, 1031, dtype=torch.float32), torch.zeros(4, 1031)
+    move_blocks(neon, source, target, torch.tensor([[0, 3], [2, 1]]))
+    assert torch.equal(target[[3, 1]], source[[0, 2]])
+    assert not target[[0, 2]].any()
