@@ -29,10 +29,9 @@ One plan, from message to result:
 | sequences are forgotten, blocks swapped and copied | `kv_cache/cache_engine.py` |
 | new sequences and blocks are added | `runner/sequence_table.py` |
 | rows are checked, inputs flattened | `runner/batch.py` |
-| the model computes, one token per sampling row is chosen: | `models/`, `sampling/`, and |
-| - on a CPU | `runner/model_runner.py` |
-| - on a GPU, without waiting | `runner/device_runner.py`, `runner/cuda_graphs.py` |
-| - with several ranks, in micro-batches | `runner/rank_runner.py` |
+| the model computes, one token per sampling row is chosen | `runner/model_runner.py` |
+| - on a GPU, without waiting | `runner/device_steps.py`, `runner/cuda_graphs.py` |
+| - with several ranks, in micro-batches | `runner/micro_batches.py`, `runner/pending_tokens.py` |
 | the result is encoded and sent | `service/wire.py`, `service/servicer.py` |
 
 Promises to the core:

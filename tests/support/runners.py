@@ -9,10 +9,10 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import monotonic_us
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, EagerRecorder
-from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.in_flight_step import DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.pending_tokens import DeviceEvent
 
 SIZES = [1, 2, 4, 8]
 
@@ -39,26 +39,28 @@ def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     return ModelRunner(model, cache, block_size, grammars(model.vocab_size))
 
 
-def eager(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
+def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     """Launches ahead, replays nothing."""
     state = DeviceState(model, cache, block_size)
-    return DeviceRunner(model, cache, block_size, state, grammars=grammars(model.vocab_size))
+    known = grammars(model.vocab_size)
+    return ModelRunner(model, cache, block_size, known, device=DeviceSteps(model, cache, state))
 
 
-def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 4) -> DeviceRunner:
+def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 4) -> ModelRunner:
     """Replays decodes in padded batches, on a device that is as late as can be, and which at first
     has room for few sequences."""
     state = DeviceState(model, cache, block_size, EagerRecorder(), SIZES, num_rows)
     known = grammars(model.vocab_size)
-    return DeviceRunner(model, cache, block_size, state, make_event=LateEvent, grammars=known)
+    device = DeviceSteps(model, cache, state, make_event=LateEvent)
+    return ModelRunner(model, cache, block_size, known, device=device)
 
 
-def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> DeviceRunner:
+def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     """What a worker with a GPU has, less constraints: replays decodes, if the model can be
     recorded."""
     recorder = CudaGraphRecorder(cache.device_cache.device)
     state = DeviceState(model, cache, block_size, recorder, SIZES)
-    return DeviceRunner(model, cache, block_size, state)
+    return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
 
 
 MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]

@@ -3,17 +3,21 @@
 | file | holds |
 | --- | --- |
 | `model_executor.py` | loads the model, allocates the KV cache, makes the runner of an epoch |
-| `model_runner.py` | one step on a CPU: cache operations, forward pass, sampling |
+| `model_runner.py` | one step: cache operations, forward pass, sampling |
+| `sequence_state.py` | the sequences of an epoch: their table, pending tokens and constraints |
 | `sequence_table.py` | tokens, block tables and progress of all sequences, as columns |
+| `pending_tokens.py` | tokens sampled on the device, or by another rank, not yet known here |
 | `batch.py` | a step's rows, and the flattened inputs of the forward pass |
-| `device_runner.py` | the GPU's runner: launches steps without waiting for the device |
+| `forward.py` | the forward pass of a step that the host computes |
+| `step_outcome.py` | tokens, log probabilities and failures of a step by row |
+| `micro_batches.py` | parts of a step, computed one after the other by the stages of a pipeline |
+| `device_steps.py` | launches a GPU's steps without waiting for the device |
+| `in_flight_step.py` | a launched step, until the host has its result |
 | `device_rows.py` | block tables, sampling parameters and last tokens in device memory |
 | `device_state.py` | device rows, sampler and graphs, which outlive an epoch |
 | `device_sampler.py` | the sampler whose tokens stay on the device, with counts for penalties |
 | `cuda_graphs.py` | decode steps captured once and replayed, by padded batch size |
-| `rank_runner.py` | a rank's part of a step: micro-batches through the stages of a pipeline |
-| `pending_tokens.py` | tokens sampled on the device, or by another rank, not yet known here |
 
-The device runner runs on a CPU too, where the device is done as soon as work is queued: tests prove
-there that launching ahead, padding and replaying change no token.
+`DeviceSteps` works on a CPU too, where work is done as soon as it is queued: tests prove there that
+launching ahead, padding and replaying change no token.
 """

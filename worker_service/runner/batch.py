@@ -24,8 +24,10 @@ from torch import Tensor
 from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import StepPlan
+from worker_service.plan import RowErrorReason, StepPlan
 from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
+from worker_service.sampling.sampler import SamplingBatch
+from worker_service.structured.masks import MaskedRows
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -50,6 +52,29 @@ class StepRows:
     parents: Int64Array
     """[num_forks]: their parents' rows."""
 
+    sampling: Int64Array
+    """[num_sampling]: the rows that sample now; none of a sequence that failed before."""
+
+    errors: dict[int, RowErrorReason]
+    """The rows of sequences that failed before."""
+
+    def ends(self) -> Int64Array:
+        """[num_rows]: one past each row's last hidden state in the forward pass."""
+        return np.cumsum(np.where(self.computes, self.num_tokens, 0))
+
+    def last_states(self, ends: Int64Array) -> Int64Array:
+        """[num_sampling]: the hidden states to sample from; a fork's is its parent's."""
+        if len(self.forks):
+            ends = ends.copy()
+            ends[self.forks] = ends[self.parents]
+        return ends[self.sampling] - 1
+
+    def advance(self, table: SequenceTable) -> None:
+        """Mark the rows' tokens as computed, and those of a parent also in its new forks."""
+        table.advance(self.row_ids[self.computes], self.num_tokens[self.computes])
+        if len(self.forks):
+            table.copy_progress(self.row_ids[self.parents], self.row_ids[self.forks])
+
 
 def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
     """The plan's rows and their table rows. Raises InvalidPlan if they contradict the table."""
@@ -58,11 +83,18 @@ def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
         raise InvalidPlan("seq_ids", "a sequence has two rows")
     computes = plan.num_tokens > 0
     forks = parents = _NO_ROWS
-    if table.failures or not computes.all():
-        stands_still = np.isin(row_ids, list(table.failures))
-        forks = np.flatnonzero(~computes & ~stands_still)
+    errors: dict[int, RowErrorReason] = {}
+    if failures := table.failures:
+        ids = enumerate(row_ids.tolist())
+        errors = {row: failures[row_id] for row, row_id in ids if row_id in failures}
+    if errors or not computes.all():
+        is_alive = np.ones(len(row_ids), np.bool_)
+        is_alive[list(errors)] = False
+        forks = np.flatnonzero(~computes & is_alive)
         parents = np.array([_parent_row(plan, row, table) for row in forks.tolist()], np.int64)
-        computes &= ~stands_still
+        computes &= is_alive
+    samples = plan.sample & computes
+    samples[forks] = True
     rows = StepRows(
         row_ids=row_ids,
         num_tokens=plan.num_tokens,
@@ -71,9 +103,23 @@ def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
         are_decodes=bool((computes & plan.sample & (plan.num_tokens == 1)).all()),
         forks=forks,
         parents=parents,
+        sampling=np.flatnonzero(samples),
+        errors=errors,
     )
     _check_lengths(rows, plan, table)
     return rows
+
+
+def sampling_batch(
+    row_ids: Int64Array, table: SequenceTable, masked: MaskedRows | None = None
+) -> SamplingBatch:
+    """The rows of the table that sample in a step, as a sampler takes them."""
+    return SamplingBatch(
+        row_ids=row_ids,
+        positions=table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids],
+        edited=table.edited_rows(row_ids),
+        masked=masked,
+    )
 
 
 def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:

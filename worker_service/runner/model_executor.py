@@ -22,10 +22,9 @@ from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
-from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.rank_runner import RankRunner
 from worker_service.structured.vocabulary import token_texts
 
 if TYPE_CHECKING:
@@ -161,18 +160,24 @@ class ModelExecutor:
                 num_cpu_blocks=num_cpu_blocks,
                 device=self._device,
             )
-        model, block_size = self.loaded.model, self.loaded.block_size
-        if self._rendezvous is not None:
-            communicator = self.loaded.communicator
-            return RankRunner(model, self._cache, block_size, communicator, self._grammars)
-        if self._device.type == "cpu":
-            return ModelRunner(model, self._cache, block_size, self._grammars)
+        return ModelRunner(
+            self.loaded.model,
+            self._cache,
+            self.loaded.block_size,
+            self._grammars,
+            communicator=None if self._rendezvous is None else self.loaded.communicator,
+            device=self._make_device_steps(self._cache),
+        )
+
+    def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
+        """Launches steps ahead on a GPU of one rank; None elsewhere."""
+        if self._rendezvous is not None or self._device.type == "cpu":
+            return None
         if self._state is None or self._state_num_seqs < self._max_num_seqs:
             self._state = None
-            self._state = self._make_state(self._cache)
+            self._state = self._make_state(cache)
             self._state_num_seqs = self._max_num_seqs
-        grammars = self._grammars
-        return DeviceRunner(model, self._cache, block_size, self._state, grammars=grammars)
+        return DeviceSteps(self.loaded.model, cache, self._state)
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()

@@ -199,10 +199,21 @@ class SequenceTable:
         self.token_ids[row_ids, places] = tokens
         self.sampling.append(row_ids, tokens)
 
-    def take_back(self, row_id: int, reason: RowErrorReason) -> None:
-        """There is no token where one was expected: the sequence has failed."""
+    def take_back(self, row_id: int) -> None:
+        """Remove an unknown token: none was sampled in its place."""
         self.num_tokens[row_id] -= 1
+
+    def fail(self, row_id: int, reason: RowErrorReason) -> None:
+        """Record why a sequence cannot continue."""
         self.failures[row_id] = reason
+
+    def advance(self, row_ids: Int64Array, num_tokens: Int32Array) -> None:
+        """Mark the next `num_tokens` tokens of these sequences as computed."""
+        self.num_computed_tokens[row_ids] += num_tokens
+
+    def copy_progress(self, parents: Int64Array, forks: Int64Array) -> None:
+        """Mark as computed in each fork what is computed in its parent."""
+        self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
 
     @property
     def num_rows(self) -> int:

@@ -73,7 +73,7 @@ class Session:
         self.generations[seq_id] = Generation()
 
     def step(self, rows: Sequence[Row]) -> StepResult:
-        result = self._runner.execute(wire.decode_plan(self.plans.plan(rows), 0))
+        result = self._runner.launch(wire.decode_plan(self.plans.plan(rows), 0)).collect()
         assert not result.errors
         sampling = [row for row in rows if row.sample]
         for row, token in zip(sampling, result.token_ids.tolist(), strict=True):

@@ -48,7 +48,7 @@ class Bench:
         return self.execute(self.plans.plan(rows, **fields))
 
     def execute(self, plan: plan_pb2.StepPlan) -> StepResult:
-        return self.runner.execute(wire.decode_plan(plan, 0))
+        return self.runner.launch(wire.decode_plan(plan, 0)).collect()
 
 
 MakeBench = Callable[..., Bench]
@@ -205,7 +205,9 @@ def test_forgotten_sequences_make_room_and_their_ids_may_return(make_bench: Make
     assert bench.step([Row(1, 3)], forget_seq_ids=column([1])).token_ids.tolist() == [
         next_token([7, 7, 7])
     ]
-    assert bench.runner.num_sequences == 1
+    bench.step([], forget_seq_ids=column([1]))
+    with pytest.raises(InvalidPlan, match="sequence 1 is not known here"):
+        bench.step([], forget_seq_ids=column([1]))
 
 
 def test_more_sequences_than_rows_are_admitted(make_bench: MakeBench) -> None:
@@ -221,8 +223,8 @@ def test_more_sequences_than_rows_are_admitted(make_bench: MakeBench) -> None:
     plan.block_updates = column(updates.flatten())
     plan.sample = bytes(199)
     bench.execute(plan)
-    assert bench.runner.num_sequences == 199
     assert bench.model.batches[-1] == (199, 199)
+    bench.step([], forget_seq_ids=column(range(1, 200)))  # it knows all of them
 
 
 def test_a_poisoned_row_fails_with_a_reason_and_stays_failed_while_others_go_on(

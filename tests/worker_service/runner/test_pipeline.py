@@ -19,7 +19,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.rank_runner import LEAST_TOKENS, micro_batches
+from worker_service.runner.micro_batches import LEAST_TOKENS, micro_batches
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.service import wire
 

@@ -12,8 +12,9 @@ from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.cuda_graphs import Replay, graph_sizes
 from worker_service.runner.device_rows import initial_rows
-from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.model_runner import ModelRunner
 
 
 @pytest.mark.parametrize("max_size", [0, 1, 3, 4, 8, 100, 256, 300, 512])
@@ -42,9 +43,9 @@ def test_a_model_that_cannot_be_recorded_is_served_without(
 ) -> None:
     recorder = Refusing()
 
-    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         state = DeviceState(model, cache, block_size, recorder, [1, 2])
-        return DeviceRunner(model, cache, block_size, state)
+        return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
 
     with caplog.at_level(logging.WARNING):
         bench = Bench(make_runner=make_runner)
@@ -77,7 +78,10 @@ def test_recordings_outlive_an_epoch() -> None:
     state = DeviceState(model, cache, 4, recorder, [1, 2, 4])
     assert recorder.num_recorded == 6
     for _ in range(2):
-        bench = Bench(make_runner=lambda *_: DeviceRunner(model, cache, 4, state))
+        device = DeviceSteps(model, cache, state)
+        bench = Bench(
+            make_runner=lambda *_, device=device: ModelRunner(model, cache, 4, device=device)
+        )
         bench.plans.add(1, [5, 6, 7])
         results = [bench.step([Row(1, 3)]), *(bench.step([Row(1)]) for _ in range(3))]
         assert [int(each.token_ids[0]) for each in results] == continuation([5, 6, 7], 4)

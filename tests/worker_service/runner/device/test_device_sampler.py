@@ -11,7 +11,7 @@ from worker_service.pinned_memory import Staging
 from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.runner.device_rows import FAILURES, DeviceRows
 from worker_service.runner.device_sampler import DevicePenalties, DeviceSampler, SamplingRows
-from worker_service.runner.pending_tokens import FetchedLogprobs
+from worker_service.runner.in_flight_step import FetchedLogprobs
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
 from worker_service.sampling_params import SamplerParams

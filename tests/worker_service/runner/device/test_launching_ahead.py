@@ -19,8 +19,9 @@ from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.device_runner import DeviceRunner, StepLaunch
 from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_steps import DeviceSteps, StepLaunch
+from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
 NUM_STEPS = 7
@@ -232,11 +233,12 @@ class TestWaiting:
 
 @pytest.mark.parametrize("counted", [0, 3, 100], ids="at most {} counted on the device".format)
 def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> None:
-    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> DeviceRunner:
+    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         state = DeviceState(
             model, cache, block_size, max_penalty_bytes=counted * 4 * model.vocab_size
         )
-        return DeviceRunner(model, cache, block_size, state, make_event=LateEvent)
+        device = DeviceSteps(model, cache, state, make_event=LateEvent)
+        return ModelRunner(model, cache, block_size, device=device)
 
     params = [PARAMS["penalties"], PARAMS["all at once"]] * 5
     expected = run(params, 0, make_runner=host).results
@@ -310,7 +312,8 @@ def test_room_is_made_for_more_sequences_while_tokens_are_under_way() -> None:
         pipeline.bench.plans.add(seq_id, [seq_id % VOCAB_SIZE])
         pipeline.launch([Row(1)] if seq_id % 10 == 0 else [])
     tokens = [int(token) for result in pipeline.finish() for token in result.token_ids]
-    assert pipeline.bench.runner.num_sequences == 139
+    everything = column(range(1, 140))
+    pipeline.bench.step([], forget_seq_ids=everything)  # it knows all of them
     assert tokens == continuation([1, 2], len(tokens))
     assert len(tokens) == 14
 
@@ -341,7 +344,6 @@ def test_memory_of_in_flight_steps_is_used_again() -> None:
     pipeline.bench.plans.add(1, [1])
     made = {id(pipeline.launch([Row(1)]).buffers) for _ in range(20)}  # type: ignore[attr-defined]
     assert len(made) <= 3
-    assert isinstance(pipeline.bench.runner, DeviceRunner)
     assert LateEvent().is_reached is False
 
 

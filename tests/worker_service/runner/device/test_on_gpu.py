@@ -16,8 +16,8 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_model
 from worker_service.plan import StepPlan
 from worker_service.runner.cuda_graphs import CudaGraphRecorder
-from worker_service.runner.device_runner import DeviceRunner
 from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
@@ -26,15 +26,16 @@ pytestmark = pytest.mark.gpu
 SIZES = [1, 2, 4, 8]
 
 
-def eager(model: Any, cache: CacheEngine, block_size: int) -> DeviceRunner:
-    return DeviceRunner(model, cache, block_size, DeviceState(model, cache, block_size))
+def eager(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
+    device = DeviceSteps(model, cache, DeviceState(model, cache, block_size))
+    return ModelRunner(model, cache, block_size, device=device)
 
 
-def recorded(model: Any, cache: CacheEngine, block_size: int) -> DeviceRunner:
+def recorded(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
     recorder = CudaGraphRecorder(cache.device_cache.device)
     state = DeviceState(model, cache, block_size, recorder, SIZES)
     assert state.graphs is not None, "the model can be recorded"
-    return DeviceRunner(model, cache, block_size, state)
+    return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])

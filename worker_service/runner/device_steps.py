@@ -1,9 +1,9 @@
-"""The model runner of a GPU: steps are launched without waiting for the device.
+"""Steps of a GPU, which are launched without waiting for the device.
 
 A launch sends what the plan changed, and the step's inputs, in one copy from pinned memory; what
-the device has already is gathered by row (`device_rows.py`). Sampled tokens stay on the device,
-where the next step finds them, and are copied to the host meanwhile (`pending_tokens.py`). A batch
-of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
+the device already has is gathered by row (`device_rows.py`). Sampled tokens stay on the device,
+where the next step finds them, and are copied to the host in the background (`in_flight_step.py`).
+A batch of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
 
 What the host has to know before a launch is listed here only:
 
@@ -15,49 +15,44 @@ What the host has to know before a launch is listed here only:
 | constraints | the tokens of the sequences that have them, but only once its forward pass is
   launched, which the device computes meanwhile |
 | candidates, chosen tokens, prompt log probabilities | every step launched before; and is itself
-  computed by `ModelRunner`, which waits for the device |
+  computed on the host (`model_runner.py`), which waits for the device |
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column, upload
-from worker_service.plan import StepPlan, StepResult, monotonic_us
-from worker_service.runner.batch import HostInputs, StepRows, lay_out, resolve_rows
+from worker_service.plan import StepPlan
+from worker_service.runner.batch import HostInputs, StepRows, lay_out, sampling_batch
 from worker_service.runner.device_sampler import SamplingRows
 from worker_service.runner.device_state import DeviceState, RowChanges
-from worker_service.runner.model_runner import ModelRunner, StepStart
-from worker_service.runner.pending_tokens import (
+from worker_service.runner.in_flight_step import (
     DeviceEvent,
     FetchedLogprobs,
     InFlightStep,
     LastFinishTime,
-    PendingTokens,
     StepBuffers,
     event_type,
 )
-from worker_service.runner.sequence_table import UNKNOWN_TOKEN
+from worker_service.runner.pending_tokens import PendingTokens
+from worker_service.runner.sequence_state import SequenceState
+from worker_service.runner.sequence_table import UNKNOWN_TOKEN, SequenceTable
+from worker_service.runner.step_outcome import StepStart
 from worker_service.sampling.sampler import SamplingBatch
 from worker_service.sampling.sampling_table import NO_LOGPROBS
 from worker_service.structured.masks import MaskedRows
 
-if TYPE_CHECKING:
-    from worker_service.structured.grammars import Grammars
-
 
 class StepLaunch:
-    """First `forward` or `replay`, then `sample`. Nothing here waits for the device."""
+    """One step's work: first `forward` or `replay`, then `sample`; none waits for the device."""
 
     def __init__(
         self, model: Model, kv_cache: Tensor, state: DeviceState, buffers: StepBuffers
@@ -108,21 +103,17 @@ class StepLaunch:
         unknown_at, unknown_row_ids, last, sampling_row_ids, row_positions = sent[6 : len(columns)]
         self._device_rows.fill_in(token_ids, unknown_at, unknown_row_ids)
         block_tables = self._device_rows.block_tables[:, : inputs.max_blocks]
-        block_tables = block_tables.index_select(0, row_ids)
         metadata = AttentionMetadata(
             query_start=query_start,
             context_lens=context_lens,
-            block_tables=self._device_rows.block_tables[:, : inputs.max_blocks].index_select(
-                0, row_ids
-            ),
+            block_tables=block_tables.index_select(0, row_ids),
             slot_mapping=slot_mapping,
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
         )
         hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
         self._rows = SamplingRows(row_ids=sampling_row_ids, positions=row_positions)
-        # Without a way back to this launch: a circle would keep hidden states and caches, which are
-        # memory of the device, until the garbage collector comes.
+        # Do not capture `self`: a reference cycle would hold GPU memory until the next collection.
         model = self._model
         self._logits = lambda: model.compute_logits(hidden.index_select(0, last))
 
@@ -141,7 +132,7 @@ class StepLaunch:
 
     def sample(
         self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
-    ) -> tuple[npt.NDArray[np.int64], FetchedLogprobs | None]:
+    ) -> tuple[Int64Array, FetchedLogprobs | None]:
         """Where the batch's tokens or failures will be on the host, and log probabilities.
 
         wanted: the rows that ask for log probabilities, with `num_top` of the most probable tokens.
@@ -159,7 +150,7 @@ class StepLaunch:
 
     def _sample_eagerly(
         self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
-    ) -> tuple[npt.NDArray[np.int64], FetchedLogprobs | None]:
+    ) -> tuple[Int64Array, FetchedLogprobs | None]:
         assert self._rows is not None, "computed before"
         assert self._logits is not None, "computed before"
         logits = self._logits()
@@ -178,160 +169,122 @@ class StepLaunch:
         return numbers, FetchedLogprobs.fetch(wanted, num_top, tensors)
 
 
-class DeviceRunner(ModelRunner):
-    """A model runner that launches steps ahead of their results.
-
-    `launch` and `reset` belong to the model thread; what `launch` returns may be collected by
-    another.
-    """
+class DeviceSteps:
+    """Launches steps over one cache, ahead of the results of those before."""
 
     def __init__(
         self,
         model: Model,
         cache: CacheEngine,
-        block_size: int,
         state: DeviceState,
         make_event: Callable[[], DeviceEvent] | None = None,
-        grammars: "Grammars | None" = None,
     ) -> None:
         """make_event: records an event in the device's work; None: as the cache's device does."""
-        super().__init__(model, cache, block_size, grammars)
+        self._model = model
+        self._cache = cache
         self._state = state
-        self._pending = PendingTokens(self._device)
-        self._last_finish = LastFinishTime()
+        self._device = cache.device_cache.device
         self._make_event = make_event or event_type(self._device)
+        self._last_finish = LastFinishTime()
+        self._steps: deque[InFlightStep] = deque()
+        """Those whose buffers may still be written to or read."""
+        self._spare: list[StepBuffers] = []
         state.forget()
 
-    def reset(self) -> None:
-        """Forget all sequences; steps under way may still be collected."""
-        super().reset()
-        self._pending.forget_all()
+    def forget_all(self) -> None:
+        """Forget all sequences; steps in flight may still be collected."""
         self._state.forget()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Launch and collect in one."""
-        return self.launch(plan).collect()
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Step:
-        """Begin what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
-        self._pending.resolve_available(self._sequences)
-        begun = self._begin(plan)
-        rows = resolve_rows(plan, self._sequences)
-        if self._needs_the_host(plan, rows):
-            waiting_since_us = monotonic_us()
-            self._pending.resolve_all(self._sequences)
-            begun = begun.later(monotonic_us() - waiting_since_us)
-            result = self._finish(plan, begun)
-            for row_id in rows.row_ids.tolist():
-                self._state.penalties.note(row_id, self._sequences.sampling)
-            return FinishedStep(result)
-        step = self._launch(plan, rows, begun)
-        self._pending.add(step)
-        return step
-
-    def _forget(self, plan: StepPlan) -> None:
-        row_ids = self._sequences.row_ids(plan.forget_seq_ids, "forget_seq_ids")
-        self._pending.forget(row_ids)
+    def forget(self, row_ids: Int64Array) -> None:
+        """Forget the sequences in these rows."""
         for row_id in row_ids.tolist():
             self._state.penalties.release(row_id)
-        super()._forget(plan)
 
-    def _admit(self, plan: StepPlan) -> None:
-        table = self._sequences
-        seq_ids = [new.parent_seq_id for new in plan.new_sequences if new.parent_seq_id is not None]
-        seq_ids += plan.appended_tokens[:, 0].tolist()
-        needed = [table.row_id(seq_id) for seq_id in seq_ids if seq_id in table]
-        self._pending.resolve(np.array(needed, np.int64), table)
-        super()._admit(plan)
+    def admit(self, plan: StepPlan, sequences: SequenceState) -> None:
+        """Note what a plan has changed in the table, to be sent with the next step."""
+        table = sequences.table
         if table.num_rows > self._state.rows.padding_row:
-            self._pending.resolve_all(table)
+            sequences.pending.resolve_all()
             self._state.grow(table)
             return
-        row_ids = self._state.rows
         for new in plan.new_sequences:
             self._state.note_new(table.row_id(new.seq_id), table)
         if len(plan.block_updates):
             changed = table.row_ids(plan.block_updates[:, 0], "block_updates")
-            row_ids.note_blocks(changed, plan.block_updates[:, 1])
+            self._state.rows.note_blocks(changed, plan.block_updates[:, 1])
 
-    def _needs_the_host(self, plan: StepPlan, rows: StepRows) -> bool:
-        """Whether the step is one for `ModelRunner`; see the module's docstring."""
-        table = self._sequences
+    def note_sampled(self, row_ids: Int64Array, table: SequenceTable) -> None:
+        """The host has sampled for these sequences."""
+        for row_id in row_ids.tolist():
+            self._state.penalties.note(row_id, table.sampling)
+
+    def can_launch(self, plan: StepPlan, rows: StepRows, table: SequenceTable) -> bool:
+        """Whether a step can run ahead, or the host has to compute it; see the module's table."""
         row_ids = rows.row_ids[rows.computes]
         if len(row_ids) == 0 or len(plan.appended_tokens):
-            return True
+            return False
         if (table.sampling.num_candidates[rows.row_ids] > 0).any():
+            return False
+        if not (asking := table.prompt_logprobs):
             return True
-        asking = table.prompt_logprobs
         in_prompt = table.num_computed_tokens[row_ids] < table.num_prompt_tokens[row_ids]
-        return bool(asking) and any(row_id in asking for row_id in row_ids[in_prompt].tolist())
+        return not any(row_id in asking for row_id in row_ids[in_prompt].tolist())
 
-    def _launch(self, plan: StepPlan, rows: StepRows, begun: StepStart) -> InFlightStep:
-        """Queue a step's work. Nothing here may wait for the device, but for what edits need."""
-        table = self._sequences
-        errors = self._start(rows).errors
-        sampling = self._sampling_rows(rows)
-        row_ids = rows.row_ids[sampling]
-        self._pending.resolve(self._row_ids_to_read(row_ids), table)
-        batch = SamplingBatch(
-            row_ids=row_ids,
-            positions=table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids],
-            edited=table.edited_rows(row_ids),
-        )
-        buffers = self._pending.buffers()
+    def launch(
+        self, plan: StepPlan, rows: StepRows, sequences: SequenceState, start: StepStart
+    ) -> InFlightStep:
+        """Queue a step's work. Waits for the device only for tokens that edits and masks need."""
+        table, pending = sequences.table, sequences.pending
+        row_ids = rows.row_ids[rows.sampling]
+        pending.resolve(self._row_ids_to_read(row_ids, table))
+        batch = sampling_batch(row_ids, table)
+        buffers = self._buffers(pending)
         begin = self._make_event()
         launch = StepLaunch(self._model, self._cache.device_cache, self._state, buffers)
         inputs = lay_out(rows.row_ids[rows.computes], rows.num_tokens[rows.computes], table)
         changes = self._state.changes(table)
         size = None
-        if (
-            inputs.max_query_len == 1
-            and len(row_ids) == len(inputs.row_ids)
-            and not len(rows.forks)
-        ):
+        all_sample = len(row_ids) == len(inputs.row_ids) and not len(rows.forks)
+        if inputs.max_query_len == 1 and all_sample:
             size = launch.recorded_size(len(row_ids), changes)
         if size is None:
-            launch.forward(inputs, self._last_states(sampling, rows), batch, changes)
+            launch.forward(inputs, rows.last_states(rows.ends()), batch, changes)
         else:
             launch.replay(inputs, batch, changes, size)
         computed = self._make_event()
-        batch = replace(batch, masked=self._masks_of(row_ids))
+        batch = replace(batch, masked=_masks_of(row_ids, sequences))
         num_top = table.sampling.num_logprobs[row_ids]
         wanted = np.flatnonzero(num_top != NO_LOGPROBS)
         numbers, logprobs = launch.sample(batch, wanted, num_top[wanted])
-        self._advance(rows)
-        return InFlightStep(
+        rows.advance(table)
+        step = InFlightStep(
             plan=plan,
-            rows=sampling,
-            row_ids=row_ids,
-            positions=table.expect_tokens(row_ids),
-            errors=errors,
+            rows=rows.sampling,
+            errors=rows.errors,
             numbers=numbers,
             logprobs=logprobs,
             buffers=buffers,
             begin=begin,
             computed=computed,
             end=self._make_event(),
-            launched_us=begun.started_us,
-            cache_us=begun.cache_done_us - begun.started_us,
+            start=start,
             cache_device_us=self._cache.timer(),
             last_finish=self._last_finish,
         )
+        pending.add(step, row_ids, table.expect_tokens(row_ids))
+        self._steps.append(step)
+        return step
 
-    def _masks_of(self, row_ids: Int64Array) -> MaskedRows | None:
-        """What constraints allow after tokens that the steps before may just be sampling: waits for
-        those, and then computes while the device is at the forward pass launched last."""
-        if self._masks is None:
-            return None
-        constrained = [row_id for _, row_id in self._masks.constrained(row_ids)]
-        self._pending.resolve(np.array(constrained, np.int64), self._sequences)
-        rows = self._constrained_rows(row_ids)
-        return self._masks.compute(rows) if rows else None
+    def _buffers(self, pending: PendingTokens) -> StepBuffers:
+        """Memory for one more in-flight step."""
+        steps = self._steps
+        while steps and steps[0].is_collected and not pending.contains(steps[0]):
+            self._spare.append(steps.popleft().buffers)
+        return self._spare.pop() if self._spare else StepBuffers(self._device)
 
-    def _row_ids_to_read(self, row_ids: Int64Array) -> Int64Array:
+    def _row_ids_to_read(self, row_ids: Int64Array, table: SequenceTable) -> Int64Array:
         """Those of the sequences whose tokens the host has to know before it edits their logits."""
-        edits, counted = self._sequences.sampling.edits, self._state.penalties
+        edits, counted = table.sampling.edits, self._state.penalties
         reading = [
             row_id
             for row_id in (row_ids.tolist() if edits else ())
@@ -342,8 +295,13 @@ class DeviceRunner(ModelRunner):
         ]
         return np.array(reading, np.int64)
 
-    def _last_states(self, sampling: Int64Array, rows: StepRows) -> Int64Array:
-        """Where the sampling rows' last hidden states lie; a fork's is its parent's."""
-        ends = np.cumsum(np.where(rows.computes, rows.num_tokens, 0))
-        ends[rows.forks] = ends[rows.parents]
-        return ends[sampling] - 1
+
+def _masks_of(row_ids: Int64Array, sequences: SequenceState) -> MaskedRows | None:
+    """What constraints allow. Waits for the tokens that the steps before sample in constrained
+    rows; the device computes the forward pass launched last meanwhile."""
+    if sequences.masks is None:
+        return None
+    constrained = [row_id for _, row_id in sequences.masks.constrained(row_ids)]
+    sequences.pending.resolve(np.array(constrained, np.int64))
+    rows = sequences.constrained_rows(row_ids)
+    return sequences.masks.compute(rows) if rows else None

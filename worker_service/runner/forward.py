@@ -1,0 +1,109 @@
+"""The forward pass of a step that is computed at once: operation by operation, or on a CPU as one
+recorded program."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire_kernels.interface import Computed, HeadOutput
+from worker_service.array_types import Int64Array
+from worker_service.models.interface import ComputesLogits, Model
+from worker_service.runner.batch import (
+    DecodeInputs,
+    ForwardInputs,
+    StepRows,
+    build_inputs,
+    lay_out,
+)
+from worker_service.runner.sequence_table import SequenceTable
+from worker_service.sampling.sampler import Largest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardPass:
+    """The hidden states of a batch and where each of the plan's rows lies in them."""
+
+    hidden: Tensor
+    """[num_tokens, hidden_size]."""
+
+    starts: Int64Array
+    """[num_rows]: first hidden state of each row."""
+
+    ends: Int64Array
+    """[num_rows]: one past the last; equal to the start where a row computed nothing."""
+
+    head: HeadOutput | None
+    """The LM head's output for the sampling rows, if it was part of the pass."""
+
+
+class LastLogits(NamedTuple):
+    """Logits of the sampling rows' last tokens."""
+
+    values: Tensor
+    """float32 [num_sampling, vocab_size]."""
+
+    largest: Largest | None = None
+    """Each row's largest logit, if it is known."""
+
+
+class HostForward:
+    """Runs a model over one cache. Inputs are built on the host, which waits for the device."""
+
+    def __init__(self, model: Model, kv_cache: Tensor) -> None:
+        self._model = model
+        self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
+        self._kv_cache = kv_cache
+        self._device = kv_cache.device
+        self._decode_inputs = DecodeInputs() if self._device.type == "cpu" else None
+
+    def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
+        """Compute the rows that have something to compute; None if there are none."""
+        if rows.are_decodes and self._decode_inputs is not None and len(rows.row_ids):
+            inputs = self._decode_inputs.build(rows.row_ids, table)
+            numbers = self._decode_inputs.numbers(len(rows.row_ids))
+            starts = numbers.numpy()
+            return self._pass(inputs, numbers, starts, starts + 1)
+        ends = rows.ends()
+        if len(ends) == 0 or ends[-1] == 0:
+            return None
+        row_ids, lengths = rows.row_ids[rows.computes], rows.num_tokens[rows.computes]
+        inputs = build_inputs(lay_out(row_ids, lengths, table), table, self._device)
+        # A fork samples from its parent's last state, which is then named twice.
+        is_plain = len(rows.sampling) > 0 and len(rows.forks) == 0
+        last = self._index(rows.last_states(ends)) if is_plain else None
+        return self._pass(inputs, last, np.append(0, ends[:-1]), ends)
+
+    def last_logits(self, rows: StepRows, forward: ForwardPass) -> LastLogits | None:
+        """Logits to sample from; None if no row samples."""
+        if len(rows.sampling) == 0:
+            return None
+        if (head := forward.head) is not None:
+            return LastLogits(head.logits, Largest(head.best.numpy(), head.largest.numpy()))
+        last = rows.last_states(forward.ends)
+        if len(rows.forks) == 0:
+            return LastLogits(self._logits_at(last, forward.hidden))
+        distinct, inverse = np.unique(last, return_inverse=True)
+        return LastLogits(self._logits_at(distinct, forward.hidden)[self._index(inverse)])
+
+    def _pass(
+        self, inputs: ForwardInputs, last: Tensor | None, starts: Int64Array, ends: Int64Array
+    ) -> ForwardPass:
+        """Run the model; last: which hidden states are sampled from."""
+        batch = inputs.token_ids, inputs.positions, self._kv_cache, inputs.metadata
+        if self._to_logits is None:
+            computed = Computed(self._model.forward(*batch))
+        else:
+            computed = self._to_logits(*batch, last)
+        return ForwardPass(hidden=computed.hidden, starts=starts, ends=ends, head=computed.head)
+
+    def _logits_at(self, positions: Int64Array, hidden: Tensor) -> Tensor:
+        """Logits of some of the hidden states, named in rising order."""
+        if len(positions) < len(hidden):
+            hidden = hidden[self._index(positions)]
+        return self._model.compute_logits(hidden)
+
+    def _index(self, rows: Int64Array) -> Tensor:
+        return torch.from_numpy(rows).to(self._device)

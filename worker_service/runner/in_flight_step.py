@@ -1,0 +1,228 @@
+"""A step that was launched on a device, until the host has its result.
+
+The outcome of a step is read twice. The collector thread *collects* it for the core as soon as it
+is available. The model thread *resolves* it into the table of sequences (`pending_tokens.py`).
+Neither waits for the other, and neither changes what the other reads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.pinned_memory import Staging
+from worker_service.plan import (
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+    monotonic_us,
+)
+from worker_service.runner.device_rows import FAILURES
+from worker_service.runner.device_sampler import LogprobTensors
+from worker_service.runner.step_outcome import StepOutcome, StepStart
+from worker_service.sampling.logprobs import table_of
+from worker_service.sampling.sampler import NO_TOKEN
+
+
+class DeviceEvent(Protocol):
+    """A point in what was queued to a device: all that was queued before it."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has got there."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it has; others may use the interpreter meanwhile."""
+        ...
+
+    def us_since(self, earlier: "DeviceEvent") -> int:
+        """Microseconds of device time between two events that are reached."""
+        ...
+
+
+class CudaEvent:
+    """An event on the current stream of the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has got there."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Wait until it has."""
+        # A thread that has no device yet would take the first one, and memory there.
+        with torch.cuda.device(self._event.device):
+            self._event.synchronize()
+
+    def us_since(self, earlier: DeviceEvent) -> int:
+        """Microseconds between the two."""
+        assert isinstance(earlier, CudaEvent)
+        return round(earlier._event.elapsed_time(self._event) * 1000)
+
+
+class HostEvent:
+    """On a CPU what was queued is done."""
+
+    is_reached = True
+
+    def __init__(self) -> None:
+        self._time_us = monotonic_us()
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def us_since(self, earlier: DeviceEvent) -> int:
+        """Microseconds between the two."""
+        assert isinstance(earlier, HostEvent)
+        return self._time_us - earlier._time_us
+
+
+def event_type(device: torch.device) -> Callable[[], DeviceEvent]:
+    """The class of events in a device's work."""
+    return CudaEvent if device.type == "cuda" else HostEvent
+
+
+_INITIAL_ROWS = 512
+
+
+class StepBuffers:
+    """Host memory of one in-flight step: its inputs, and the outcome that the device writes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.staging = Staging(device)
+        self._pinned = device.type == "cuda"
+        self._numbers = self._allocate(_INITIAL_ROWS)
+
+    def fetch(self, outcome: Tensor) -> Int64Array:
+        """Where the numbers will be once the device has got so far."""
+        if len(outcome) > len(self._numbers):
+            self._numbers = self._allocate(2 * len(outcome))
+        self._numbers[: len(outcome)].copy_(outcome, non_blocking=True)
+        return self._numbers[: len(outcome)].numpy()
+
+    def _allocate(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, dtype=torch.int64, pin_memory=self._pinned)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedLogprobs:
+    """Log probabilities on their way to the host, or there."""
+
+    rows: Int64Array
+    """Which of the sampling rows asked."""
+
+    num_top: Int32Array
+    """How many most probable tokens each of them asked for."""
+
+    tensors: LogprobTensors
+
+    @classmethod
+    def fetch(
+        cls, rows: Int64Array, num_top: Int32Array, tensors: LogprobTensors
+    ) -> "FetchedLogprobs":
+        """Begin to copy them to the host."""
+        on_host = LogprobTensors(
+            token_ids=_to_host(tensors.token_ids),
+            logprobs=_to_host(tensors.logprobs),
+            ranks=_to_host(tensors.ranks),
+        )
+        return cls(rows=rows, num_top=num_top, tensors=on_host)
+
+    def entries(self) -> dict[int, TokenLogprobs]:
+        """By sampling row, once they are there."""
+        each = self.tensors
+        table = table_of(each.token_ids.numpy(), each.logprobs.numpy(), each.ranks.numpy())
+        counts = zip(self.rows.tolist(), self.num_top.tolist(), strict=True)
+        return {row: table.row(index, num_top) for index, (row, num_top) in enumerate(counts)}
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+class LastFinishTime:
+    """When the step collected last was done: the next one has had the device only since then."""
+
+    def __init__(self) -> None:
+        self.time_us = 0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class InFlightStep:
+    """One launched step. Implements `Step` of `worker_service.engine.executor`, and `Outcome`."""
+
+    plan: StepPlan
+    rows: Int64Array
+    """[n]: the plan's rows that sample."""
+
+    errors: dict[int, RowErrorReason]
+    """Rows of sequences that were known to have failed, by row of the plan."""
+
+    numbers: Int64Array
+    """[n]: a token or one of `FAILURES` each, once `end` is reached."""
+
+    logprobs: FetchedLogprobs | None
+    buffers: StepBuffers
+    begin: DeviceEvent
+    computed: DeviceEvent
+    end: DeviceEvent
+    start: StepStart
+    cache_device_us: Callable[[], int]
+    """Microseconds that the cache operations have taken the device."""
+
+    last_finish: LastFinishTime
+    is_collected: bool = False
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the device is done."""
+        return self.end.is_reached
+
+    def wait(self) -> Int64Array:
+        """A token or failure per sampling row, once the device is done."""
+        self.end.wait()
+        return self.numbers
+
+    def collect(self) -> StepResult:
+        """Return the step's result, once the device is done."""
+        numbers = self.wait()
+        outcome = StepOutcome.of_failed(len(self.plan.seq_ids), self.errors)
+        outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
+        for index in np.flatnonzero(numbers < 0).tolist():
+            outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
+        if self.logprobs is not None:
+            outcome.logprobs = {
+                int(self.rows[index]): entry
+                for index, entry in self.logprobs.entries().items()
+                if numbers[index] >= 0
+            }
+        result = outcome.result(self.plan, self._timings())
+        self.is_collected = True
+        return result
+
+    def _timings(self) -> StepTimings:
+        started_us = max(self.start.started_us, self.last_finish.time_us)
+        self.last_finish.time_us = finished_us = monotonic_us()
+        cache_us = self.start.cache_done_us - self.start.started_us
+        return StepTimings(
+            received_us=self.plan.received_us,
+            started_us=started_us,
+            finished_us=finished_us,
+            cache_ops_us=cache_us + self.cache_device_us(),
+            forward_us=self.computed.us_since(self.begin),
+            sample_us=self.end.us_since(self.computed),
+        )

@@ -1,0 +1,106 @@
+"""Micro-batches of a step, so that the stages of a pipeline work at the same time.
+
+Every plan is divided into as many parts as there are stages, and each rank computes the parts one
+after the other. While a stage computes one part, the stage before it computes the next; and since
+a sequence decodes in the same part of every plan, the first stage begins with a part of the next
+plan as soon as that part's tokens are known:
+
+    stage 0    plan 1 a   plan 1 b   plan 2 a   plan 2 b   plan 3 a
+    stage 1               plan 1 a   plan 1 b   plan 2 a   plan 2 b
+
+That needs two plans at the worker, which the core's pipelining provides.
+
+The slowest part sets the pace, so parts are even in tokens. A prompt's tokens are all known, and
+may be cut into pieces that follow one another in the order of the parts; the last of them samples.
+A piece beyond the sequence's own part has a price: that part of the next plan, in which it decodes
+for the first time, waits for the token. So what samples fills its own part first, then those
+before it, and only then those after it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.errors import InvalidPlan
+from worker_service.plan import StepPlan
+from worker_service.runner.sequence_table import SequenceTable
+
+LEAST_TOKENS = 16
+"""Fewest tokens in a piece: a part may be longer than the mean by about this many."""
+
+
+def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
+    """(rows of the plan, a plan of these rows) of each part that has rows; a row that was cut is in
+    several, and samples in the last of them.
+
+    The same on every rank: rows, and with them parts, follow from the plans alone. A fork that
+    samples from its parent's logits is where its parent samples. Raises InvalidPlan if a sequence
+    has two rows.
+    """
+    shares, ends = _divide(plan, table)
+    for part in range(table.num_parts):
+        ends_here = ends == part
+        rows = np.flatnonzero((shares[part] > 0) | ends_here)
+        if len(rows):
+            yield (
+                rows,
+                replace(
+                    plan,
+                    seq_ids=plan.seq_ids[rows],
+                    num_tokens=shares[part, rows],
+                    sample=(plan.sample & ends_here)[rows],
+                ),
+            )
+
+
+def _divide(plan: StepPlan, table: SequenceTable) -> tuple[Int32Array, Int64Array]:
+    """[num_parts, num_rows]: each row's tokens in each part; [num_rows]: the part it ends in."""
+    row_ids = table.row_ids(plan.seq_ids, "seq_ids")
+    if len(np.unique(row_ids)) != len(row_ids):
+        raise InvalidPlan("seq_ids", "a sequence has two rows")
+    ends = table.parts(row_ids)
+    shares = np.zeros((table.num_parts, len(row_ids)), np.int32)
+    is_long = plan.num_tokens > LEAST_TOKENS
+    short = np.flatnonzero(~is_long)
+    shares[ends[short], short] = plan.num_tokens[short]
+    room = -(-int(plan.num_tokens.sum()) // table.num_parts) - shares.sum(axis=1)
+    # Rows that sample come first: only they prefer certain parts.
+    for row in sorted(np.flatnonzero(is_long).tolist(), key=lambda row: not plan.sample[row]):
+        order = _order(int(ends[row]), table.num_parts, samples=bool(plan.sample[row]))
+        shares[:, row] = _pieces(int(plan.num_tokens[row]), room, order)
+        room -= shares[:, row]
+        ends[row] = np.flatnonzero(shares[:, row])[-1]
+    for row in np.flatnonzero(plan.num_tokens == 0).tolist():
+        ends[row] = _end_of_parent(plan, row, ends)
+    return shares, ends
+
+
+def _order(own: int, num_parts: int, *, samples: bool) -> Sequence[int]:
+    """The parts in the order in which a row fills them."""
+    if not samples:
+        return range(num_parts)
+    return [*range(own, -1, -1), *range(own + 1, num_parts)]
+
+
+def _pieces(num_tokens: int, room: Int64Array, order: Sequence[int]) -> Int64Array:
+    """How many of a row's tokens each part takes, none much more than it has room for."""
+    pieces, left = np.zeros_like(room), num_tokens
+    for part in order:
+        if left <= room[part] + LEAST_TOKENS:
+            pieces[part] = left
+            return pieces
+        if room[part] > 0:
+            pieces[part] = max(int(room[part]), LEAST_TOKENS)
+            left -= int(pieces[part])
+    pieces[np.argmax(room - pieces)] += left
+    return pieces
+
+
+def _end_of_parent(plan: StepPlan, row: int, ends: Int64Array) -> int:
+    """A row that names no parent of this plan stays: the runner reports what is wrong with it."""
+    seq_id = int(plan.seq_ids[row])
+    parent = next((new.parent_seq_id for new in plan.new_sequences if new.seq_id == seq_id), None)
+    found = [] if parent is None else np.flatnonzero(plan.seq_ids == parent).tolist()
+    return int(ends[found[0]] if found else ends[row])

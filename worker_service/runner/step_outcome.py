@@ -1,0 +1,90 @@
+"""What a step produced, by row of its plan, before it is a `StepResult`."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from worker_service.array_types import Int64Array
+from worker_service.plan import (
+    Candidates,
+    PromptLogprobs,
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+)
+from worker_service.runner.device_rows import FAILURES
+from worker_service.sampling.sampler import NO_TOKEN
+
+NOT_SAMPLED = min(FAILURES) - 1
+"""Code of a row that neither sampled a token nor failed, or whose token the core chooses."""
+
+_CODES = {reason: code for code, reason in FAILURES.items()}
+
+
+class StepStart(NamedTuple):
+    """When a step's first parts were done, on the monotonic clock."""
+
+    started_us: int
+    cache_done_us: int
+    admitted_us: int
+
+    def later(self, by_us: int) -> "StepStart":
+        """The same times, `by_us` later."""
+        return StepStart(*(time_us + by_us for time_us in self))
+
+
+@dataclass(kw_only=True, slots=True)
+class StepOutcome:
+    """The outcome of a step so far, by row of the plan."""
+
+    tokens: Int64Array
+    """[num_rows]; NO_TOKEN where none was sampled."""
+
+    errors: dict[int, RowErrorReason] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+
+    forward_us: int = 0
+    """Input preparation and forward pass, in microseconds."""
+
+    @classmethod
+    def of_failed(cls, num_rows: int, errors: dict[int, RowErrorReason]) -> "StepOutcome":
+        """An outcome without tokens in which these rows have failed."""
+        return cls(tokens=np.full(num_rows, NO_TOKEN, np.int64), errors=dict(errors))
+
+    def encode(self) -> Int64Array:
+        """One number per row: its token, one of `FAILURES`, or NOT_SAMPLED."""
+        numbers = np.where(self.tokens == NO_TOKEN, NOT_SAMPLED, self.tokens)
+        for row, reason in self.errors.items():
+            numbers[row] = _CODES[reason]
+        return numbers
+
+    def add_part(self, rows: Int64Array, part: "StepOutcome") -> None:
+        """Merge the outcome of a micro-batch of these rows. A row that was cut has only prompt log
+        probabilities before its last piece."""
+        self.tokens[rows] = part.tokens
+        for name in ("logprobs", "candidates", "errors"):
+            entries = getattr(part, name)
+            getattr(self, name).update((int(rows[row]), entry) for row, entry in entries.items())
+        for index, entry in part.prompt_logprobs.items():
+            row = int(rows[index])
+            before = self.prompt_logprobs.get(row)
+            self.prompt_logprobs[row] = entry if before is None else before.followed_by(entry)
+        self.forward_us += part.forward_us
+
+    def result(self, plan: StepPlan, timings: StepTimings) -> StepResult:
+        """The step's result, as the core receives it."""
+        return StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            token_ids=self.tokens[plan.sample].astype(np.int32),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            candidates=self.candidates,
+            errors=dict(sorted(self.errors.items())),
+            timings=timings,
+        )
