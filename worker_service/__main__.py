@@ -10,12 +10,27 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from service_common.config_flags import CLUSTER, LOGGING, Flags, takes_flags
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
-from worker_service.cli.model_flags import CacheFlags, ModelFlags, RunnerFlags, SimulationFlags
-from worker_service.cli.options import takes_flags
+from worker_service.cli.flags import (
+    CACHE,
+    COST,
+    CPU_AFFINITY,
+    LAUNCHER_PID,
+    LISTEN,
+    MODEL,
+    NETWORK,
+    RUNNER,
+    SIMULATE,
+    SIMULATION,
+    WORKER,
+    worker_config,
+)
 from worker_service.cli.ranks import (
+    RANKS,
+    RAY,
     LauncherName,
     RankAssignment,
     RankFlags,
@@ -23,7 +38,6 @@ from worker_service.cli.ranks import (
     RayFlags,
     assign_rank,
 )
-from worker_service.cli.service_flags import ClusterFlags, ServiceFlags
 from worker_service.config import DEFAULT_LISTEN, WorkerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.errors import InvalidOption, WorkerError
@@ -41,57 +55,47 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@takes_flags
-def serve(
-    model: ModelFlags,
-    service: ServiceFlags,
-    cluster: ClusterFlags,
-    cache: CacheFlags,
-    runner: RunnerFlags,
-    ranks: RankFlags,
-    ray: RayFlags,
-    simulation: SimulationFlags,
-) -> None:
+@takes_flags(
+    MODEL.parameters,
+    [CPU_AFFINITY],
+    WORKER.parameters,
+    LISTEN,
+    NETWORK.parameters,
+    LOGGING,
+    [LAUNCHER_PID],
+    CLUSTER.parameters,
+    CACHE.parameters,
+    RUNNER.parameters,
+    RANKS.parameters,
+    RAY.parameters,
+    [SIMULATE],
+    SIMULATION.parameters,
+    COST.parameters,
+)
+def serve(flags: Flags) -> None:
     """Serve a model's steps to a scheduler core."""
-    configure_logging(service.log_level, service.log_format)
+    configure_logging(flags["log_level"], flags["log_format"])
     limit_spinning(os.environ)
     try:
-        if simulation.simulate:
+        ranks = RankFlags(**RANKS.fields_of(flags))
+        if flags["simulate"]:
             ranks.require_one_rank("simulate")
         assignment = assign_rank(ranks, os.environ)
         if not isinstance(assignment, RankAssignment):
-            if model.cpu_affinity is not None:
+            if flags["cpu_affinity"] is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
-            host = _host_of(assignment, model.device, service, ranks, ray)
+            host = _host_of(assignment, flags, ranks)
             raise typer.Exit(asyncio.run(launch(assignment.ranks, host)))
-        if service.launcher_pid is not None:
-            die_with_parent(service.launcher_pid)
-        config = WorkerConfig(
-            model=simulation.config(model.max_model_len)
-            if simulation.simulate
-            else model.config(assignment),
-            cache=cache.config(),
-            runner=runner.config(),
-            network=service.network(assignment, cluster.config()),
-            group=assignment.group,
-            served_model_name=service.served_model_name,
-            grace_period_s=service.grace_period,
-            profile_dir=service.profile_dir,
-        )
-        asyncio.run(_run(config))
+        if flags["launcher_pid"] is not None:
+            die_with_parent(flags["launcher_pid"])
+        asyncio.run(_run(worker_config(flags, assignment)))
     except (InvalidOption, CannotTrace) as error:
         _exit(error, 2)
     except (WorkerError, CannotListen) as error:
         _exit(error, 1)
 
 
-def _host_of(
-    ranks_to_launch: RanksToLaunch,
-    device: str,
-    service: ServiceFlags,
-    ranks: RankFlags,
-    ray: RayFlags,
-) -> RankHost:
+def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> RankHost:
     """The host of the ranks that this process launches."""
     group_id = ranks_to_launch.group_id or uuid.uuid4().hex
     if ranks_to_launch.launcher is LauncherName.local:
@@ -99,21 +103,22 @@ def _host_of(
             arguments=sys.argv[1:],
             ranks=ranks_to_launch.ranks,
             group_id=group_id,
-            listen=service.listen or DEFAULT_LISTEN,
-            advertise=service.advertise,
+            listen=flags["listen"] or DEFAULT_LISTEN,
+            advertise=flags["advertise"],
             distributed_init=ranks_to_launch.distributed_init,
             first_local_rank=ranks_to_launch.first_local_rank,
         )
     from worker_service.launcher.ray_cluster import RayConfig, RayHost, connect
 
+    ray = RayFlags(**RAY.fields_of(flags))
     config = RayConfig(
         arguments=sys.argv[1:],
         tensor_parallel_size=ranks.tensor_parallel_size,
         pipeline_parallel_size=ranks.pipeline_parallel_size,
         group_id=group_id,
-        device=device,
-        listen=service.listen,
-        advertise=service.advertise,
+        device=flags["device"],
+        listen=flags["listen"],
+        advertise=flags["advertise"],
         cpus_per_rank=ray.ray_cpus_per_rank,
         timeout_s=ray.ray_timeout,
     )

@@ -1,5 +1,6 @@
 """The worker's settings: one frozen dataclass per concern, made once from the command line.
 
+The docstrings of most fields are the help texts of their flags; `cli/flags.py` derives those.
 Nothing here imports torch.
 """
 
@@ -21,16 +22,16 @@ class CostModel:
     """
 
     step_us: float = 0.0
-    """Per step, whatever is in it: launching kernels, reading weights."""
+    """Microseconds that a simulated step takes, whatever is in it."""
 
     token_us: float = 0.0
-    """Per token of a row beyond its first, which are a prefill's."""
+    """Microseconds per token of a row beyond its first, which only prefills have."""
 
     sequence_us: float = 0.0
-    """Per row: a decode's own share of the step."""
+    """Microseconds per row of a simulated step."""
 
     block_us: float = 0.0
-    """Per block that is swapped out or in."""
+    """Microseconds per block that is swapped out or in."""
 
     def __post_init__(self) -> None:
         for name in ("step_us", "token_us", "sequence_us", "block_us"):
@@ -60,19 +61,19 @@ class SimulationConfig:
     """The name the model is served under, unless another is given."""
 
     vocab_size: int = 32000
-    """Token ids are below this."""
+    """Simulated tokens are below this."""
 
     eos_token_id: int = 2
-    """The token that ends a sequence."""
+    """Token that ends a simulated sequence."""
 
     max_model_len: int = DEFAULT_MAX_MODEL_LEN
     """Most tokens of prompt and output together."""
 
     num_gpu_blocks: int = 4096
-    """Blocks of the device cache that a profile finds room for."""
+    """Simulated KV blocks on the device."""
 
     num_cpu_blocks: int = 4096
-    """Blocks of the host cache."""
+    """Simulated KV blocks on the host."""
 
     cost: CostModel = field(default_factory=CostModel)
 
@@ -101,41 +102,39 @@ LOAD_FORMATS = ("safetensors", "dummy")
 class ModelConfig:
     """Which model to load, and in which form."""
 
-    model: str
-    """Checkpoint directory, model id on the Hugging Face hub, or `embedded`."""
+    model: str = "embedded"
+    """Checkpoint directory, hub id, or `embedded`."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub; None takes the default branch."""
+    """Branch, tag or commit on the hub."""
 
     device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`; `auto` takes a GPU if there is one."""
+    """auto, cpu, cuda or cuda:N."""
 
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`; see `worker_service.loader.device`."""
+    """auto, float32, bfloat16 or float16."""
 
     load_format: str = "safetensors"
-    """`safetensors`, or `dummy`: seeded random weights from `config.json` alone."""
+    """safetensors, or dummy for random weights."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; None takes the model's own limit."""
+    """Most tokens of prompt and output together."""
 
     attention_backend: str | None = None
-    """Name of a backend in `pagewire_kernels.select`; None chooses by device and model."""
+    """flash, triton, cpu or reference."""
 
     batch_invariant: bool = False
-    """Whether a row's logits must not depend on its batch, bitwise. On a CPU they never do; on a
-    GPU it costs speed."""
+    """On a GPU, too, tokens do not depend on what else is in the batch; slower."""
 
     threads: int | None = None
-    """Threads of torch and of our kernels on a CPU; None takes as many as the model can keep busy,
-    at most as many as torch finds cores."""
+    """CPU threads for the model."""
 
     cpus: tuple[int, ...] | None = None
     """The CPUs that the model's threads are pinned to, one each; None lets the system place
     them."""
 
     trust_remote_code: bool = False
-    """Whether Python code in the checkpoint may be run."""
+    """Run Python code that comes with a checkpoint."""
 
     local_rank: int = 0
     """Place among the ranks on this machine: which GPU `auto` and `cuda` take."""
@@ -179,25 +178,23 @@ def _random_id() -> str:
 class CacheConfig:
     """Size and shape of the paged KV cache."""
 
+    # A power of two, so that kernels can shift instead of divide.
     block_size: int | None = None
-    """Tokens per block, a power of two, so that kernels can shift instead of divide. None: what
-    the attention backend prefers, 64 on a CPU and mostly 16 on a GPU."""
+    """Tokens per KV block, a power of two."""
 
+    # fp8 is e4m3, with a scale per layer from the checkpoint, or 1.
     kv_cache_dtype: str = "auto"
-    """`auto`: keys and values as the model computes them; `fp8`: a byte each (e4m3), with a scale
-    per layer from the checkpoint, or 1."""
+    """auto, or fp8 for keys and values in a byte each (GPUs)."""
 
+    # Both in bytes. None: `kv_cache/memory_budget.py` decides.
     kv_cache_memory: int | None = None
-    """Bytes for KV blocks in device memory. None: on a CPU a quarter of the memory available, at
-    most 4 GiB and no more than the largest batch can use; on a GPU what `gpu_memory_utilization`
-    leaves after a profiling run."""
+    """Memory for KV blocks, such as 4GiB."""
 
     swap_space: int | None = None
-    """Bytes for KV blocks in host memory, to swap to. None: 4 GiB with a GPU and none with a CPU,
-    where device and host memory are the same."""
+    """Host memory for swapped blocks."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory this worker may fill in all."""
+    """Share of a GPU's memory to fill."""
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -220,17 +217,17 @@ class CacheConfig:
 class RunnerConfig:
     """How steps are computed."""
 
+    # Not with several ranks, whose steps wait for each other on the host, nor with attention that
+    # waits for the device.
     cuda_graphs: bool = True
-    """Whether a GPU records decode steps and replays them. It does not with several ranks, whose
-    steps wait for each other on the host, nor with attention that waits for the device."""
+    """On a GPU, record decode steps at start and replay them."""
 
     max_graph_batch_size: int = 512
-    """Largest batch of decodes that is recorded, if that many sequences can be scheduled. A
-    recording takes start-up time; their memory is shared."""
+    """Largest batch of decodes recorded."""
 
+    # Takes long at start and gives up batch invariance.
     compile: bool = False
-    """Whether a GPU's layers go through `torch.compile`, which takes long at start and gives up
-    batch invariance."""
+    """On a GPU, put layers through torch.compile."""
 
     def __post_init__(self) -> None:
         if self.max_graph_batch_size < 1:
@@ -246,14 +243,13 @@ class NetworkConfig:
     """`HOST:PORT` or `unix:PATH`; port 0 takes a free one."""
 
     advertise: str | None = None
-    """Address that the core dials. None: the one listened on, with the real port; where that
-    is all interfaces, the one that the route to the core leaves by."""
+    """Address the core is to dial."""
 
     core: str | None = None
-    """Address of the scheduler core to register with. None: only serve."""
+    """Scheduler core to register with; none: only serve."""
 
     health_listen: str | None = None
-    """Where to answer health checks besides, of anybody. None: only where it listens."""
+    """Answer health checks here besides, without TLS or credentials."""
 
     cluster: ClusterConfig = NO_CLUSTER
     """What members of the deployment show each other."""
@@ -262,7 +258,8 @@ class NetworkConfig:
     """Where Prometheus asks, HOST:PORT. None: nowhere."""
 
     otlp_endpoint: str | None = None
-    """Where spans are exported to. None: where OpenTelemetry's own variables say, if anywhere."""
+    """Where requests' spans are exported to (OTLP over gRPC), as http://127.0.0.1:4317; without it
+    as OpenTelemetry's own variables say."""
 
     group_id: str = field(default_factory=_random_id)
     """The worker group this worker belongs to."""
@@ -313,14 +310,13 @@ class WorkerConfig:
     group: GroupConfig = field(default_factory=GroupConfig)
 
     served_model_name: str | None = None
-    """The name clients use. None: the last part of the model's path or id."""
+    """Name clients use."""
 
     grace_period_s: float = 30.0
-    """Seconds that the core is given after SIGTERM to move running sequences to other workers, or
-    where there are none, to have them finish."""
+    """Seconds after SIGTERM in which sequences move to other workers, or else finish."""
 
     profile_dir: str = "."
-    """Directory for the profiler's traces."""
+    """Directory for profiler traces."""
 
     def __post_init__(self) -> None:
         if self.grace_period_s < 0:

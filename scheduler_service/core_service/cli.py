@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from scheduler_service.command_line import CLUSTER, ConfigFlags, Flags, flag, service_command
+from scheduler_service.command_line import service_command
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig, read_tenants
 from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from service_common.cluster import ClusterConfig
+from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
 from service_common.metrics_server import metrics_address
 
 SERVICE = ConfigFlags(

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from scheduler_service.command_line import CLUSTER, ConfigFlags, Flags, flag, service_command
+from scheduler_service.command_line import service_command
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import serve
 from service_common.cluster import ClusterConfig
+from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
 from service_common.metrics_server import metrics_address
 from service_common.tls import tls_files
 

@@ -6,6 +6,7 @@ A core and a worker, real ones, each on a port of its own, with certificates mad
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from scheduler_service.frontend.server import Frontend
 from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
 from tests.support.certificates import Authority, Issued
 from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
-from worker_service.cli.service_flags import ClusterFlags
+from worker_service.cli.flags import cluster_config
 from worker_service.config import CacheConfig, NetworkConfig, SimulationConfig, WorkerConfig
 from worker_service.errors import InvalidOption
 from worker_service.service.lifecycle import Worker
@@ -351,6 +352,7 @@ def test_credentials_that_are_no_good_are_refused_at_the_start(
         with pytest.raises(ValueError, match=r"cluster|tls") as caught:
             ClusterConfig(**arguments)
         assert "secret" not in str(caught.value)
-        flags = {f"cluster_{name}": value for name, value in arguments.items()}
+        flags = dict.fromkeys(f"cluster_{each.name}" for each in fields(ClusterConfig))
+        flags |= {f"cluster_{name}": value for name, value in arguments.items()}
         with pytest.raises(InvalidOption, match=r"cluster|tls"):
-            ClusterFlags(**flags).config()
+            cluster_config(flags)

@@ -1,12 +1,7 @@
-"""The flags of `python -m worker_service`, one dataclass per concern, and the settings they make.
-
-The fields of a dataclass are the flags: their names, types, defaults and help. `takes_flags` in
-`options.py` gives the command all their fields as parameters, and calls it with the dataclasses.
+"""The flags of `python -m worker_service`, and the settings that their values make.
 
 | file | holds |
 | --- | --- |
-| `options.py` | commands whose parameters are the fields of dataclasses |
-| `model_flags.py` | flags of the model, its KV cache and the device, and of the simulated worker |
+| `flags.py` | the flags, mostly fields of the configuration's dataclasses, and the configuration |
 | `ranks.py` | flags of ranks, and which rank a process is |
-| `service_flags.py` | flags of the process: name, addresses, shutdown, logs, TLS and cluster key |
 """

@@ -3,11 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
 
-from typer import Option
-
-from worker_service.cli.options import env
+from service_common.config_flags import ConfigFlags
 from worker_service.config import GroupConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
@@ -27,63 +24,24 @@ class LauncherName(StrEnum):
 class RankFlags:
     """What the command line says of ranks."""
 
-    group_id: Annotated[
-        str | None,
-        Option(envvar=env("GROUP_ID"), help="Worker group.", show_default="drawn at random"),
-    ] = None
-    tensor_parallel_size: Annotated[
-        int,
-        Option(
-            envvar=env("TENSOR_PARALLEL_SIZE"), help="Ranks that share each layer of the model."
-        ),
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int,
-        Option(
-            envvar=env("PIPELINE_PARALLEL_SIZE"), help="Stages that the layers are spread over."
-        ),
-    ] = 1
-    rank: Annotated[
-        int | None,
-        Option(
-            envvar=env("RANK"),
-            help="Be this one of the ranks, and start none.",
-            show_default="start all ranks on this machine, unless torchrun has",
-        ),
-    ] = None
-    local_rank: Annotated[
-        int,
-        Option(
-            envvar=env("LOCAL_RANK"),
-            help="Which of the machine's GPUs a rank takes, or the first of those started.",
-        ),
-    ] = 0
-    distributed_init: Annotated[
-        str | None,
-        Option(
-            envvar=env("DISTRIBUTED_INIT"),
-            metavar="HOST:PORT",
-            help="Where rank 0 is to be found by the others; with --rank.",
-        ),
-    ] = None
-    launcher: Annotated[
-        LauncherName,
-        Option(
-            envvar=env("LAUNCHER"),
-            help="Who starts the ranks: this command on its machine, or a Ray cluster.",
-        ),
-    ] = LauncherName.local
-    num_nodes: Annotated[
-        int,
-        Option(
-            envvar=env("NUM_NODES"),
-            help="Machines with equal parts of the ranks, each started with --node-rank.",
-        ),
-    ] = 1
-    node_rank: Annotated[
-        int | None,
-        Option(envvar=env("NODE_RANK"), help="Start this machine's part of the ranks."),
-    ] = None
+    group_id: str | None = None
+    """Worker group."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer of the model."""
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are spread over."""
+    rank: int | None = None
+    """Be this one of the ranks, and start none."""
+    local_rank: int = 0
+    """Which of the machine's GPUs a rank takes, or the first of those started."""
+    distributed_init: str | None = None
+    """Where rank 0 is to be found by the others; with --rank."""
+    launcher: LauncherName = LauncherName.local
+    """Who starts the ranks: this command on its machine, or a Ray cluster."""
+    num_nodes: int = 1
+    """Machines with equal parts of the ranks, each started with --node-rank."""
+    node_rank: int | None = None
+    """Start this machine's part of the ranks."""
 
     def require_one_rank(self, option: str) -> None:
         """Raises InvalidOption where `option` is given for several ranks."""
@@ -275,23 +233,30 @@ def _from_torchrun(flags: RankFlags, torchrun: TorchrunEnvironment) -> RankAssig
 class RayFlags:
     """Ranks on a Ray cluster."""
 
-    ray_address: Annotated[
-        str | None,
-        Option(
-            envvar=[env("RAY_ADDRESS"), "RAY_ADDRESS"],
-            metavar="HOST:PORT",
-            help="The Ray cluster.",
-            show_default="the one this machine belongs to",
-        ),
-    ] = None
-    ray_cpus_per_rank: Annotated[
-        int, Option(envvar=env("RAY_CPUS_PER_RANK"), help="CPUs that Ray keeps for a rank.")
-    ] = 1
-    ray_timeout: Annotated[
-        float,
-        Option(
-            envvar=env("RAY_TIMEOUT"),
-            metavar="SECONDS",
-            help="How long to wait for nodes that have room for the group.",
-        ),
-    ] = 300.0
+    ray_address: str | None = None
+    """The Ray cluster."""
+    ray_cpus_per_rank: int = 1
+    """CPUs that Ray keeps for a rank."""
+    ray_timeout: float = 300.0
+    """How long to wait for nodes that have room for the group."""
+
+
+RANKS = ConfigFlags(
+    RankFlags,
+    settings={
+        "group_id": {"show_default": "drawn at random"},
+        "rank": {"show_default": "start all ranks on this machine, unless torchrun has"},
+        "distributed_init": {"metavar": "HOST:PORT"},
+    },
+)
+RAY = ConfigFlags(
+    RayFlags,
+    settings={
+        "ray_address": {
+            "envvar": ["PAGEWIRE_RAY_ADDRESS", "RAY_ADDRESS"],
+            "metavar": "HOST:PORT",
+            "show_default": "the one this machine belongs to",
+        },
+        "ray_timeout": {"metavar": "SECONDS"},
+    },
+)

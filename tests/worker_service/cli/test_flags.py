@@ -1,5 +1,6 @@
 """`python -m worker_service` as a process."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,13 +18,14 @@ from typer.testing import CliRunner
 
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from service_common.config_flags import Flags, takes_flags
 from tests.support.checkpoints import checkpoint
 from tests.support.cluster import SERVING, health
 from tests.support.worker_driver import PlanBuilder
 from tools.launch import environment
 from worker_service.__main__ import app
-from worker_service.cli.model_flags import CacheFlags, RunnerFlags
-from worker_service.cli.options import parse_bytes, takes_flags
+from worker_service.cli.flags import CACHE, RUNNER, parse_bytes
+from worker_service.config import CacheConfig, RunnerConfig
 
 GIB = 2**30
 
@@ -214,17 +217,34 @@ def test_help_names_the_environment_variables() -> None:
     assert "--gpu-memory-utilization" in result.output
 
 
-def test_a_command_is_called_with_records_of_its_flags() -> None:
-    calls: list[tuple[CacheFlags, RunnerFlags]] = []
+FLAGS = json.loads((Path(__file__).parent / "flags.json").read_text())
+"""By flag: the environment variables and the default."""
 
-    def command(cache: CacheFlags, runner: RunnerFlags) -> None:
+
+def test_flags_variables_and_defaults_are_as_documented() -> None:
+    assert {
+        "/".join([*each.opts, *each.secondary_opts]): [
+            each.envvar,  # type: ignore[attr-defined]
+            getattr(each.default, "value", each.default),
+        ]
+        for each in typer.main.get_command(app).params
+        if each.name != "help"
+    } == FLAGS
+
+
+def test_flags_are_the_fields_of_configurations() -> None:
+    calls: list[tuple[CacheConfig, RunnerConfig]] = []
+
+    @takes_flags(CACHE.parameters, RUNNER.parameters)
+    def command(flags: Flags) -> None:
         """What it does."""
-        calls.append((cache, runner))
+        cache, runner = CACHE.fields_of(flags), RUNNER.fields_of(flags)
+        calls.append((CacheConfig(**cache), RunnerConfig(**runner)))
 
     app = typer.Typer()
-    app.command()(takes_flags(command))
+    app.command()(command)
     flags = ["--block-size", "8", "--no-cuda-graphs"]
     result = CliRunner().invoke(app, flags, env={"PAGEWIRE_SWAP_SPACE": "1KiB"})
     assert result.exit_code == 0, result.output
-    assert calls == [(CacheFlags(block_size=8, swap_space=1024), RunnerFlags(cuda_graphs=False))]
+    assert calls == [(CacheConfig(block_size=8, swap_space=1024), RunnerConfig(cuda_graphs=False))]
     assert "What it does." in CliRunner().invoke(app, ["--help"]).output

@@ -1,0 +1,125 @@
+"""Flags of services, derived from configuration.
+
+A field of a configuration dataclass is a flag of its name: `max_num_seqs` is `--max-num-seqs` and
+`PAGEWIRE_MAX_NUM_SEQS`, with the field's type and default, and its docstring is the help text.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias, get_type_hints
+
+import typer
+
+from service_common.cluster import ClusterConfig
+from service_common.logging_config import LogFormat, LogLevel
+
+Flags: TypeAlias = Mapping[str, Any]
+"""Values by flag."""
+
+_METAVARS = {
+    "core": "HOST:PORT|unix:PATH",
+    "listen": "HOST:PORT|unix:PATH",
+    "health_listen": "HOST:PORT|unix:PATH",
+    "http": "HOST:PORT|off",
+    "metrics_port": "[HOST:]PORT|off",
+    "otlp_endpoint": "URL",
+    "default_timeout": "SECONDS",
+    "grace_period": "SECONDS",
+    "max_outgrown_wait": "SECONDS",
+}
+
+
+def flag(name: str, kind: Any, default: object, text: str, **settings: Any) -> inspect.Parameter:
+    """One flag; a boolean one that ends in `!` cannot be negated on the command line.
+
+    settings: more of `typer.Option`'s.
+    """
+    names = []
+    if name.endswith("!"):
+        name = name[:-1]
+        names.append(f"--{name.replace('_', '-')}")
+    settings.setdefault("metavar", _METAVARS.get(name, "FILE" if kind == Path | None else None))
+    settings.setdefault("envvar", f"PAGEWIRE_{name.upper()}")
+    option = typer.Option(*names, help=text, **settings)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+class ConfigFlags:
+    """The flags of a configuration dataclass."""
+
+    def __init__(
+        self,
+        config: type,
+        *,
+        prefix: str = "",
+        settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        **names: str | None,
+    ) -> None:
+        """`names`: flags that are not named as their field, by field; None: no flag. `settings`:
+        those of `flag`, by field."""
+        named = {field: names.get(field.name, prefix + field.name) for field in fields(config)}
+        texts, kinds = _field_docstrings(config), get_type_hints(config)
+        self.parameters = [
+            flag(
+                name,
+                kinds[field.name],
+                _default(field),
+                texts[field.name],
+                **settings.get(field.name, {}),
+            )
+            for field, name in named.items()
+            if name is not None
+        ]
+        self._fields = {
+            name.rstrip("!"): field.name for field, name in named.items() if name is not None
+        }
+
+    def fields_of(self, flags: Flags) -> dict[str, Any]:
+        """The values of the dataclass's fields."""
+        return {field: flags[name] for name, field in self._fields.items()}
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _field_docstrings(config: type) -> dict[str, str]:
+    [definition] = ast.parse(inspect.cleandoc(inspect.getsource(config))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        match statement, following:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+CLUSTER = ConfigFlags(ClusterConfig, prefix="cluster_")
+LOGGING = [
+    flag("log_level", LogLevel, LogLevel.INFO, "Least severity logged."),
+    flag("log_format", LogFormat, LogFormat.TEXT, "Lines for people, or of JSON."),
+]
+
+
+def takes_flags(
+    *flags: Iterable[inspect.Parameter],
+) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
+    """Make a command with these flags of a function of their values."""
+    parameters = [parameter for some in flags for parameter in some]
+
+    def decorate(function: Callable[[Flags], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            function(values)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
