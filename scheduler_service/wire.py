@@ -10,8 +10,13 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, sampling_pb2, scheduler_service_pb2
 from scheduler_service.columns import from_column, from_float_column, to_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.engine_outputs import EngineOutputs, RequestFinished, RequestTimings
-from scheduler_service.core.request import GeneratedTokens, Request
+from scheduler_service.core.request import (
+    EngineOutputs,
+    GeneratedTokens,
+    Request,
+    RequestFinished,
+    RequestTimings,
+)
 from scheduler_service.core.step_plan import (
     NewSequence,
     RowCandidates,

@@ -33,9 +33,8 @@ The modules, from the outside in:
     tenants.py         what each tenant uses and may use
     config.py          what an operator configures, and the capacity of a worker group
 
-    request.py         what frontends submit
+    request.py         what frontends submit, and the outputs sent to them
     step_plan.py       the plans sent to workers, and the results that they return
-    engine_outputs.py  the outputs sent to frontends
 
 Promises to workers, beyond those of plan.proto:
 
@@ -67,13 +66,14 @@ from scheduler_service.core.config import (
     WorkerGroupCapacity,
 )
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.engine_outputs import (
+from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
+    GeneratedTokens,
+    Request,
     RequestFinished,
     RequestTimings,
 )
-from scheduler_service.core.request import GeneratedTokens, Request
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core.stats.inspection import Inspection, InspectionDetail
 from scheduler_service.core.stats.scheduler_stats import CoreSnapshot, WorkerGroupSnapshot

@@ -13,9 +13,8 @@ from scheduler_service.core.admission.deadlines import (
 )
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.policies import POLICIES
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.routing import poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
 from scheduler_service.core.scheduling import results

@@ -1,10 +1,11 @@
-"""A request as a frontend submits it: tokens and settled parameters, no text."""
+"""A request as a frontend submits it, and the outputs that its frontend gets: tokens, no text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler_service.core.beam_search import BeamParams
+from scheduler_service.core.step_plan import RowLogprobs, RowPromptLogprobs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     sampling: Any
-    """The worker's `SamplerParams`, passed through without a look."""
+    """The worker's `SamplerParams`, which the core does not read."""
     num_choices: int = 1
     tenant: str = ""
     priority: int = 0
@@ -43,23 +44,92 @@ class Request:
     generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
     """By choice index."""
     attempt: int = 0
-    """Its client's number of this try at it."""
+    """The client's number for this attempt."""
     fingerprint: bytes = b""
-    """What all tries at it have in common, and no other request has; empty if there is no other
-    try."""
+    """Identifies the request across attempts; empty if there is only one attempt."""
     was_accepted: bool = False
     """Whether a core has accepted it before."""
     waited_us: int = 0
-    """How long its frontend has had it."""
+    """Time since its frontend received it."""
     max_hold_us: int = 0
-    """Longest time its tokens may be held back in order to be sent together with later ones."""
+    """Longest time for which its tokens may be buffered, to be sent together with later ones."""
     traceparent: str = ""
-    """The span that its spans go under; empty where no trace of it is recorded."""
+    """Parent of its spans; empty if its trace is not recorded."""
     num_worker_losses: int = 0
-    """Times it was being computed by a worker that died, as former cores know."""
+    """Workers that died while they were computing it, as counted by former cores."""
 
     @property
     def is_continued(self) -> bool:
-        """Whether it goes on after a loss: having been let in once, it is not refused for what
-        has come since."""
+        """Whether it continues after a loss. It was admitted once, so it is not refused because of
+        later requests."""
         return self.was_accepted or bool(self.generated)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceFinished:
+    """A choice that ended by a token or by length."""
+
+    handle: int
+    reason: str
+    """`stop` or `length`."""
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestTimings:
+    """A request's time in the core by activity, in microseconds; the parts add up to the total."""
+
+    total_us: int = 0
+    queue_us: int = 0
+    plan_us: int = 0
+    wire_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    preempted_us: int = 0
+    recovery_us: int = 0
+    num_inexact_recoveries: int = 0
+    """Times it was resumed on a worker group of another arithmetic."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestFinished:
+    """A request whose choices have all ended."""
+
+    handle: int
+    cached_tokens: int
+    timings: RequestTimings
+
+
+@dataclass(slots=True)
+class EngineOutputs:
+    """Outputs for one frontend since the last ones were taken."""
+
+    accepted: list[int] = field(default_factory=list)
+    token_handles: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[tuple[int, RowLogprobs]] = field(default_factory=list)
+    """(choice handle, log probabilities), in the order of the tokens."""
+    prompt_logprobs: list[tuple[int, RowPromptLogprobs]] = field(default_factory=list)
+    """(request handle, log probabilities)."""
+    choices_finished: list[ChoiceFinished] = field(default_factory=list)
+    requests_finished: list[RequestFinished] = field(default_factory=list)
+    requests_failed: list[tuple[int, Exception]] = field(default_factory=list)
+    """(request handle, an error of `scheduler_service.errors`)."""
+    worker_losses: list[int] = field(default_factory=list)
+    """Handles of requests that lost a worker while it was computing them, and continue."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any outputs."""
+        return bool(self.token_handles) or self.has_more_than_tokens
+
+    @property
+    def has_more_than_tokens(self) -> bool:
+        """Whether there are outputs besides tokens and their log probabilities."""
+        return bool(
+            self.accepted
+            or self.prompt_logprobs
+            or self.choices_finished
+            or self.requests_finished
+            or self.requests_failed
+            or self.worker_losses
+        )

@@ -12,9 +12,8 @@ from enum import IntEnum
 
 from scheduler_service.core.beam_search import BeamGroup
 from scheduler_service.core.config import WorkerGroupCapacity
-from scheduler_service.core.engine_outputs import EngineOutputs
 from scheduler_service.core.kv_cache.block_pool import BlockKey
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.stats.request_timing import (
     RequestClock,
     RequestEvent,

@@ -12,8 +12,7 @@ from typing import Protocol, TypeAlias
 
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.engine_outputs import EngineOutputs
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.stats.request_timing import TracedRequest
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.replay.recorder import RecordingCore

@@ -14,7 +14,7 @@ from pagewire.v1 import model_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
-from scheduler_service.core.engine_outputs import EngineOutputs
+from scheduler_service.core.request import EngineOutputs
 from scheduler_service.core_service.counters import EventCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable

@@ -12,7 +12,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column, to_column, to_float_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.engine_outputs import (
+from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
     RequestFinished,

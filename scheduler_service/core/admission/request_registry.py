@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from scheduler_service.core.beam_search import BeamGroup, BeamSearch
-from scheduler_service.core.engine_outputs import EngineOutputs
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.sequence import Frontend, Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.tenants import Tenants

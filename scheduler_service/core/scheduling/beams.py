@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from scheduler_service.columns import to_column, to_float_column
 from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.engine_outputs import ChoiceFinished
 from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.request import ChoiceFinished
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption

@@ -4,9 +4,9 @@ Computed blocks can be found in the prefix cache, tokens and log probabilities a
 frontends, and sequences finish.
 """
 
-from scheduler_service.core.engine_outputs import ChoiceFinished, RequestFinished, RequestTimings
 from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
 from scheduler_service.core.policies import Policy
+from scheduler_service.core.request import ChoiceFinished, RequestFinished, RequestTimings
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.beams import BeamScheduler, deliver_beams, without_beams
 from scheduler_service.core.scheduling.migration import MigratingGroups

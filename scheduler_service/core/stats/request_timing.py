@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
-from scheduler_service.core.engine_outputs import RequestTimings
+from scheduler_service.core.request import RequestTimings
 from scheduler_service.core.step_plan import StepResult
 
 

@@ -11,8 +11,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.engine_outputs import EngineOutputs
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStream
 from scheduler_service.core_service.service import CoreService

@@ -7,7 +7,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.engine_outputs import (
+from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
     RequestFinished,
