@@ -8,7 +8,7 @@ from tests.support.vocabularies import grammars
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import monotonic_us
-from worker_service.runner.cuda_graphs import CudaGraphRecorder, EagerRecorder
+from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.in_flight_step import DeviceEvent
@@ -32,6 +32,15 @@ class LateEvent:
         """Microseconds between the two."""
         assert isinstance(earlier, LateEvent)
         return self._time_us - earlier._time_us
+
+
+class EagerRecorder:
+    """Records nothing: replays do the work again. What padding does can be seen on any device."""
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Do the work once."""
+        work()
+        return work
 
 
 def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:

@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from pagewire_kernels.batch import is_chained
 from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.reference import swap_blocks
-from worker_service.array_types import Int32Array
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
 from worker_service.plan import StepPlan, monotonic_us
@@ -117,7 +116,7 @@ def mover_for(device: torch.device) -> BlockMover:
     return CopyMover() if found is None else NativeMover(found)
 
 
-def _runs(pairs: Int32Array) -> npt.NDArray[np.int64]:
+def _runs(pairs: Int32Array) -> Int64Array:
     """(start, length) of each run of pairs whose neighbours go to neighbouring places."""
     is_first = np.ones(len(pairs), np.bool_)
     is_first[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
@@ -188,11 +187,6 @@ class CacheEngine:
         if self._stream is not None:
             self._stream.finish()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether operations are under way."""
-        return self._stream is not None and self._stream.is_busy
-
     def device_us(self) -> int:
         """Microseconds that the last plan's operations have taken so far beside this thread."""
         return self.timer()()
@@ -254,11 +248,6 @@ class _SideStream:
     def finish(self) -> None:
         """Wait for all that is queued."""
         self._stream.synchronize()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something that was queued is not done."""
-        return not self._stream.query()
 
     def timer(self) -> Callable[[], int]:
         """Return a function that gives the device time of the last plan's operations; as long as

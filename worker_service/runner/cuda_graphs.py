@@ -88,15 +88,6 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class EagerRecorder:
-    """Records nothing: replays do the work again. What padding does can be seen on any device."""
-
-    def record(self, work: Callable[[], None]) -> Replay:
-        """Do the work once."""
-        work()
-        return work
-
-
 def graph_sizes(max_size: int) -> list[int]:
     """Padded batch sizes, smallest first: spacing grows with size, bounding padding waste."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_size + 1, 16)]

@@ -60,11 +60,6 @@ class RecordedModel:
         self._parts = set(Part)
         self._records = True
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the last batch was computed by a program."""
-        return self._recording is not None
-
     def __call__(
         self,
         token_ids: Tensor,

@@ -114,17 +114,21 @@ def test_a_program_gives_the_same_bits_and_the_same_cache(
     library: Library, dtype: torch.dtype, num_threads: int, left_out: str | None
 ) -> None:
     torch.set_num_threads(num_threads)
-    layers = Layers(library, dtype)
+    layers, calls = Layers(library, dtype), []
+
+    def counted(x: Tensor, *others: object) -> Tensor:
+        calls.append(x.shape[0])
+        return layers(x, *others)  # type: ignore[arg-type]
+
     embed = layers.embed_by_torch if left_out == "embedding" else layers.embed
     head = _no_head if left_out == "head" else layers.head
-    recorded = RecordedModel(embed, layers, head, library)
+    recorded = RecordedModel(embed, counted, head, library)
     expected_cache, cache = _cache(dtype), _cache(dtype)
     for step, num_rows in enumerate([3, 1, 64, 65, 7, 700, 2]):  # grows twice
         token_ids, positions, metadata = _batch(num_rows, step)
         sampled = torch.arange(step % 2, num_rows, 5)
         with torch.inference_mode():
             computed = recorded(token_ids, positions, cache, metadata, sampled)
-            assert recorded.is_recorded
             x = layers.table[token_ids]
             expected = layers(x, positions, expected_cache, metadata)
             logits = layers.head(expected[sampled])
@@ -136,6 +140,7 @@ def test_a_program_gives_the_same_bits_and_the_same_cache(
             assert torch.equal(computed.head.logits, logits)
             assert computed.head.best.tolist() == logits.numpy().argmax(axis=1).tolist()
             assert torch.equal(computed.head.largest, logits.amax(dim=1))
+    assert set(calls) == {64, 128, 1024}, "a program computes every batch"
 
 
 def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:
