@@ -28,7 +28,7 @@ from scheduler_service.core_service.counters import StepCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.prometheus import make_registry
+from service_common.prometheus import LoopCollector, make_registry
 
 SCRAPE_INTERVAL_S = 5.0
 NUM_SCRAPES = 30
@@ -64,7 +64,7 @@ async def scrape_us(core: SteadyCore) -> tuple[float, float]:
         counters=service.counters,
     )
     service.counters.steps_of("m")
-    registry = make_registry(metrics.collect)
+    registry = make_registry(LoopCollector(metrics.collect))
     reading, all_of_it = [], []
     for _ in range(NUM_SCRAPES):
         times = [thread_time_ns()]

@@ -13,7 +13,6 @@ Two roles, one package, two commands: `python -m scheduler_service frontend` and
                  for nothing, so any run can be replayed.
 `core_service/`  the core's edges: frontends' streams, the worker registry, the links to workers.
 `replay/`        records the calls that a core gets, and replays them exactly.
-`prometheus.py`  metrics: descriptions, histograms, export
 
 Both roles share, each in one place:
 

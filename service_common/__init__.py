@@ -10,7 +10,7 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `interceptors`, `metadata` | authentication and request timeouts; what travels in metadata |
 | `cluster`, `tls` | credentials between the services of a deployment |
 | `config_flags` | flags that are derived from configuration dataclasses |
-| `metrics_server` | the port that Prometheus scrapes |
+| `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |
 | `lark`, `token_bytes` | grammars of constraints; the bytes of tokens |
 | `watched_files`, `version` | files that are reread when they change, the version |

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from scheduler_service.prometheus import Histogram
+from service_common.prometheus import Histogram
 
 STEP_BOUNDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),

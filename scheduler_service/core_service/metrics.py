@@ -15,7 +15,7 @@ from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.core_service.worker_registry import WorkerRegistry
-from scheduler_service.prometheus import BoundedLabel, Kind, Metric
+from service_common.prometheus import BoundedLabel, Kind, Metric
 
 MODEL = ("model_name",)
 GROUP = ("model_name", "group")

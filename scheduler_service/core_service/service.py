@@ -20,13 +20,13 @@ from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.core_service.worker_registry import WorkerRegistry
 from scheduler_service.errors import Unavailable
-from scheduler_service.prometheus import make_registry, published
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording_file import RecordingWriter
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
 from service_common.interceptors import RequestTimeoutInterceptor
+from service_common.prometheus import LoopCollector, make_registry, published
 from service_common.tracing import make_tracing
 from service_common.version import VERSION
 
@@ -42,7 +42,7 @@ async def serve(config: CoreServiceConfig) -> None:
     """Run the scheduler core until SIGTERM or SIGINT; raises CannotListen and CannotRecord."""
     async with (
         CoreService(config) as service,
-        published(make_registry(service.metrics.collect), config.metrics),
+        published(make_registry(LoopCollector(service.metrics.collect)), config.metrics),
     ):
         await run_until_first(
             service.runner.wait_for_signal(service.frontends.refuse_requests), service.failed()

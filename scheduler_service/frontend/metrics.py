@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import Metric as Family
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import PagewireError
 from scheduler_service.frontend.timings import PARTS, Stopwatch
-from scheduler_service.prometheus import BoundedLabel, Histogram, Kind, LabelValues, Metric
 from scheduler_service.status_codes import status_code
+from service_common.prometheus import BoundedLabel, Histogram, Kind, LabelValues, Metric
 
 MODEL = ("model_name",)
 TENANT = ("tenant", "priority")

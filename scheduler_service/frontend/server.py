@@ -30,7 +30,6 @@ from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
-from scheduler_service.prometheus import make_registry, published
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
@@ -44,6 +43,7 @@ from service_common.interceptors import (
 )
 from service_common.logging_config import WarningThrottle
 from service_common.metadata import authorization
+from service_common.prometheus import LoopCollector, make_registry, published
 from service_common.tls import server_credentials
 from service_common.tracing import make_tracing
 from service_common.version import VERSION
@@ -83,7 +83,7 @@ class Frontend:
             metrics=self.metrics,
             tracing=self._tracing,
         )
-        self.registry = make_registry(self._collect)
+        self.registry = make_registry(LoopCollector(self._collect))
         """The registry that Prometheus scrapes."""
         self.runner = ServiceRunner(
             listen=config.listen,

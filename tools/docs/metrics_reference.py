@@ -1,10 +1,10 @@
 """The page of all metrics, generated from the lists of the services."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from scheduler_service.core_service import metrics as core
 from scheduler_service.frontend import metrics as frontend
+from service_common.prometheus import Metric
 from worker_service.service import metrics as worker
 
 HEAD = """\
@@ -24,26 +24,13 @@ SERVICES = (
 )
 
 
-class Listed(Protocol):
-    """The fields that the lists of all services share."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def help(self) -> str: ...
-    @property
-    def labels(self) -> tuple[str, ...]: ...
-
-
 def render() -> str:
     """The page as Markdown."""
     sections = (f"## {title}\n\n{_table(metrics)}" for title, metrics in SERVICES)
     return "\n".join([HEAD, *sections])
 
 
-def _table(metrics: Iterable[Listed]) -> str:
+def _table(metrics: Iterable[Metric]) -> str:
     rows = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
     rows += [
         f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {metric.help} |"
@@ -52,5 +39,5 @@ def _table(metrics: Iterable[Listed]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _labels(metric: Listed) -> str:
+def _labels(metric: Metric) -> str:
     return ", ".join(f"`{label}`" for label in metric.labels)

@@ -2,11 +2,8 @@
 
 import logging
 import time
-from bisect import bisect_left
-from itertools import accumulate
 
-from prometheus_client.utils import floatToGoString
-
+from service_common.prometheus import Histogram
 from worker_service.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -40,8 +37,8 @@ class StepMeter:
         """Between steps of a stream, until a plan was there."""
         self.idle_with_plan_us = 0
         """Between steps, with a plan at hand."""
-        self.busy_sum_us = 0
-        self._durations = [0] * (len(STEP_BOUNDS) + 1)
+        self.durations = Histogram(STEP_BOUNDS)
+        """Of steps, in seconds."""
         self._epoch = 0
         self._last_finished_us = 0
 
@@ -57,16 +54,10 @@ class StepMeter:
         self._count_time(result)
         self._count_idle(result)
 
-    def durations(self) -> list[tuple[str, float]]:
-        """Steps by seconds, as Prometheus has them: (upper end, steps up to it)."""
-        ends = [*map(floatToGoString, STEP_BOUNDS), "+Inf"]
-        return list(zip(ends, map(float, accumulate(self._durations)), strict=True))
-
     def _count_time(self, result: StepResult) -> None:
         timings = result.timings
         busy_us = timings.finished_us - timings.started_us
-        self.busy_sum_us += busy_us
-        self._durations[bisect_left(STEP_BOUNDS, busy_us / 1e6)] += 1
+        self.durations.observe(busy_us / 1e6)
         known_us = timings.cache_ops_us + timings.forward_us + timings.sample_us
         self.cache_ops_us += timings.cache_ops_us
         self.forward_us += timings.forward_us

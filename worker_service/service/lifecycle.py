@@ -13,6 +13,7 @@ from service_common.cluster import Cluster
 from service_common.grpc_server import GrpcServer
 from service_common.interceptors import RequestTimeoutInterceptor
 from service_common.metrics_server import MetricsServer
+from service_common.prometheus import make_registry
 from service_common.version import VERSION
 from worker_service.address import Address, advertised, parse
 from worker_service.config import WorkerConfig
@@ -20,7 +21,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.executor import Executor
 from worker_service.engine.tracing import make_traces
 from worker_service.errors import DeviceLost, SentAway, WorkerError
-from worker_service.service.metrics import WorkerCollector, WorkerFacts, make_registry
+from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.metrics_core import Metric as Family
 
-from scheduler_service.prometheus import Kind, Metric, make_registry, published
 from service_common.errors import CannotListen
 from service_common.metrics_server import metrics_address
+from service_common.prometheus import Kind, LoopCollector, Metric, make_registry, published
 from tests.support.scrapes import Scrape, scrape_at
 
 LEVEL = Metric("level", Kind.GAUGE, "How high.")
@@ -23,7 +23,7 @@ async def test_numbers_are_read_on_the_loops_thread_whoever_asks() -> None:
         threads.append(threading.get_ident())
         yield LEVEL.family(len(threads))
 
-    async with published(make_registry(collect), "127.0.0.1:0") as server:
+    async with published(make_registry(LoopCollector(collect)), "127.0.0.1:0") as server:
         assert server is not None
         told: Scrape = await asyncio.to_thread(scrape_at, server.address)
         assert told.sum("level") == 1
@@ -38,7 +38,7 @@ async def test_numbers_that_cannot_be_read_are_an_error_not_an_empty_page() -> N
     def collect() -> Iterator[Family]:
         raise ValueError("what a bug")
 
-    registry = make_registry(collect)
+    registry = make_registry(LoopCollector(collect))
     with pytest.raises(ValueError, match="what a bug"):
         await asyncio.to_thread(lambda: list(registry.collect()))
     with pytest.raises(ValueError, match="what a bug"):
@@ -46,7 +46,7 @@ async def test_numbers_that_cannot_be_read_are_an_error_not_an_empty_page() -> N
 
 
 async def test_nothing_listens_without_an_address() -> None:
-    async with published(make_registry(lambda: ()), None) as server:
+    async with published(make_registry(LoopCollector(lambda: ())), None) as server:
         assert server is None
 
 
@@ -56,7 +56,7 @@ async def test_a_taken_port_is_told() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CannotListen, match="already in use"):
-            async with published(make_registry(lambda: ()), address):
+            async with published(make_registry(LoopCollector(lambda: ())), address):
                 raise AssertionError("it listens")
 
 

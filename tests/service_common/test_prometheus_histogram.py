@@ -7,7 +7,7 @@ from prometheus_client import Histogram as LibrarysHistogram
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from scheduler_service.prometheus import OTHER, BoundedLabel, Histogram, Kind, Metric
+from service_common.prometheus import OTHER, BoundedLabel, Histogram, Kind, Metric
 
 BOUNDS = (0.001, 0.5, 1.0, 2.5, 1000.0)
 

@@ -1,14 +1,15 @@
-"""Prometheus metrics of the scheduling side's services: descriptions, histograms, labels, export.
+"""Prometheus metrics of the services: descriptions, histograms, labels, export.
 
-Counters and histograms are kept on the service's own event loop, which makes the samples whenever a
-scrape asks: no locks, and next to no cost per token. The client library's own take a lock for
+Frontends and core keep counters and histograms on their event loop, which makes the samples at each
+scrape: no locks, and almost no cost per token. The client library's own metrics take a lock for
 each change, and search a histogram's buckets one by one.
 
-The metrics of each service are in its own package, such as `frontend/metrics.py`.
+The metrics of each service are in its own package, such as
+`scheduler_service/frontend/metrics.py`.
 
-Names. A metric that means what one of vLLM's means has its name (`vllm:…`), so that dashboards,
-alerts and autoscalers made for vLLM work with a Pagewire deployment as it is. All others begin with
-`pagewire_`. No metric has a `vllm:` name and counts something else.
+Names: a metric with the meaning of one of vLLM's has its name (`vllm:…`), so that dashboards,
+alerts and autoscalers made for vLLM work with a Pagewire deployment. All others begin with
+`pagewire_`.
 """
 
 import asyncio
@@ -36,9 +37,9 @@ from service_common.metrics_server import MetricsServer
 
 
 class Histogram:
-    """How often values fell into each bucket, and their sum.
+    """The number of values in each bucket, and their sum.
 
-    `bounds` are the buckets' upper ends, each in its bucket; a last bucket has all above.
+    bounds: the buckets' upper bounds, inclusive; a last bucket has all greater values.
     """
 
     __slots__ = ("_bounds", "_counts", "sum")
@@ -49,7 +50,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, or several that are alike."""
+        """Count a value, or `count` equal ones."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
@@ -59,7 +60,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus has them: (upper end, values up to it)."""
+        """In Prometheus' form: (upper bound, number of values up to it)."""
         ends = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(ends, map(float, accumulate(self._counts)), strict=True))
 
@@ -68,7 +69,7 @@ LabelValues: TypeAlias = tuple[str, ...]
 
 
 class Kind(StrEnum):
-    """How Prometheus is to take the values."""
+    """Prometheus' type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -77,10 +78,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What operators see: one name, and a sample for each combination of its labels' values."""
+    """A metric's description; it has a sample for each combination of its labels' values."""
 
     name: str
-    """As it is queried; a counter's ends with `_total`."""
+    """As in queries; that of a counter ends with `_total`."""
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
@@ -89,7 +90,7 @@ class Metric:
         assert self.name.endswith("_total") or self.kind is not Kind.COUNTER
 
     def family(self, values: Mapping[LabelValues, float] | float) -> Family:
-        """The samples of a counter or gauge; a number is the only sample of one without labels."""
+        """The samples of a counter or gauge; a single number if it has no labels."""
         samples = values if isinstance(values, Mapping) else {(): values}
         kind = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
         family = kind(self.name, self.help, labels=self.labels)
@@ -106,14 +107,14 @@ class Metric:
 
 
 OTHER = "other"
-"""Stands for all values that came after the label was full."""
+"""The label for all values beyond the maximum."""
 
 
 class BoundedLabel:
-    """Lets the first `max_values` different values pass, and calls the rest `other`.
+    """Accepts the first `max_values` different values, and replaces others by `other`.
 
-    Each value of a label is a time series in Prometheus and memory here, for as long as the process
-    lives; and whoever can call can make values up.
+    Each value of a label is a time series in Prometheus and takes memory here as long as the
+    process runs, and callers choose the values.
     """
 
     def __init__(self, max_values: int) -> None:
@@ -130,28 +131,28 @@ class BoundedLabel:
 
 
 TIMEOUT_S = 5.0
-"""For the event loop to come to it; a scrape that takes longer fails."""
+"""Limit for the event loop to answer; a scrape that takes longer fails."""
 
 
 class LoopCollector(Collector):
-    """Has the running event loop make the families whenever a scrape asks, from whatever thread.
+    """Reads the metrics on the running event loop at each scrape, which may be on any thread.
 
-    So services need no locks, and a scrape costs their loop no more than reading the numbers: they
-    are written out on the thread that serves the scrape.
+    Services therefore need no locks, and a scrape costs their loop only the reading of numbers: the
+    thread that serves the scrape formats them.
     """
 
     def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
-        """To be made on the event loop."""
+        """Call this on the event loop."""
         self._collect = collect
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     def describe(self) -> Iterable[Family]:
-        """Nothing, so that registering it asks for no numbers."""
+        """Nothing, so that its registration reads no numbers."""
         return ()
 
     def collect(self) -> Iterable[Family]:
-        """The families. Raises TimeoutError if the loop is held up, RuntimeError if closed."""
+        """The families. Raises TimeoutError if the loop is blocked, RuntimeError if closed."""
         if threading.get_ident() == self._thread:
             return list(self._collect())
         found: concurrent.futures.Future[list[Family]] = concurrent.futures.Future()
@@ -166,11 +167,11 @@ class LoopCollector(Collector):
         return found.result(TIMEOUT_S)
 
 
-def make_registry(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
+def make_registry(collector: Collector) -> CollectorRegistry:
     """A service's metrics, with those of the client library about the process: its memory, CPU
-    time and open files. To be made on the service's event loop."""
+    time and open files."""
     registry = CollectorRegistry()
-    registry.register(LoopCollector(collect))
+    registry.register(collector)
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
@@ -180,7 +181,7 @@ def make_registry(collect: Callable[[], Iterable[Family]]) -> CollectorRegistry:
 async def published(
     registry: CollectorRegistry, address: str | None
 ) -> AsyncIterator[MetricsServer | None]:
-    """Serve the registry at HOST:PORT, or nowhere, for as long as this lasts.
+    """Serve the registry at HOST:PORT, or nowhere, within the context.
 
     Raises CannotListen.
     """
@@ -190,5 +191,5 @@ async def published(
     server = MetricsServer(address, registry)
     try:
         yield server
-    finally:  # off the loop, which a scrape that is under way may be waiting for
+    finally:  # off the loop, which a running scrape may be waiting for
         await asyncio.to_thread(server.close)
