@@ -24,7 +24,7 @@ from service_common.tls import TlsFiles, channel_credentials, server_credentials
 from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
 
 if TYPE_CHECKING:
-    from service_common.interceptors import AuthInterceptor
+    from service_common.interceptors import CallGuard
 
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
@@ -95,14 +95,11 @@ class Cluster:
         """Credentials for a server that members call; None: without TLS."""
         return None if self._tls is None else server_credentials(self._tls)
 
-    def gates(self) -> "list[AuthInterceptor]":
-        """Interceptors of such a server."""
-        from service_common.interceptors import (  # imports what only servers need
-            HEALTH,
-            AuthInterceptor,
-        )
+    def call_guard(self) -> "CallGuard":
+        """The interceptor of such a server."""
+        from service_common.interceptors import CallGuard  # imports what only servers need
 
-        return [] if self._tokens is None else [AuthInterceptor(self._check, (HEALTH,))]
+        return CallGuard(check_caller=None if self._tokens is None else self._check)
 
     def _check(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         assert self._tokens is not None

@@ -1,4 +1,4 @@
-"""gRPC server interceptors: authentication by metadata, and a timeout for a call's one request.
+"""The gRPC server interceptor of all services: who may call, and how a request is received.
 
 gRPC waits for the request of a call without a limit; calls that never send one would occupy
 concurrent streams.
@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
@@ -20,77 +21,46 @@ REQUEST_TIMEOUT_S = 30.0
 """Time limit from a call's start to its request, which has at most 16 MiB."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-
-
-class RequestTimeoutInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls that send no request. Servicers write streams by `context.write`."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        handler: Any = await continuation(details)
-        if handler is None or handler.request_streaming:
-            return handler
-
-        async def serve(_: Any, context: Any) -> None:
-            request = await _request(context)
-            if handler.response_streaming:
-                await handler.unary_stream(request, context)
-            else:
-                response = await handler.unary_unary(request, context)
-                with unless_over():
-                    await context.write(response)
-
-        return grpc.stream_stream_rpc_method_handler(
-            serve, handler.request_deserializer, handler.response_serializer
-        )
-
-
-async def _request(context: Any) -> Any:
-    try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            request = await context.read()
-    except TimeoutError:
-        late = f"no request was received within {REQUEST_TIMEOUT_S:g} s"
-        await COMMON.abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
-    except InvalidArgument as error:  # by a handler that checks messages before it parses them
-        await COMMON.abort(context, error)
-    except DecodeError:
-        await COMMON.abort(
-            context, InvalidArgument("request", "expected a message of the method's type")
-        )
-    if request is grpc.aio.EOF:
-        await COMMON.abort(context, InvalidArgument("request", "expected one message"))
-    return request
-
-
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 HEALTH = f"/{health.SERVICE_NAME}/"
 REFLECTION = f"/{reflection.SERVICE_NAME}/"
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Admits calls for which `check` does not raise, and all calls of open services."""
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Refuses callers without credentials, messages that are too costly to parse, and calls that
+    send no request in time. Servicers write streams by `context.write`."""
 
-    def __init__(self, check: Callable[[Metadata], object], open_services: tuple[str, ...]) -> None:
-        """`check` raises Unauthenticated; `open_services` are paths such as HEALTH."""
-        self._check = check
+    def __init__(
+        self,
+        *,
+        check_caller: Callable[[Metadata], object] | None = None,
+        open_services: tuple[str, ...] = (HEALTH,),
+        check_message: Callable[[bytes, Descriptor], None] | None = None,
+    ) -> None:
+        """`check_caller` raises Unauthenticated, before a call's messages are read; callers of
+        `open_services`, paths such as HEALTH, need no credentials. `check_message` raises
+        InvalidArgument for a serialized message of the type described."""
+        self._check_caller = check_caller
         self._open_services = open_services
+        self._check_message = check_message
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if not details.method.startswith(self._open_services):
+        if self._check_caller and not details.method.startswith(self._open_services):
             try:
-                self._check(details.invocation_metadata)
+                self._check_caller(details.invocation_metadata)
             except Unauthenticated as error:
                 return _refusal(error)
-        return await continuation(details)
+        handler: Any = await continuation(details)
+        if handler is None:
+            return None
+        if self._check_message:
+            handler = _checking(handler, self._check_message)
+        return handler if handler.request_streaming else _awaiting_request(handler)
 
 
 def _refusal(error: Unauthenticated) -> Handler:
@@ -100,3 +70,51 @@ def _refusal(error: Unauthenticated) -> Handler:
         await COMMON.abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _checking(handler: Any, check_message: Callable[[bytes, Descriptor], None]) -> Any:
+    """The handler, with each message checked before it is parsed."""
+    message_type = getattr(handler.request_deserializer, "__self__", None)
+    if message_type is None:
+        return handler
+
+    def deserialize(data: bytes) -> Any:
+        check_message(data, message_type.DESCRIPTOR)
+        return message_type.FromString(data)
+
+    return handler._replace(request_deserializer=deserialize)
+
+
+def _awaiting_request(handler: Any) -> Handler:
+    """A handler that waits for its one request no longer than REQUEST_TIMEOUT_S."""
+
+    async def serve(_: Any, context: Any) -> None:
+        request = await _request(context)
+        if handler.response_streaming:
+            await handler.unary_stream(request, context)
+        else:
+            response = await handler.unary_unary(request, context)
+            with unless_over():
+                await context.write(response)
+
+    return grpc.stream_stream_rpc_method_handler(
+        serve, handler.request_deserializer, handler.response_serializer
+    )
+
+
+async def _request(context: Any) -> Any:
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            request = await context.read()
+    except TimeoutError:
+        late = f"no request was received within {REQUEST_TIMEOUT_S:g} s"
+        await COMMON.abort(context, DeadlineExceeded(late, reason="REQUEST_TOO_SLOW"))
+    except InvalidArgument as error:  # by `check_message`
+        await COMMON.abort(context, error)
+    except DecodeError:
+        await COMMON.abort(
+            context, InvalidArgument("request", "expected a message of the method's type")
+        )
+    if request is grpc.aio.EOF:
+        await COMMON.abort(context, InvalidArgument("request", "expected one message"))
+    return request

@@ -25,7 +25,6 @@ from scheduler_service.replay.recording_file import RecordingWriter
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
-from service_common.interceptors import RequestTimeoutInterceptor
 from service_common.prometheus import LoopCollector, make_registry, published
 from service_common.tracing import make_tracing
 from service_common.version import VERSION
@@ -82,7 +81,7 @@ class CoreService:
             service_names=[SERVICE_NAME],
             grace_period_s=config.grace_period_s,
             credentials=cluster.server_credentials(),
-            interceptors=[*cluster.gates(), RequestTimeoutInterceptor()],
+            interceptors=[cluster.call_guard()],
             knows_callers=cluster.has_credentials,
             health_listen=config.health_listen,
         )

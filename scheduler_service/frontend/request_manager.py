@@ -26,15 +26,14 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.core_client import CoreClient
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.processor import (
-    INLINE_BYTES,
     draw_request_id,
     fingerprint,
+    off_the_loop,
     resolve_request,
 )
-from scheduler_service.frontend.input.prompt import prompt_tokens
 from scheduler_service.frontend.metrics import FrontendMetrics, RequestSummary
 from scheduler_service.frontend.output.request_stream import RequestSpan, RequestStream
-from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
+from scheduler_service.frontend.served_models import ModelDirectory
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
 from service_common.tracing import Tracing
 
@@ -269,25 +268,20 @@ class RequestManager:
         """Everything between arrival and submission. Work whose time grows with the request's size
         runs in threads for large requests, so that other streams' tokens do not wait for it."""
         try:
-            size = request.ByteSize()
-            if size > CHECKED_INLINE_BYTES:
+            if request.ByteSize() > CHECKED_INLINE_BYTES:
                 await asyncio.to_thread(validation.check_request, request)
             is_continued = request.attempt > 0 or len(request.resume) > 0
             model = await self._models.resolve(
                 _model_name(request), tenant, is_continued=is_continued
             )
             stream.counts = self._metrics.model(model.info.name)
-            if size <= CHECKED_INLINE_BYTES:
-                validation.check_against_model(request, model.info)
-            else:
-                await asyncio.to_thread(validation.check_against_model, request, model.info)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
+            resolved = await off_the_loop(
+                request, resolve_request, request, stream.request_id, model
+            )
             await self._checker.check(request.sampling_params, tenant.name)
-            if size <= INLINE_BYTES:
-                _begin(stream, request, model)
-            else:
-                await asyncio.to_thread(_begin, stream, request, model)
+            await off_the_loop(request, stream.begin, resolved)
             stream.stopwatch.tokenize_s = time.monotonic() - began
             self._core_client.submit(stream)
         except PagewireError as error:
@@ -295,13 +289,6 @@ class RequestManager:
         except Exception:  # a bug, which must end this request and no other
             logger.exception("request failed request_id=%s", stream.request_id)
             stream.fail(PagewireError("internal error"))
-
-
-def _begin(
-    stream: RequestStream, request: inference_pb.GenerateRequest, model: FrontendModel
-) -> None:
-    """Tokenize the prompt, resolve the defaults and set up the choices."""
-    stream.begin(resolve_request(request, stream.request_id, model, prompt_tokens(request, model)))
 
 
 def _log_end(request: RequestSummary) -> None:

@@ -24,7 +24,7 @@ from scheduler_service.frontend.config import FrontendConfig, public_server_opti
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
 from scheduler_service.frontend.http.server import HttpServer, http_context
 from scheduler_service.frontend.http.services import HttpServices
-from scheduler_service.frontend.input.message_limits import MessageLimitInterceptor
+from scheduler_service.frontend.input.message_limits import check_message
 from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
@@ -34,13 +34,7 @@ from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
 from service_common.grpc_server import warn_if_exposed
-from service_common.interceptors import (
-    HEALTH,
-    REFLECTION,
-    AuthInterceptor,
-    Metadata,
-    RequestTimeoutInterceptor,
-)
+from service_common.interceptors import HEALTH, REFLECTION, CallGuard
 from service_common.logging_config import WarningThrottle
 from service_common.metadata import authorization
 from service_common.prometheus import LoopCollector, make_registry, published
@@ -92,9 +86,13 @@ class Frontend:
             options=public_server_options(max_connections=config.max_connections),
             credentials=None if config.tls is None else server_credentials(config.tls),
             interceptors=[
-                AuthInterceptor(self._check, (HEALTH, REFLECTION)),
-                RequestTimeoutInterceptor(),
-                MessageLimitInterceptor(),
+                CallGuard(
+                    check_caller=lambda metadata: self.authentication.authenticate(
+                        authorization(metadata)
+                    ),
+                    open_services=(HEALTH, REFLECTION),
+                    check_message=check_message,
+                )
             ],
             knows_callers=config.knows_callers,
             health_listen=config.health_listen,
@@ -150,10 +148,6 @@ class Frontend:
         """Wait until a background task fails, and raise its error: without it the frontend would
         be useless."""
         await until_failure(self._tasks)
-
-    def _check(self, metadata: Metadata) -> None:
-        """Refuse a call without valid credentials before its messages are read."""
-        self.authentication.authenticate(authorization(metadata))
 
     def _collect(self) -> Iterator[Family]:
         return self.metrics.collect(

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from service_common.interceptors import RequestTimeoutInterceptor
+from service_common.interceptors import CallGuard
 
 
 class Context:
@@ -28,6 +28,6 @@ async def test_a_caller_that_goes_before_its_answer_is_cancelled() -> None:
         return grpc.unary_unary_rpc_method_handler(echo)
 
     details: Any = SimpleNamespace(method="/a/B")
-    handler: Any = await RequestTimeoutInterceptor().intercept_service(find, details)
+    handler: Any = await CallGuard().intercept_service(find, details)
     with pytest.raises(asyncio.CancelledError):
         await handler.stream_stream(None, Context())

@@ -11,7 +11,6 @@ from pagewire.v1 import scheduler_service_pb2, worker_service_pb2
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.cluster import Cluster
 from service_common.grpc_server import GrpcServer
-from service_common.interceptors import RequestTimeoutInterceptor
 from service_common.metrics_server import MetricsServer
 from service_common.prometheus import make_registry
 from service_common.version import VERSION
@@ -56,7 +55,7 @@ class Worker:
             listen=network.listen,
             service_names=[SERVICE_NAME],
             credentials=self._cluster.server_credentials(),
-            interceptors=[*self._cluster.gates(), RequestTimeoutInterceptor()],
+            interceptors=[self._cluster.call_guard()],
             knows_callers=self._cluster.has_credentials,
             health_listen=network.health_listen,
         )

@@ -5,11 +5,9 @@ can consist of eight million empty ones: half a second in which no other stream 
 gibibyte of memory. Large messages are therefore scanned first; the scan ends at a limit.
 """
 
-from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from scheduler_service.errors import InvalidArgument
@@ -38,26 +36,6 @@ def check_message(data: bytes, descriptor: Descriptor) -> None:
             _Scan(data).scan(0, len(data), _table(descriptor), "")
         except IndexError:
             raise InvalidArgument("request", "expected a message of the method's type") from None
-
-
-class MessageLimitInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the messages of all calls before they are parsed."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(details)
-        message_type = getattr(handler and handler.request_deserializer, "__self__", None)
-        if message_type is None:
-            return handler
-
-        def deserialize(data: bytes) -> Any:
-            check_message(data, message_type.DESCRIPTOR)
-            return message_type.FromString(data)
-
-        return handler._replace(request_deserializer=deserialize)
 
 
 @lru_cache

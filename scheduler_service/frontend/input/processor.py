@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -19,7 +19,12 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.input import validation
-from scheduler_service.frontend.input.prompt import chat_text, check_chat, check_prompt_length
+from scheduler_service.frontend.input.prompt import (
+    chat_text,
+    check_chat,
+    check_prompt_length,
+    prompt_tokens,
+)
 from scheduler_service.frontend.input.tokenizer import TooManyTokens
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.stop_strings import StopStrings
@@ -117,12 +122,15 @@ class ResolvedRequest:
 
 
 def resolve_request(
-    request: inference_pb.GenerateRequest, request_id: str, model: FrontendModel, prompt: list[int]
+    request: inference_pb.GenerateRequest, request_id: str, model: FrontendModel
 ) -> ResolvedRequest:
-    """Fill in what a checked request leaves open.
+    """Tokenize the prompt of a checked request and fill in what the request leaves open.
 
-    Raises PromptTooLong, and UnsupportedByModel for what needs a tokenizer where there is none.
+    Takes a while for a long text: call this in a thread for large requests. Raises InvalidArgument
+    or UnsupportedByModel for what this model cannot do, and PromptTooLong.
     """
+    validation.check_against_model(request, model.info)
+    prompt = prompt_tokens(request, model)
     params = request.sampling_params
     max_tokens = _max_tokens(params, model, len(prompt))
     stop_token_ids, reported = _stop_tokens(params, model)
@@ -277,6 +285,7 @@ def _or(message: Message, field: str, default: T) -> T:
     return cast(T, getattr(message, field)) if message.HasField(field) else default
 
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -287,21 +296,21 @@ async def tokenize(
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input", "expected one of text and chat")
-    return await _off_the_loop(request, _tokenize, model)
+    return await off_the_loop(request, _tokenize, request, model)
 
 
 async def detokenize(
     request: inference_pb.DetokenizeRequest, model: FrontendModel
 ) -> inference_pb.DetokenizeResponse:
     """Text of token ids. Raises InvalidArgument and UnsupportedByModel."""
-    return await _off_the_loop(request, _detokenize, model)
+    return await off_the_loop(request, _detokenize, request, model)
 
 
-async def _off_the_loop(request: Any, work: Callable[..., R], model: FrontendModel) -> R:
-    """`work(request, model)`, in a thread when the request is long."""
+async def off_the_loop(request: Message, work: Callable[P, R], *args: P.args, **_: P.kwargs) -> R:
+    """The result of `work(*args)`, in a thread if `request`, whose size decides, is large."""
     if request.ByteSize() <= INLINE_BYTES:
-        return work(request, model)
-    return await asyncio.to_thread(work, request, model)
+        return work(*args)
+    return await asyncio.to_thread(work, *args)
 
 
 MAX_TOKENIZED = 1 << 18

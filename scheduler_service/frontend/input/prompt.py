@@ -147,10 +147,7 @@ def _cut_at_end(text: str, content: str) -> str:
 
 def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
     """The tokens that the model is given; raises PromptTooLong for a prompt that is longer than
-    the model allows and not to be truncated.
-
-    Tokenizing a long text takes a while: call this in a thread for large requests.
-    """
+    the model allows and not to be truncated."""
     params = request.sampling_params
     keep = None
     if params.HasField("truncate_prompt_tokens"):
