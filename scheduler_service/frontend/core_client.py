@@ -8,6 +8,7 @@ next one gets every open request again, with its tokens so far.
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -124,11 +125,33 @@ class SendBuffer:
         while self._submits and num_bytes < MAX_SUBMIT_BYTES:
             request = next(iter(self._submits))
             del self._submits[request]
-            submit = request.submission()
+            submit = _submission(request)
             num_bytes += submit.ByteSize()
             message.submits.append(submit)
         if self._submits:
             self._wake.set()
+
+
+def _submission(request: RequestStream) -> scheduler_pb.Submit:
+    """A request's submission, the first or a later one."""
+    submit = scheduler_pb.Submit()
+    submit.CopyFrom(request.resolved.submit)
+    submit.handle = request.handle
+    submit.tenant = request.tenant
+    if not submit.HasField("beam_search"):  # a search outputs nothing before its end
+        submit.generated.extend(
+            choice.generated() for choice in request.choices if choice.token_ids or choice.finish
+        )
+    now = time.monotonic()
+    if request.deadline is not None:
+        submit.timeout_us = max(1, round((request.deadline - now) * 1e6))
+    submit.was_accepted = request.was_accepted
+    submit.waited_us = round((now - request.first_arrived) * 1e6)
+    submit.num_worker_losses = request.num_worker_losses
+    if request.trace is not None:
+        submit.traceparent = request.trace.traceparent
+    request.stopwatch.submitted()
+    return submit
 
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5
@@ -298,11 +321,11 @@ class CoreClient:
         for handle, token_id in zip(handles, token_ids, strict=True):
             if known := self._choices.get(handle):
                 request, choice = known
-                choice.receive_token(token_id)
+                choice.received_token_ids.append(token_id)
                 touched[request] = None
         for entry in message.logprobs:
             if known := self._choices.get(entry.handle):
-                known[1].receive_logprobs(entry)
+                known[1].received_logprobs.append(entry)
         for update in message.prompt_logprobs:
             if request_ := self._requests.get(update.handle):
                 with self._failing_alone(request_):

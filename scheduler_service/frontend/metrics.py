@@ -224,18 +224,6 @@ class ModelCounts:
         self.per_request = {each: Histogram(bounds) for each, bounds in PER_REQUEST.items()}
         self.parts = {part: Histogram(REQUEST_BOUNDS) for part in PARTS}
 
-    def count_tokens(
-        self, stopwatch: Stopwatch, num_tokens: int, num_choices: int, num_prompt_tokens: int
-    ) -> None:
-        """Count `num_tokens` new tokens of a request, of `num_choices` of its choices."""
-        self.num_generated_tokens += num_tokens
-        gap_s = stopwatch.note_tokens()
-        if gap_s is None:
-            self.num_prompt_tokens += num_prompt_tokens
-            self.first_token.observe(stopwatch.first_token_s)
-        else:  # several tokens of a choice that arrive together share the time equally
-            self.token_gap.observe(gap_s * num_choices / num_tokens, num_tokens)
-
     def count_finished(
         self,
         stopwatch: Stopwatch,

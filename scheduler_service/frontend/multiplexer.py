@@ -3,6 +3,8 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,9 +24,56 @@ MAX_ERRORS = 1024
 """Errors that wait for their client to read them. At this number no further request is read: a
 client that writes and never reads would fill the memory with them."""
 
-
 OPENED_TOGETHER = 16
 """Requests of one call that are opened before the event loop serves other streams."""
+
+
+class _OpenRequests:
+    """The requests that one call has open, each with a number that its caller gives it."""
+
+    def __init__(self, manager: RequestManager) -> None:
+        self._manager = manager
+        self._streams: dict[int, RequestStream] = {}
+        self._updated: dict[int, None] = {}
+        """Requests with something to take, in the order in which they got it."""
+        self.wake = asyncio.Event()
+        """Set when there is something to take."""
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def note_update(self, number: int) -> None:
+        """There may be something new to take of a request: the callback to open it with."""
+        self._updated[number] = None
+        self.wake.set()
+
+    def add(self, number: int, stream: RequestStream) -> None:
+        """Add a request that was opened."""
+        self._streams[number] = stream
+
+    def take(self) -> tuple[int, RequestStream, inference_pb.GenerateResponse | None] | None:
+        """The next response of the request that has waited longest, or None in its place when the
+        request has failed, which its last responses precede. None if nothing is new."""
+        while self._updated:
+            number = next(iter(self._updated))
+            del self._updated[number]
+            stream = self._streams.get(number)
+            if stream is None:
+                continue
+            response = stream.take()
+            if response is None and stream.error is None:
+                continue
+            if response is None or stream.is_done:
+                self._manager.close(self._streams.pop(number))
+            elif stream.error is not None:
+                self._updated[number] = None  # the error follows
+            return number, stream, response
+        return None
+
+    def close(self) -> None:
+        """End all that are left."""
+        while self._streams:
+            self._manager.close(self._streams.popitem()[1])
 
 
 class RequestMultiplexer:
@@ -37,76 +86,60 @@ class RequestMultiplexer:
         self._requests = requests
         self._tenant_now = tenant_now
         self._deadline = deadline
-        self._streams: set[RequestStream] = set()
-        self._news: dict[RequestStream, None] = {}
-        """Streams with something to take, in the order in which they got it."""
+        self._open_requests = _OpenRequests(requests)
+        self._numbers = count()
         self._errors: deque[inference_pb.RequestError] = deque()
         self._may_read = asyncio.Event()
-        self._half_closed = False
-        self._read_error: Exception | None = None
-        self._wake = asyncio.Event()
+        self._wake = self._open_requests.wake
 
     async def run(self, read: Read, write: Write) -> None:
         """Serve the stream to its end: half-closed by the client and every request answered.
 
         `read` gives None at the client's end. Raises Unavailable if the service ends first.
         """
-        tasks = [
-            asyncio.create_task(self._read_all(read)),
-            asyncio.create_task(self._watch_draining()),
-        ]
+        reading = asyncio.create_task(self._read_all(read))
+        draining = asyncio.create_task(self._requests.is_draining.wait())
+        for task in (reading, draining):
+            task.add_done_callback(lambda _: self._wake.set())
         try:
-            await self._write_all(write)
+            await self._write_all(write, reading)
         finally:
-            for task in tasks:
-                task.cancel()
-            for stream in self._streams:
-                self._requests.close(stream)
-            await asyncio.gather(*tasks, return_exceptions=True)
+            reading.cancel()
+            draining.cancel()
+            self._open_requests.close()
+            await asyncio.gather(reading, draining, return_exceptions=True)
 
     async def _read_all(self, read: Read) -> None:
-        try:
-            while (message := await read()) is not None:
-                self._open(message.request)
-                if len(self._errors) >= MAX_ERRORS:
-                    self._may_read.clear()
-                    await self._may_read.wait()
-            self._half_closed = True
-        # Raised where the stream can be ended with it, in `_write_all`.
-        except Exception as error:
-            self._read_error = error
-        self._wake.set()
-
-    async def _watch_draining(self) -> None:
-        await self._requests.is_draining.wait()
-        self._wake.set()
+        while (message := await read()) is not None:
+            self._open(message.request)
+            if len(self._errors) >= MAX_ERRORS:
+                self._may_read.clear()
+                await self._may_read.wait()
 
     def _open(self, request: inference_pb.GenerateRequest) -> None:
+        opened = self._open_requests
         try:
             if not request.HasField("request_id"):
                 raise InvalidArgument("request_id", "required on a GenerateMany stream")
             tenant = self._tenant_now()
-            self._requests.check_call_share(len(self._streams))
-            self._streams.add(self._requests.open(request, self._deadline, self._on_news, tenant))
+            self._requests.check_call_share(len(opened))
+            number = next(self._numbers)
+            on_update = partial(opened.note_update, number)
+            opened.add(number, self._requests.open(request, self._deadline, on_update, tenant))
         except PagewireError as error:
             self._errors.append(_request_error(request.request_id, error))
             self._wake.set()
 
-    def _on_news(self, stream: RequestStream) -> None:
-        self._news[stream] = None
-        self._wake.set()
-
-    async def _write_all(self, write: Write) -> None:
+    async def _write_all(self, write: Write, reading: asyncio.Task[None]) -> None:
         while True:
             self._wake.clear()
-            while self._news or self._errors:
-                if (response := self._next()) is not None:
-                    await write(response)
-            if self._read_error is not None:
-                raise self._read_error
-            if not self._streams and self._half_closed:
-                return
-            if not self._streams and self._requests.is_draining.is_set():
+            while (response := self._next()) is not None:
+                await write(response)
+            if reading.done():
+                reading.result()  # raises the error that ended it
+                if not self._open_requests:
+                    return
+            if not self._open_requests and self._requests.is_draining.is_set():
                 raise Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")
             await self._wake.wait()
 
@@ -115,24 +148,14 @@ class RequestMultiplexer:
         if self._errors:
             self._may_read.set()
             return inference_pb.GenerateManyResponse(error=self._errors.popleft())
-        stream = next(iter(self._news))
-        del self._news[stream]
-        response = stream.take()
-        if response is not None:
-            if stream.is_done:
-                self._close(stream)
-            elif stream.error is not None:
-                self._news[stream] = None  # its error follows
-            return inference_pb.GenerateManyResponse(response=response)
-        if stream.error is None or stream not in self._streams:
+        if (taken := self._open_requests.take()) is None:
             return None
-        self._close(stream)
+        _, stream, response = taken
+        if response is not None:
+            return inference_pb.GenerateManyResponse(response=response)
+        assert stream.error is not None
         error = _request_error(stream.request_id, stream.error)
         return inference_pb.GenerateManyResponse(error=error)
-
-    def _close(self, stream: RequestStream) -> None:
-        self._streams.discard(stream)
-        self._requests.close(stream)
 
 
 def _request_error(request_id: str, error: PagewireError) -> inference_pb.RequestError:
@@ -156,12 +179,8 @@ class RequestBatch:
         """`receive` is ASGI's, of a call whose body was read."""
         self._manager = manager
         self._receive = receive
-        self._indexes: dict[RequestStream, int] = {}
-        self._num_done = 0
-        self._news: dict[RequestStream, None] = {}
-        """Streams with something to take, in the order in which they got it."""
+        self._opened = _OpenRequests(manager)
         self._client_has_gone = False
-        self._wake = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -176,7 +195,7 @@ class RequestBatch:
     ) -> None:
         assert self._watching is not None
         self._watching.cancel()
-        self._close()
+        self._opened.close()
 
     async def open(
         self, requests: Sequence[inference_pb.GenerateRequest], request_id: str, tenant: Principal
@@ -191,49 +210,32 @@ class RequestBatch:
             if index and index % OPENED_TOGETHER == 0:
                 await asyncio.sleep(0)
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-            stream = await self._manager.open_soon(request, None, self._on_news, tenant)
-            self._indexes[stream] = index
+            on_update = partial(self._opened.note_update, index)
+            stream = await self._manager.open_soon(request, None, on_update, tenant)
+            self._opened.add(index, stream)
 
     async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:
         """What is new of one request, by its index; None after the last of all.
 
         Raises the error of the first request that fails: the others are of no use then.
         """
-        while self._num_done < len(self._indexes):
-            while self._news and not self._client_has_gone:
-                stream = next(iter(self._news))
-                del self._news[stream]
-                if (response := self._take(stream)) is not None:
-                    return self._indexes[stream], response
-            self._wake.clear()
-            await self._wake.wait()
-            if self._client_has_gone:
-                raise RequestAborted("the client has gone")
-        return None
-
-    def _take(self, stream: RequestStream) -> inference_pb.GenerateResponse | None:
-        response = stream.take()
-        if response is None:
-            if stream.error is not None:
-                raise stream.error
-        elif stream.is_done:
-            self._num_done += 1
-            self._manager.close(stream)
-        elif stream.error is not None:
-            self._news[stream] = None  # its error follows
-        return response
-
-    def _on_news(self, stream: RequestStream) -> None:
-        self._news[stream] = None
-        self._wake.set()
+        opened = self._opened
+        while not self._client_has_gone:
+            opened.wake.clear()
+            if (taken := opened.take()) is not None:
+                index, stream, response = taken
+                if response is None:
+                    assert stream.error is not None
+                    raise stream.error
+                return index, response
+            if not opened:
+                return None
+            await opened.wake.wait()
+        raise RequestAborted("the client has gone")
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._client_has_gone = True
-        self._wake.set()
-        self._close()
-
-    def _close(self) -> None:
-        for stream in self._indexes:
-            self._manager.close(stream)
+        self._opened.wake.set()
+        self._opened.close()

@@ -101,7 +101,7 @@ class RequestManager:
         self,
         request: inference_pb.GenerateRequest,
         deadline: float | None,
-        on_news: Callable[[RequestStream], None],
+        on_update: Callable[[], object],
         tenant: Principal,
     ) -> RequestStream:
         """Open a tenant's request; `close` must follow. A later attempt at an open request takes
@@ -111,7 +111,7 @@ class RequestManager:
         errors that are found later are the stream's.
         """
         try:
-            return self._take_in(request, deadline, on_news, tenant)
+            return self._take_in(request, deadline, on_update, tenant)
         except PagewireError as error:
             self._metrics.count_refused(tenant.name, request.priority, error)
             raise
@@ -120,7 +120,7 @@ class RequestManager:
         self,
         request: inference_pb.GenerateRequest,
         deadline: float | None,
-        on_news: Callable[[RequestStream], None],
+        on_update: Callable[[], object],
         tenant: Principal,
     ) -> RequestStream:
         """`open`, but wait briefly for the end of an open request that `request` duplicates.
@@ -133,13 +133,13 @@ class RequestManager:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CANCEL_LATENCY_S):
                     await opened.closed.wait()
-        return self.open(request, deadline, on_news, tenant)
+        return self.open(request, deadline, on_update, tenant)
 
     def _take_in(
         self,
         request: inference_pb.GenerateRequest,
         deadline: float | None,
-        on_news: Callable[[RequestStream], None],
+        on_update: Callable[[], object],
         tenant: Principal,
     ) -> RequestStream:
         if self.is_draining.is_set():
@@ -155,7 +155,7 @@ class RequestManager:
             _check_takes_over(request, former.request)
         if deadline is None and self._default_timeout_s is not None:
             deadline = time.monotonic() + self._default_timeout_s
-        stream = RequestStream(request_id, deadline, on_news, tenant.name)
+        stream = RequestStream(request_id, deadline, on_update, tenant.name)
         stream.priority = request.priority
         if self._tracing is not None:
             stream.trace = RequestSpan(self._tracing, stream)
@@ -278,10 +278,10 @@ class RequestManager:
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
             resolved = await off_the_loop(
-                request, resolve_request, request, stream.request_id, model
+                request, lambda: resolve_request(request, stream.request_id, model)
             )
             await self._checker.check(request.sampling_params, tenant.name)
-            await off_the_loop(request, stream.begin, resolved)
+            await off_the_loop(request, lambda: stream.begin(resolved))
             stream.stopwatch.tokenize_s = time.monotonic() - began
             self._core_client.submit(stream)
         except PagewireError as error:

@@ -87,12 +87,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self, request: inference_pb.GenerateRequest, context: Context, tenant: Principal
     ) -> None:
         """Stream responses; the end of the call, whatever its cause, ends the request."""
-        news = asyncio.Event()
-        stream = await self._requests.open_soon(
-            request, _deadline(context), lambda _: news.set(), tenant
-        )
+        updated = asyncio.Event()
+        stream = await self._requests.open_soon(request, _deadline(context), updated.set, tenant)
         try:
-            await _write_responses(stream, news, context)
+            await _write_responses(stream, updated, context)
         finally:
             self._requests.close(stream)
 
@@ -197,18 +195,18 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         return self._models.current(request.model if request.HasField("model") else None, tenant)
 
 
-async def _write_responses(stream: RequestStream, news: asyncio.Event, context: Context) -> None:
+async def _write_responses(stream: RequestStream, updated: asyncio.Event, context: Context) -> None:
     """Write all responses; raises the stream's error after the responses that precede it."""
     while not stream.is_done:
-        await news.wait()
-        news.clear()
+        await updated.wait()
+        updated.clear()
         response = stream.take()
         if response is not None:
             await context.write(response)
         elif stream.error is not None:
             raise stream.error
         if stream.error is not None:
-            news.set()
+            updated.set()
 
 
 def _deadline(context: Context) -> float | None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ParamSpec, TypeVar, cast
+from typing import TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -285,10 +285,6 @@ def _or(message: Message, field: str, default: T) -> T:
     return cast(T, getattr(message, field)) if message.HasField(field) else default
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 async def tokenize(
     request: inference_pb.TokenizeRequest, model: FrontendModel
 ) -> inference_pb.TokenizeResponse:
@@ -296,21 +292,21 @@ async def tokenize(
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input", "expected one of text and chat")
-    return await off_the_loop(request, _tokenize, request, model)
+    return await off_the_loop(request, lambda: _tokenize(request, model))
 
 
 async def detokenize(
     request: inference_pb.DetokenizeRequest, model: FrontendModel
 ) -> inference_pb.DetokenizeResponse:
     """Text of token ids. Raises InvalidArgument and UnsupportedByModel."""
-    return await off_the_loop(request, _detokenize, request, model)
+    return await off_the_loop(request, lambda: _detokenize(request, model))
 
 
-async def off_the_loop(request: Message, work: Callable[P, R], *args: P.args, **_: P.kwargs) -> R:
-    """The result of `work(*args)`, in a thread if `request`, whose size decides, is large."""
+async def off_the_loop(request: Message, work: Callable[[], T]) -> T:
+    """The result of work whose time grows with `request`, in a thread if the request is large."""
     if request.ByteSize() <= INLINE_BYTES:
-        return work(*args)
-    return await asyncio.to_thread(work, *args)
+        return work()
+    return await asyncio.to_thread(work)
 
 
 MAX_TOKENIZED = 1 << 18

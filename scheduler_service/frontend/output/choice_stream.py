@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
@@ -24,15 +24,6 @@ class Finish:
     stop_token_id: int | None = None
 
 
-@dataclass(slots=True)
-class _Incoming:
-    """What the core has sent and `advance` has not processed."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[scheduler_pb.ChoiceLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
-
-
 class ChoiceStream:
     """Tokens, text and end of one choice.
 
@@ -52,8 +43,14 @@ class ChoiceStream:
         self._request = request
         self._token_text = token_text
         self._detokenizer = request.make_detokenizer()
-        self._matcher = StopMatcher(request.stop, include_stop=request.include_stop)
-        self._incoming = _Incoming()
+        self._matcher = (
+            StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
+        )
+        self.received_token_ids: list[int] = []
+        """Tokens that the core has sent and `advance` has not processed, which may be appended."""
+        self.received_logprobs: list[scheduler_pb.ChoiceLogprobs] = []
+        """Log probabilities of the same tokens, in their order."""
+        self._received_finish: Finish | None = None
         self._text: list[str] = []
         self._logprobs: list[scheduler_pb.ChoiceLogprobs] = []
         """Log probabilities of the tokens not sent yet."""
@@ -62,33 +59,26 @@ class ChoiceStream:
 
     # From the core.
 
-    def receive_token(self, token_id: int) -> None:
-        """One more token."""
-        self._incoming.token_ids.append(token_id)
-
-    def receive_logprobs(self, entry: scheduler_pb.ChoiceLogprobs) -> None:
-        """Log probabilities of the next token that has none yet."""
-        self._incoming.logprobs.append(entry)
-
     def receive_finish(self, finished: scheduler_pb.ChoiceFinished) -> None:
         """The core has ended the choice."""
         token = finished.stop_token_id if finished.HasField("stop_token_id") else None
-        told = token if token in self._request.reported_stop_token_ids else None
-        self._incoming.finish = Finish(finished.reason, stop_token_id=told)
+        reported = token if token in self._request.reported_stop_token_ids else None
+        self._received_finish = Finish(finished.reason, stop_token_id=reported)
 
     def advance(self) -> bool:
         """Process what was received; True if a stop string ended the choice before the core did."""
-        incoming, self._incoming = self._incoming, _Incoming()
+        token_ids, self.received_token_ids = self.received_token_ids, []
+        logprobs, self.received_logprobs = self.received_logprobs, []
         if self.finish is not None:
             return False
         num_before = len(self.token_ids)
-        self._take_tokens(incoming.token_ids)
+        self._take_tokens(token_ids)
         if self._request.has_logprobs:
-            self._take_logprobs(incoming.logprobs[: len(self.token_ids) - num_before])
-        if self.finish is None and incoming.finish is not None:
-            self._end(incoming.finish)
+            self._take_logprobs(logprobs[: len(self.token_ids) - num_before])
+        if self.finish is None and self._received_finish is not None:
+            self._end(self._received_finish)
             return False
-        return self.finish is not None and incoming.finish is None
+        return self.finish is not None and self._received_finish is None
 
     def restore(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
         """Start from what a client already has; `field` names it in errors.
@@ -138,14 +128,13 @@ class ChoiceStream:
 
     def _show(self, text: str) -> None:
         """Pass text on as far as stop strings allow; a match ends the choice."""
-        if not text:
-            return
-        may_stop = len(self.token_ids) > self._request.min_tokens
-        shown = self._matcher.push(text, may_stop=may_stop)
-        if shown:
-            self._text.append(shown)
-        if self._matcher.matched is not None:
-            self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=self._matcher.matched)
+        matcher = self._matcher
+        if matcher is not None:
+            text = matcher.push(text, may_stop=len(self.token_ids) > self._request.min_tokens)
+            if matcher.matched is not None:
+                self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=matcher.matched)
+        if text:
+            self._text.append(text)
 
     def _is_complete(self) -> bool:
         """Whether the choice must end after the tokens so far."""
@@ -159,8 +148,8 @@ class ChoiceStream:
             return
         last = self.token_ids[-1]
         if last in self._request.stop_token_ids:
-            told = last if last in self._request.reported_stop_token_ids else None
-            self._end(Finish(inference_pb.FINISH_REASON_STOP, stop_token_id=told))
+            reported = last if last in self._request.reported_stop_token_ids else None
+            self._end(Finish(inference_pb.FINISH_REASON_STOP, stop_token_id=reported))
         else:
             self._end(Finish(inference_pb.FINISH_REASON_LENGTH))
 
@@ -168,8 +157,7 @@ class ChoiceStream:
         """End with the core's reason, unless the last of the text completes a stop string."""
         self._show(self._detokenizer.flush())
         if self.finish is None:
-            rest = self._matcher.flush()
-            if rest:
+            if self._matcher is not None and (rest := self._matcher.flush()):
                 self._text.append(rest)
             self.finish = finish
 
@@ -193,7 +181,7 @@ class ChoiceStream:
     # To the client.
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """Whether `take` would return a delta."""
         return bool(
             len(self.token_ids) > self._num_sent

@@ -103,11 +103,11 @@ class RequestStream:
         self,
         request_id: str,
         deadline: float | None,
-        on_news: Callable[["RequestStream"], None],
+        on_update: Callable[[], object],
         tenant: str,
     ) -> None:
-        """`deadline` is on the monotonic clock; `on_news` is called when there may be something new
-        to `take`, or an error."""
+        """`deadline` is on the monotonic clock; `on_update` is called when there may be something
+        new to `take`, or an error."""
         self.request_id = request_id
         self.tenant = tenant
         """Name of the tenant that sent it."""
@@ -135,29 +135,35 @@ class RequestStream:
         """As the core numbers them."""
         self.has_ended_at_core = False
         """Whether the core has reported its end."""
-        self._on_news = on_news
+        self._on_update = on_update
         self._request: ResolvedRequest | None = None
         self._returned: list[ChoiceStream] = []
         """The choices that the client gets, in its order; none while they are not known yet."""
         self._prompt_logprobs: PromptLogprobs | None = None
         self.is_accepted = False
         """Whether a core has ever accepted it."""
-        self._was_accepted_before = False
-        """Whether a core accepted the earlier attempt that it replaces."""
-        self._arrived = time.monotonic()
+        self.was_accepted = False
+        """Whether a core has ever accepted it, or the earlier attempt that it replaces."""
+        self.first_arrived = self.stopwatch.arrived
+        """When the first attempt arrived, on the monotonic clock."""
         self._started_sent = False
         self._finished: scheduler_pb.RequestFinished | None = None
 
     @property
-    def model_name(self) -> str:
-        """The model it was settled for."""
+    def resolved(self) -> ResolvedRequest:
+        """The request with its defaults, once it has begun."""
         assert self._request is not None
-        return self._request.model.info.name
+        return self._request
+
+    @property
+    def model_name(self) -> str:
+        """The model that the request was resolved for."""
+        return self.resolved.model.info.name
 
     def take_over(self, former: "RequestStream") -> None:
-        """Be a later try at a request, with its place and its history at the core."""
-        self._was_accepted_before = former.is_accepted or former._was_accepted_before
-        self._arrived = former._arrived
+        """Replace an earlier attempt at the request: keep its place and its history at the core."""
+        self.was_accepted = former.was_accepted
+        self.first_arrived = former.first_arrived
         self.num_worker_losses = former.num_worker_losses
 
     def begin(self, request: ResolvedRequest) -> None:
@@ -176,30 +182,6 @@ class RequestStream:
         if request.wants_prompt_logprobs:
             self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, request.token_text)
         self._request, self.choices = request, choices
-
-    # To the core.
-
-    def submission(self) -> scheduler_pb.Submit:
-        """The submission for the core, the first or a later one."""
-        assert self._request is not None
-        submit = scheduler_pb.Submit()
-        submit.CopyFrom(self._request.submit)
-        submit.handle = self.handle
-        submit.tenant = self.tenant
-        if not submit.HasField("beam_search"):  # a search outputs nothing before its end
-            submit.generated.extend(
-                choice.generated() for choice in self.choices if choice.token_ids or choice.finish
-            )
-        now = time.monotonic()
-        if self.deadline is not None:
-            submit.timeout_us = max(1, round((self.deadline - now) * 1e6))
-        submit.was_accepted = self.is_accepted or self._was_accepted_before
-        submit.waited_us = round((now - self._arrived) * 1e6)
-        submit.num_worker_losses = self.num_worker_losses
-        if self.trace is not None:
-            submit.traceparent = self.trace.traceparent
-        self.stopwatch.submitted()
-        return submit
 
     def client_field(self, field: str) -> str:
         """The client's path of a field that the core refuses."""
@@ -230,8 +212,8 @@ class RequestStream:
         """The core has accepted the request."""
         self.stopwatch.accepted()
         if not self.is_accepted:
-            self.is_accepted = True
-            self._on_news(self)
+            self.is_accepted = self.was_accepted = True
+            self._on_update()
 
     def receive_prompt_logprobs(self, update: scheduler_pb.PromptLogprobsUpdate) -> None:
         """Log probabilities of the next part of the prompt."""
@@ -253,14 +235,21 @@ class RequestStream:
         if num_tokens:
             self._count_tokens(num_tokens, num_choices)
         self.stopwatch.last_text_s = time.perf_counter() - began
-        self._on_news(self)
+        self._on_update()
         return stopped
 
     def _count_tokens(self, num_tokens: int, num_choices: int) -> None:
-        assert self._request is not None
-        if self.counts is not None:
-            num_prompt_tokens = len(self._request.prompt_token_ids)
-            self.counts.count_tokens(self.stopwatch, num_tokens, num_choices, num_prompt_tokens)
+        """Count `num_tokens` new tokens, of `num_choices` choices."""
+        gap_s = self.stopwatch.note_tokens()
+        counts = self.counts
+        if counts is None:
+            return
+        counts.num_generated_tokens += num_tokens
+        if gap_s is None:
+            counts.num_prompt_tokens += len(self.resolved.prompt_token_ids)
+            counts.first_token.observe(self.stopwatch.first_token_s)
+        else:  # several tokens of a choice that arrive together share the time equally
+            counts.token_gap.observe(gap_s * num_choices / num_tokens, num_tokens)
 
     def receive_finished(self, finished: scheduler_pb.RequestFinished) -> None:
         """All choices have ended."""
@@ -268,15 +257,14 @@ class RequestStream:
         if any(choice.finish is None for choice in self.choices):
             self.fail(GenerationFailed("the request ended before all of its choices had"))
             return
-        assert self._request is not None
-        if not self._request.is_streamed:
+        if not self.resolved.is_streamed:
             try:
-                self._returned = best_choices(self.choices, self._request)
+                self._returned = best_choices(self.choices, self.resolved)
             except InvalidArgument as error:
                 self.fail(error)
                 return
         self._finished = finished
-        self._on_news(self)
+        self._on_update()
 
     def receive_failed(self, error: PagewireError) -> None:
         """The core has refused the request or ended it with an error."""
@@ -287,7 +275,7 @@ class RequestStream:
         """End early; only the first error counts, and only before the end."""
         if self.error is None and self._finished is None:
             self.error = error
-            self._on_news(self)
+            self._on_update()
 
     # To the client.
 
@@ -296,18 +284,18 @@ class RequestStream:
         if not self.is_accepted or self.is_done:
             return None
         response = inference_pb.GenerateResponse(request_id=self.request_id)
-        has_news = self._write_started(response)
-        has_news = self._write_prompt_logprobs(response) or has_news
-        has_news = self._write_choices(response) or has_news
-        has_news = self._write_end(response) or has_news
-        return response if has_news else None
+        has_output = self._write_started(response)
+        has_output = self._write_prompt_logprobs(response) or has_output
+        has_output = self._write_choices(response) or has_output
+        has_output = self._write_end(response) or has_output
+        return response if has_output else None
 
     def _write_started(self, response: inference_pb.GenerateResponse) -> bool:
         if self._started_sent or self._request is None:
             return False
         self._started_sent = True
         response.started.seed = self._request.seed
-        response.started.model = self._request.model.info.name
+        response.started.model = self.model_name
         response.started.prompt_token_ids.extend(self._request.prompt_token_ids)
         return True
 
@@ -321,26 +309,23 @@ class RequestStream:
     def _write_choices(self, response: inference_pb.GenerateResponse) -> bool:
         room = self._max_tokens_per_response()
         for index, choice in enumerate(self._returned):
-            if choice.has_news and room > 0:
+            if choice.has_output and room > 0:
                 delta = choice.take(room)
                 delta.index = index
                 room -= len(delta.token_ids)
                 response.choices.append(delta)
         if room <= 0:
-            self._on_news(self)  # there may be more
+            self._on_update()  # there may be more
         return bool(response.choices)
 
     def _max_tokens_per_response(self) -> int:
-        assert self._request is not None
-        if self._request.num_logprobs is None:
-            return MAX_LOGPROBS_PER_RESPONSE
-        return MAX_LOGPROBS_PER_RESPONSE // (1 + self._request.num_logprobs)
+        num_logprobs = self.resolved.num_logprobs
+        return MAX_LOGPROBS_PER_RESPONSE // (1 + (num_logprobs or 0))
 
     def _write_end(self, response: inference_pb.GenerateResponse) -> bool:
-        if self._finished is None or any(choice.has_news for choice in self._returned):
+        if self._finished is None or any(choice.has_output for choice in self._returned):
             return False
-        assert self._request is not None
-        response.usage.prompt_tokens = len(self._request.prompt_token_ids)
+        response.usage.prompt_tokens = len(self.resolved.prompt_token_ids)
         response.usage.cached_tokens = self._finished.cached_tokens
         response.usage.completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         response.timings.CopyFrom(self.stopwatch.total(self._finished.timings))

@@ -101,8 +101,8 @@ async def test_what_has_ended_is_not_submitted_to_the_next_core_for_a_slow_reade
 ) -> None:
     """It would be computed again, and nobody would stop it."""
     model = build_model(model_info(), model_files(byte_level()))
-    ended = RequestStream("slow", None, lambda _: None, "")
-    ended.begin(resolve_request(generate_request([5]), "slow", model, [5]))
+    ended = RequestStream("slow", None, lambda: None, "")
+    ended.begin(resolve_request(generate_request([5]), "slow", model))
     served.frontend.core_client.submit(ended)
     request = await served.core.next_request()
     await request.accept()
@@ -358,7 +358,7 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
         link = CoreClient(core, "f", lambda models: None)
 
         def submit(num_choices: int) -> int:
-            stream = RequestStream("r", None, lambda _: None, "")
+            stream = RequestStream("r", None, lambda: None, "")
             stream.choices = [type("Choice", (), {"index": i})() for i in range(num_choices)]  # type: ignore[misc]
             link.submit(stream)
             return stream.handle
@@ -401,7 +401,7 @@ class BreakingCore:
 
 async def test_a_link_that_is_cancelled_while_its_stream_breaks_ends() -> None:
     core = BreakingCore()
-    running = asyncio.create_task(CoreClient(cast(Any, core), "f", lambda _: None).run())
+    running = asyncio.create_task(CoreClient(cast(Any, core), "f", lambda: None).run())
     for _ in range(5):
         await asyncio.sleep(0)
     core.breaks.set()

@@ -24,7 +24,7 @@ MODELS = [
 
 
 def new_choice(model: Any, **fields: Any) -> ChoiceStream:
-    request = resolve_request(generate_request([5], **fields), "r", model, [5])
+    request = resolve_request(generate_request([5], **fields), "r", model)
     return ChoiceStream(0, request, request.token_text)
 
 
@@ -36,13 +36,13 @@ def play(choice: ChoiceStream, ids: list[int]) -> list[pb.ChoiceDelta]:
     """A delta per token, then the end."""
     deltas = []
     for token_id in ids:
-        choice.receive_token(token_id)
+        choice.received_token_ids.append(token_id)
         choice.advance()
-        if choice.has_news:
+        if choice.has_output:
             deltas.append(choice.take(1000))
     choice.receive_finish(finished())
     choice.advance()
-    if choice.has_news:
+    if choice.has_output:
         deltas.append(choice.take(1000))
     return deltas
 
@@ -72,7 +72,7 @@ def test_what_was_received_and_what_comes_after_make_the_undisturbed_answer(
     resumed.restore(
         pb.ResumedChoice(token_ids=received_ids, num_chars=len(received_text)), "resume[0]"
     )
-    rest = [resumed.take(1000)] if resumed.has_news else []
+    rest = [resumed.take(1000)] if resumed.has_output else []
     rest += play(resumed, ids[len(received_ids) :])
     text, token_ids, end = joined(rest)
     whole_text, whole_ids, whole_end = joined(whole)

@@ -6,23 +6,22 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedRequest, resolve_request
-from scheduler_service.frontend.input.prompt import prompt_tokens
 from scheduler_service.frontend.served_models import FrontendModel, build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
 from tests.support.tokenizers import EOS, byte_level, model_files
 
 EOS_ID = byte_level().token_to_id(EOS)
-MODEL = build_model(model_info(), model_files(byte_level()))
+MODEL = build_model(model_info(structured_output=True), model_files(byte_level()))
 BARE = build_model(model_info(), {})
 
 
 def resolved(model: FrontendModel = MODEL, prompt: int = 10, **fields: Any) -> ResolvedRequest:
-    return resolve_request(generate_request(**fields), "r", model, list(range(3, 3 + prompt)))
+    return resolve_request(generate_request(list(range(3, 3 + prompt)), **fields), "r", model)
 
 
 def with_defaults(**config: object) -> FrontendModel:
-    return build_model(model_info(), model_files(byte_level(), **config))
+    return build_model(model_info(structured_output=True), model_files(byte_level(), **config))
 
 
 def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
@@ -160,7 +159,7 @@ def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
 def test_without_a_tokenizer_what_needs_text_is_refused(prompt: Any, fields: Any) -> None:
     request = generate_request(prompt, **fields)
     with pytest.raises(UnsupportedByModel, match="no tokenizer") as caught:
-        resolve_request(request, "r", BARE, prompt_tokens(request, BARE))
+        resolve_request(request, "r", BARE)
     assert caught.value.reason == "NO_TOKENIZER"
 
 
@@ -211,7 +210,8 @@ def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:
 
 
 def test_structured_output_needs_a_token_that_ends_it() -> None:
-    endless = build_model(model_info(eos_token_ids=b""), model_files(byte_level()))
+    info = model_info(eos_token_ids=b"", structured_output=True)
+    endless = build_model(info, model_files(byte_level()))
     with pytest.raises(InvalidArgument, match="no end of sequence") as caught:
         resolved(endless, regex="a")
     assert caught.value.field == "sampling_params.stop_token_ids"

@@ -26,15 +26,15 @@ HELLO = byte_level().token_to_id("hello")
 
 def new_stream(**fields: object) -> RequestStream:
     model = build_model(MODEL, model_files(byte_level()))
-    stream = RequestStream("r", None, lambda _: None, "")
-    stream.begin(resolve_request(generate_request([5], **fields), "r", model, [5]))
+    stream = RequestStream("r", None, lambda: None, "")
+    stream.begin(resolve_request(generate_request([5], **fields), "r", model))
     stream.receive_accepted()
     return stream
 
 
 def receive(stream: RequestStream, ids: list[int], choice: int = 0) -> None:
     for token_id in ids:
-        stream.choices[choice].receive_token(token_id)
+        stream.choices[choice].received_token_ids.append(token_id)
     stream.advance()
 
 
@@ -61,8 +61,8 @@ def test_a_response_has_a_largest_size_when_log_probabilities_were_asked_for(
     num_tokens = 2 * most + 1
     stream = new_stream(logprobs=20)
     for _ in range(num_tokens):
-        stream.choices[0].receive_token(HELLO)
-        stream.choices[0].receive_logprobs(
+        stream.choices[0].received_token_ids.append(HELLO)
+        stream.choices[0].received_logprobs.append(
             scheduler_pb.ChoiceLogprobs(
                 token_ids=to_column([HELLO] * 21), logprobs=struct.pack("<21f", *[-1.0] * 21)
             )
