@@ -1,10 +1,10 @@
 """The scheduling side's errors as gRPC statuses and back; the only place that knows both."""
 
 import asyncio
+import functools
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -43,25 +43,33 @@ to_status = _STATUSES.status
 abort = _STATUSES.abort
 
 
-@asynccontextmanager
-async def errors_as_statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Around a handler's body: what it raises ends the call with the right status.
+Rpc = TypeVar("Rpc", bound=Callable[..., Awaitable[Any]])
+
+
+def rpc(method: Rpc) -> Rpc:
+    """A gRPC method; what it raises ends the call, whose context is the last argument.
 
     An error that is not ours is a bug; its traceback stays in our log.
     """
-    try:
-        with unless_over():
-            yield
-    except (grpc.aio.AbortError, asyncio.CancelledError):
-        raise
-    except errors.PagewireError as error:
-        await abort(context, error)
-    except DecodeError:
-        expected = "expected messages of the method's type"
-        await abort(context, errors.InvalidArgument("request", expected))
-    except Exception as error:
-        logger.exception("unexpected error in a call")
-        await abort(context, error)
+
+    @functools.wraps(method)
+    async def wrapped(*arguments: Any) -> Any:
+        context = arguments[-1]
+        try:
+            with unless_over():
+                return await method(*arguments)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except errors.PagewireError as error:
+            await abort(context, error)
+        except DecodeError:
+            expected = "expected messages of the method's type"
+            await abort(context, errors.InvalidArgument("request", expected))
+        except Exception as error:
+            logger.exception("call failed method=%s", method.__name__)
+            await abort(context, error)
+
+    return cast(Rpc, wrapped)
 
 
 def from_failed(

@@ -124,7 +124,18 @@ class SchedulerCore:
         if former is not None:
             error = taken_over(request.request_id, request.attempt)
             self._end(former, ABORTED, error, now)
-        self._accept(seq_group, now)
+        self._registry.add(seq_group)
+        seq_group.frontend.outbox.accepted.append(request.handle)
+        event = RequestEvent.RESUMED if request.is_continued else RequestEvent.QUEUED
+        seq_group.note(event, to_us(now))
+        for seq in seq_group.waiting():
+            results.finish_resumed(seq)
+        if seq_group.num_unfinished == 0:
+            self._close(seq_group, now)
+        else:
+            model = self._fleet.model(request.model)
+            model.waiting.add(seq_group)
+            self._deadlines.watch(seq_group, model, now)
         self._fleet.wake(request.model)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
@@ -296,21 +307,6 @@ class SchedulerCore:
             assert tenant.num_kv_blocks == sum(seq_group.num_reserved_blocks for seq_group in own)
             tokens = sum(seq_group.num_prompt_tokens for seq_group in own if seq_group in queued)
             assert tenant.num_queued_tokens == tokens
-
-    def _accept(self, seq_group: SequenceGroup, now: float) -> None:
-        request = seq_group.request
-        self._registry.add(seq_group)
-        seq_group.frontend.outbox.accepted.append(request.handle)
-        event = RequestEvent.RESUMED if request.is_continued else RequestEvent.QUEUED
-        seq_group.note(event, to_us(now))
-        for seq in seq_group.waiting():
-            results.finish_resumed(seq)
-        if seq_group.num_unfinished == 0:
-            self._close(seq_group, now)
-            return
-        model = self._fleet.model(request.model)
-        model.waiting.add(seq_group)
-        self._deadlines.watch(seq_group, model, now)
 
     def _why_late(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:
         """Why a group that is in no batch can no longer meet its deadline; None if it can."""

@@ -18,6 +18,7 @@ from scheduler_service.core.request import EngineOutputs
 from scheduler_service.core_service.counters import EventCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
+from scheduler_service.status_codes import rpc
 from scheduler_service.tasks import run_until_first, to_its_end
 
 logger = logging.getLogger(__name__)
@@ -200,8 +201,9 @@ class FrontendStreams:
         for stream in self._streams.values():
             stream.close(error)
 
-    async def serve(self, context: Context) -> None:
-        """Run one stream to its end; a frontend's requests end with it.
+    @rpc
+    async def serve(self, _requests: object, context: Context) -> None:
+        """The RPC `Attach`: run one stream to its end; a frontend's requests end with it.
 
         Raises InvalidArgument for a malformed message, and Unavailable when the frontend has
         attached again or the service is shutting down.

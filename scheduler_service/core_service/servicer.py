@@ -12,7 +12,7 @@ from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard, to_detail
 from scheduler_service.core_service.status_watchers import StatusWatchers
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.status_codes import errors_as_statuses
+from scheduler_service.status_codes import rpc
 
 DEFAULT_INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 100
@@ -22,7 +22,11 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(SchedulerServiceServicer):
-    """One method per RPC; the proto documents the contract of each."""
+    """One method per RPC; the proto documents the contract of each. The two long-lived streams are
+    served by the classes that own them."""
+
+    Attach: Any
+    RegisterWorker: Any
 
     def __init__(
         self,
@@ -33,60 +37,49 @@ class SchedulerServicer(SchedulerServiceServicer):
         status: StatusBoard,
     ) -> None:
         self._driver = driver
-        self._frontends = frontends
         self._workers = workers
         self._assets = assets
         self._status = status
         self._watchers = StatusWatchers(status)
+        self.Attach = frontends.serve
+        self.RegisterWorker = workers.serve
 
     # The stubs know generators only; a coroutine reads and writes through its context instead.
 
-    async def Attach(  # type: ignore[override]
-        self, _requests: object, context: frontend_streams.Context
-    ) -> None:
-        async with errors_as_statuses(context):
-            await self._frontends.serve(context)
-
-    async def RegisterWorker(  # type: ignore[override]
-        self, _requests: object, context: worker_registry.Context
-    ) -> None:
-        async with errors_as_statuses(context):
-            await self._workers.serve(context)
-
+    @rpc
     async def GetModelAssets(  # type: ignore[override]
         self, request: pb.SchedulerServiceGetModelAssetsRequest, context: Context
     ) -> None:
-        async with errors_as_statuses(context):
-            for chunk in chunks_of(await self._assets.get(request.model)):
-                await context.write(pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk))
+        for chunk in chunks_of(await self._assets.get(request.model)):
+            await context.write(pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk))
 
+    @rpc
     async def Abort(
         self, request: pb.SchedulerServiceAbortRequest, context: Context
     ) -> pb.SchedulerServiceAbortResponse:
-        async with errors_as_statuses(context):
-            self._driver.abort(request.tenant, request.request_id)
-            return pb.SchedulerServiceAbortResponse()
+        self._driver.abort(request.tenant, request.request_id)
+        return pb.SchedulerServiceAbortResponse()
 
+    @rpc
     async def GetStatus(
         self, request: pb.SchedulerServiceGetStatusRequest, context: Context
     ) -> pb.SchedulerServiceGetStatusResponse:
-        async with errors_as_statuses(context):
-            status = self._status.snapshot(to_detail(request.detail))
-            return pb.SchedulerServiceGetStatusResponse(status=status)
+        status = self._status.snapshot(to_detail(request.detail))
+        return pb.SchedulerServiceGetStatusResponse(status=status)
 
+    @rpc
     async def WatchStatus(  # type: ignore[override]
         self, request: pb.SchedulerServiceWatchStatusRequest, context: Context
     ) -> None:
-        async with errors_as_statuses(context):
-            interval_s = _interval_ms(request) / 1000
-            await self._watchers.serve(context, to_detail(request.detail), interval_s)
+        interval_s = _interval_ms(request) / 1000
+        await self._watchers.serve(context, to_detail(request.detail), interval_s)
 
+    @rpc
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: Context
     ) -> pb.DrainWorkerResponse:
-        async with errors_as_statuses(context):
-            self._workers.drain(request.group_id)
-            return pb.DrainWorkerResponse()
+        self._workers.drain(request.group_id)
+        return pb.DrainWorkerResponse()
 
 
 def _interval_ms(request: pb.SchedulerServiceWatchStatusRequest) -> int:

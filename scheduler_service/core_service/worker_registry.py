@@ -24,6 +24,7 @@ from scheduler_service.core_service.step_watchdog import StepTimeout
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
 from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, WorkerSession
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
+from scheduler_service.status_codes import rpc
 from scheduler_service.tasks import run_until_first, to_its_end
 
 logger = logging.getLogger(__name__)
@@ -125,8 +126,9 @@ class WorkerRegistry:
             for worker in group.workers:
                 worker.dismiss(None)
 
-    async def serve(self, context: Context) -> None:
-        """Run one worker's stream to its end.
+    @rpc
+    async def serve(self, _requests: object, context: Context) -> None:
+        """The RPC `RegisterWorker`: run one worker's stream to its end.
 
         Raises InvalidArgument for a malformed registration and Unavailable when the lease ends.
         """

@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable, UnknownRequest
+from scheduler_service.errors import Unavailable, UnknownRequest
 from scheduler_service.frontend.auth import Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
@@ -21,8 +20,7 @@ from scheduler_service.frontend.multiplexer import RequestMultiplexer
 from scheduler_service.frontend.output.request_stream import RequestStream
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
-from scheduler_service.status_codes import abort
-from service_common.grpc_status import unless_over
+from scheduler_service.status_codes import rpc
 from service_common.metadata import TRACEPARENT, authorization, traceparent
 
 logger = logging.getLogger(__name__)
@@ -40,23 +38,14 @@ Method: TypeAlias = Callable[["InferenceServicer", Any, Context, Principal], Awa
 
 
 def _rpc(method: Method[R]) -> Rpc[R]:
-    """A gRPC method from one that also takes the caller's tenant; an exception ends the call with
-    its status."""
+    """A gRPC method from one that also takes the caller's tenant."""
 
     @functools.wraps(method)
     async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
-        try:
-            TRACEPARENT.set(traceparent(context.invocation_metadata()))
-            with unless_over():
-                return await method(self, request, context, self.authenticate(context))
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            if not isinstance(error, PagewireError):
-                logger.exception("call failed method=%s", method.__name__)
-            await abort(context, error)
+        TRACEPARENT.set(traceparent(context.invocation_metadata()))
+        return await method(self, request, context, self.authenticate(context))
 
-    return wrapped
+    return rpc(wrapped)
 
 
 class InferenceServicer(inference_grpc.InferenceServiceServicer):
@@ -101,10 +90,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         """Responses and errors of all requests on the stream."""
 
         async def read() -> inference_pb.GenerateManyRequest | None:
-            try:
-                message = await context.read()
-            except DecodeError as error:
-                raise InvalidArgument("request", "expected a GenerateManyRequest") from error
+            message = await context.read()
             return None if message is grpc.aio.EOF else message
 
         # The key may be revoked while the stream is open, so each request is authenticated.

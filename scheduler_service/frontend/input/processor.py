@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 

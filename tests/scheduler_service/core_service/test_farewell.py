@@ -64,7 +64,7 @@ async def test_a_drained_worker_is_asked_to_stop_after_it_was_asked_to_drain() -
         counters=CoreCounters(),
     )
     stream = SlowStream()
-    serving = asyncio.create_task(registry.serve(cast(Any, stream)))
+    serving = asyncio.create_task(registry.serve(None, cast(Any, stream)))
     await until(lambda: stream.written == ["serve"], "it was welcomed")
     registry.drain("g0")
     await serving
