@@ -190,8 +190,8 @@ class SchedulerCore:
         """When `expire` is due, at the latest; None if nothing is timed."""
         given_up_us = self._fleet.next_given_up_us
         if given_up_us == float("inf"):
-            return self._deadlines.next_look
-        return min(given_up_us / 1e6, self._deadlines.next_look or float("inf"))
+            return self._deadlines.next_time
+        return min(given_up_us / 1e6, self._deadlines.next_time or float("inf"))
 
     # Steps.
 

@@ -21,8 +21,8 @@ _ITEM = 2
 class RemovableHeap(Generic[Item]):
     """Items by key, the lowest first; among equal keys the first to come.
 
-    A removed item leaves a dead entry behind, which goes when it comes to the top, or when there
-    are more dead entries than live ones: so memory is bounded by the live items.
+    A removed item leaves a dead entry behind, which is dropped when it reaches the top, or when
+    there are more dead entries than live ones: so memory is bounded by the live items.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RemovableHeap(Generic[Item]):
         return (entries[0][0], entries[0][_ITEM]) if entries else None
 
     def remove(self, item: Item) -> None:
-        """Take out an item that is in the heap."""
+        """Remove an item that is in the heap."""
         self._by_item.pop(item)[_ITEM] = None
         if len(self._entries) > 2 * len(self._by_item) + 64:
             self._entries = [entry for entry in self._entries if entry[_ITEM] is not None]
@@ -64,7 +64,7 @@ class RemovableHeap(Generic[Item]):
 
 
 class WaitingQueue:
-    """Groups by rank, with the sums that admission and placement ask for."""
+    """Groups by rank, with the sums that admission and routing use."""
 
     def __init__(self) -> None:
         self._heap: RemovableHeap[SequenceGroup] = RemovableHeap()
@@ -73,7 +73,7 @@ class WaitingQueue:
         self.num_tokens = 0
         """Prompt tokens of all groups."""
         self.num_sequences = 0
-        """Sequences that waited when their groups were added."""
+        """Sequences that were waiting when their groups were added."""
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -97,7 +97,7 @@ class WaitingQueue:
         return head
 
     def add(self, seq_group: SequenceGroup) -> None:
-        """Queue a group at its rank; one that is queued already stays."""
+        """Queue a group at its rank; no effect if it is queued already."""
         if seq_group in self:
             return
         self._heap.push(seq_group.rank, seq_group)
@@ -125,7 +125,7 @@ class WaitingQueue:
         self._skipped[head] = None
 
     def end_round(self) -> None:
-        """Put skipped groups back into their places."""
+        """Return skipped groups to their places."""
         skipped, self._skipped = self._skipped, {}
         for seq_group in skipped:
             self._heap.push(seq_group.rank, seq_group)
@@ -139,11 +139,11 @@ class WaitingQueue:
 
 
 Kind = TypeVar("Kind", bound=Hashable)
-"""What requests have in common that may go to the same worker groups."""
+"""What requests that may go to the same worker groups have in common."""
 
 
 class ModelQueue(Generic[Kind]):
-    """Waiting groups in the policy's order, with the sums that admission asks for.
+    """Waiting groups in the policy's order, with the sums that admission uses.
 
     Each of the policy's queues is split by the kind of its requests, so that all requests of a
     kind that no worker group has room for are skipped at once. Among queues with equal policy
@@ -154,7 +154,7 @@ class ModelQueue(Generic[Kind]):
     """
 
     def __init__(self, policy: Policy, kind_of: Callable[[SequenceGroup], Kind]) -> None:
-        """`kind_of` is asked of a group when it is added, and by `sort_again`."""
+        """`kind_of` is called for a group when it is added, and by `sort_again`."""
         self._policy = policy
         self._kind_of = kind_of
         self._lanes: dict[tuple[str | None, Kind], WaitingQueue] = {}
@@ -184,7 +184,7 @@ class ModelQueue(Generic[Kind]):
 
     @property
     def kinds(self) -> Iterable[Kind]:
-        """Those of all groups."""
+        """The kinds of all groups."""
         return self._num_of_kind
 
     @property
@@ -193,7 +193,7 @@ class ModelQueue(Generic[Kind]):
         return bool(self._tenant_limited)
 
     def head(self) -> SequenceGroup | None:
-        """The group to be served first; None if there is none that is not skipped."""
+        """The group to be served first; None if all are skipped."""
         while (top := self._order.peek()) is not None:
             key, lane = top
             head = lane.first()
@@ -204,7 +204,7 @@ class ModelQueue(Generic[Kind]):
         return None
 
     def add(self, seq_group: SequenceGroup) -> None:
-        """Queue a group by its key; one that is queued already stays."""
+        """Queue a group by its key; no effect if it is queued already."""
         if seq_group in self:
             return
         if not self._num_lanes[self._policy.lane(seq_group.tenant)]:
@@ -268,7 +268,7 @@ class ModelQueue(Generic[Kind]):
             self._put_in_order(lane)
 
     def end_round(self) -> None:
-        """Stop skipping lanes and requests, except for those of tenants at their limits."""
+        """Stop skipping queues and requests, except those of tenants at their limits."""
         skipped, self._skipped = self._skipped, {}
         for lane in skipped:
             lane.end_round()
@@ -276,7 +276,7 @@ class ModelQueue(Generic[Kind]):
                 self._put_in_order(lane)
 
     def sort_again(self) -> None:
-        """Assign all requests to lanes again, since the worker groups have changed."""
+        """Assign all requests to per-key queues again, because the worker groups have changed."""
         self._retry(self._tenant_limited)
         self.end_round()
         seq_groups = [seq_group for lane in self._lanes.values() for seq_group in lane.take_all()]
@@ -289,8 +289,8 @@ class ModelQueue(Generic[Kind]):
             self._put_in_order(lane)
 
     def num_tokens_before(self, seq_group: SequenceGroup) -> int:
-        """Prompt tokens that are served before a group is, at least: those before it in its lane.
-        The group need not be in. Linear in the lane's groups."""
+        """Lower bound of the prompt tokens that are served before a group: those before it in its
+        per-key queue, in which it need not be itself. Linear in that queue."""
         key = self._policy.lane(seq_group.tenant), self._kind_of(seq_group)
         lane = self._lanes.get(key, ())
         return sum(other.num_prompt_tokens for other in lane if other.rank < seq_group.rank)
@@ -305,7 +305,7 @@ class ModelQueue(Generic[Kind]):
         assert Counter(kind for _, kind in self._lanes) == self._num_of_kind
         assert not self._skipped
         assert {*self._order, *self._tenant_limited} == set(self._lanes.values())
-        assert all(self._lanes.values()), "no lane is empty"
+        assert all(self._lanes.values()), "no per-key queue is empty"
 
     def _place(self, head: SequenceGroup) -> tuple[Any, tuple[int, ...]]:
         return self._policy.key(head), head.rank
@@ -324,7 +324,7 @@ class ModelQueue(Generic[Kind]):
         self._order.push(self._place(lane.first()), lane)
 
     def _lane_for(self, seq_group: SequenceGroup) -> WaitingQueue:
-        """The lane of a group that comes in, made if it is the first."""
+        """The per-key queue of a new group, created if it is the first."""
         key = self._policy.lane(seq_group.tenant), self._kind_of(seq_group)
         self._key_of[seq_group] = key
         lane = self._lanes.get(key)
@@ -336,4 +336,4 @@ class ModelQueue(Generic[Kind]):
 
 
 AnyQueue: TypeAlias = ModelQueue[Any] | WaitingQueue
-"""A place in which requests wait."""
+"""A queue of waiting requests."""

@@ -1,4 +1,4 @@
-"""Whose requests they are: what tenants have, and what they may have."""
+"""Tenants: what each one uses, and its limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,16 @@ from scheduler_service.core.stats.throughput import QueueThroughput
 
 @dataclass(slots=True, eq=False)
 class TenantUsage:
-    """A tenant with live requests, and their sums."""
+    """One tenant's limits, and the sums over its live requests."""
 
     name: str
     config: TenantConfig
     num_requests: int = 0
-    """Live ones."""
+    """Live requests."""
     num_queued_tokens: int = 0
-    """Prompt tokens of those that wait for a place in a batch."""
+    """Prompt tokens of requests that wait for a place in a batch."""
     num_kv_blocks: int = 0
-    """The most blocks that those in worker groups can come to need."""
-
+    """Most blocks that its requests in worker groups can come to need."""
     ends: QueueThroughput = field(default_factory=QueueThroughput)
     """How fast its requests end."""
 
@@ -53,13 +52,13 @@ class Tenants:
         return self._live.get(name) or TenantUsage(name, self._named.get(name, self._default))
 
     def add_request(self, tenant: TenantUsage, now_us: int) -> None:
-        """A request of the tenant is live."""
+        """Count a new live request."""
         self._live[tenant.name] = tenant
         tenant.num_requests += 1
         tenant.ends.note(now_us, num_requests=0, num_tokens=0, is_empty=False)
 
     def remove_request(self, tenant: TenantUsage, num_prompt_tokens: int, now_us: int) -> None:
-        """A request of the tenant is live no more."""
+        """Count an ended request; drop the tenant with the last one."""
         tenant.num_requests -= 1
         tenant.ends.note(
             now_us, num_requests=1, num_tokens=num_prompt_tokens, is_empty=tenant.num_requests == 0
@@ -68,7 +67,7 @@ class Tenants:
             del self._live[tenant.name]
 
     def check(self) -> None:
-        """Assert that nothing is left of what has ended."""
+        """Assert that only tenants with live requests are left, within their limits."""
         for tenant in self._live.values():
             assert tenant.num_requests > 0
             assert tenant.num_queued_tokens >= 0

@@ -1,8 +1,8 @@
 """Admission control: all checks of a request before it is accepted, in order.
 
 A later attempt at a live request takes it over; `scheduler_service/attempts.py` says why. It is a
-request like any other, with the tokens that its client has received: it starts again from there,
-and finds in the prefix cache what the former attempt has computed.
+request like any other, with the tokens that its client has received: it resumes from there, and
+finds the blocks that the former attempt computed in the prefix cache.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ from scheduler_service.errors import (
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
-    """Raise InvalidArgument for what is wrong whatever the model."""
+    """Raise InvalidArgument for what is wrong for any model."""
     if not request.prompt_token_ids:
         raise InvalidArgument("prompt", "must not be empty")
     if request.max_tokens < 1:
@@ -88,7 +88,7 @@ def _why_not_here(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pa
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
         )
     error = None
-    if not request.is_continued:  # else a group had it that may not be back yet
+    if not request.is_continued:  # else a group held it that may not have returned yet
         error = _why_too_long(seq_group, capacity)
     return error or _why_tenant_cannot(seq_group, capacity)
 
@@ -186,7 +186,7 @@ def check_queue(
 ) -> None:
     """Raise QueueFull if no more may wait in all queues together.
 
-    A request that goes on after a loss was accepted before, and is not refused.
+    A request that continues after a loss was accepted before, and is not refused.
     """
     num_waiting = sum(map(len, queues))
     num_waiting_tokens = sum(queue.num_tokens for queue in queues)
@@ -218,8 +218,8 @@ def check_queue(
 
 
 def check_takes_over(request: Request, live: Request) -> None:
-    """Raise RequestTakenOver or DuplicateRequest unless a request is a later try at the live one
-    of its tenant that has its id."""
+    """Raise RequestTakenOver or DuplicateRequest unless a request is a later attempt at the live
+    one of its tenant with the same id."""
     attempts.check_later(
         request.request_id,
         request.attempt,
@@ -230,7 +230,7 @@ def check_takes_over(request: Request, live: Request) -> None:
 
 
 def continuation(request: Request, former: SequenceGroup, now_us: int) -> Request:
-    """A later try at a live group's request: it keeps its place among others, and its history."""
+    """A later attempt at a live request, with its place in the queue and its counts."""
     arrived_us = former.clock.submitted_us - former.request.waited_us
     return replace(
         request,
@@ -287,7 +287,7 @@ class AdmissionControl:
             raise error
 
     def _check_limits(self, seq_group: SequenceGroup) -> None:
-        """Raise what is too much just now."""
+        """Raise TenantLimit or QueueFull."""
         throughputs = [model.throughput for model in self._fleet.models.values()]
         check_tenant(seq_group, throughputs, self._config)
         check_queue(seq_group.request, self._fleet.queues(), throughputs, self._config)

@@ -3,14 +3,13 @@
 No request is refused or dropped that might have succeeded: the estimate is a lower bound of the
 time that a request takes, and unknown terms count as zero.
 
-    own work    Tokens of its prompt that no worker group has cached, on device or host, then
-                the tokens it must have (one, or `min_tokens` as far as there is room): on the
-                worker group that is best for it, at the lowest costs per token and step that moving
-                averages of its results have ever shown. If some group has no such measurement: no
-                time. If it was started before, and so may be cached or swapped out: no time for the
-                prompt.
-                While an unfinished request shares a prefix and may compute the same blocks first:
-                no time for the prompt either.
+    own work    Prompt tokens that no worker group has cached, on device or host, then the tokens
+                that it must generate (one, or `min_tokens` if there is room): on the worker group
+                that is best for it, at the lowest average costs per token and step that were ever
+                measured there. If some group has no such measurement: no time. If the request was
+                started before, and so may be cached or swapped out: no time for the prompt. If an
+                unfinished request shares a prefix, and may compute the same blocks first: no time
+                for the prompt either.
     the queue   Prompt tokens that are served before its own in the policy's order, at three times
                 the speed at which the queue has drained recently: outputs differ in length, so it
                 may drain faster for a while. The speed is measured, so it accounts for cached
@@ -56,13 +55,11 @@ def check_deadline(
     if (error := why_too_late(seq_group, model, live_seq_groups, now)) is not None:
         raise error
     wait_us = _least_wait_us(seq_group, model)
-    if wait_us + _own_us(seq_group, model) <= left_us:
-        return
-    least_us = wait_us + _own_us_at_least(seq_group, model, live_seq_groups)
+    least_us = _least_us(seq_group, model, live_seq_groups, left_us, wait_us)
     if least_us > left_us:
         raise DeadlineUnreachable(
-            f"with what waits before it, the request takes at least {_ms(least_us)} ms; its "
-            f"deadline is in {_ms(left_us)} ms",
+            f"with the requests queued before it, the request takes at least {_ms(least_us)} ms; "
+            f"its deadline is in {_ms(left_us)} ms",
             details={"least_ms": _ms(least_us), "left_ms": _ms(left_us)},
             retry_delay_s=bounded_delay_s((least_us - left_us) / 1e6),
         )
@@ -77,9 +74,7 @@ def why_too_late(
     if deadline is None:
         return None
     left_us = to_us(deadline - now)
-    if _own_us(seq_group, model) <= left_us:
-        return None
-    least_us = _own_us_at_least(seq_group, model, live_seq_groups)
+    least_us = _least_us(seq_group, model, live_seq_groups, left_us)
     if least_us <= left_us:
         return None
     return DeadlineExceeded(
@@ -88,24 +83,33 @@ def why_too_late(
     )
 
 
-def next_check_time(
-    seq_group: SequenceGroup, model: ServedModel, deadline: float, now: float
-) -> float:
-    """When to look again whether a live request can meet its deadline."""
-    if seq_group.num_running:
-        return deadline
-    latest_start = deadline - _own_us(seq_group, model) / 1e6
-    return latest_start if latest_start > now else deadline
-
-
 def deadline_exceeded() -> DeadlineExceeded:
     """The error of a request that has run out of time."""
     return DeadlineExceeded("the request's deadline has passed")
 
 
+def _least_us(
+    seq_group: SequenceGroup,
+    model: ServedModel,
+    live_seq_groups: LiveSequenceGroups,
+    left_us: float,
+    wait_us: float = 0.0,
+) -> float:
+    """Lower bound of the time that a request takes. That other requests may compute its prompt is
+    considered only if it would take longer than `left_us` otherwise: this is linear in them."""
+    least_us = wait_us + _own_us(seq_group, model)
+    if least_us <= left_us:
+        return least_us
+    sizes = {s.capacity.block_size for s in model.schedulers if s.probe.caches_prefixes}
+    is_cached = any(
+        _shares_block(seq_group, other, size) for other in live_seq_groups() for size in sizes
+    )
+    return wait_us + _own_us(seq_group, model, is_cached=is_cached)
+
+
 def _own_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
-    """The time that a request needs of the worker group that is best for it; its prompt counts as
-    far as it is not cached, unless it may be."""
+    """The time that a request needs of the worker group that is best for it. If it has begun or
+    `is_cached`, its prompt may be cached, and counts as no time."""
     is_cached = is_cached or seq_group.has_begun
     costs = (
         _own_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)
@@ -124,17 +128,6 @@ def _own_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool) 
     return num_prompt_tokens * (scheduler.rates.least_us_per_prefill_token or 0.0) + decode_us
 
 
-def _own_us_at_least(
-    seq_group: SequenceGroup, model: ServedModel, live_seq_groups: LiveSequenceGroups
-) -> float:
-    """The same, were all of the prompt cached by then that could be. Linear in live groups."""
-    sizes = {s.capacity.block_size for s in model.schedulers if s.probe.caches_prefixes}
-    is_cached = any(
-        _begins_alike(seq_group, other, size) for other in live_seq_groups() for size in sizes
-    )
-    return _own_us(seq_group, model, is_cached=is_cached)
-
-
 def _least_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
     us_per_token = model.throughput.us_per_token
     if us_per_token is None or not model.waiting:
@@ -142,8 +135,8 @@ def _least_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
     return model.waiting.num_tokens_before(seq_group) * us_per_token / _QUEUE_SPEEDUP
 
 
-def _begins_alike(seq_group: SequenceGroup, other: SequenceGroup, block_size: int) -> bool:
-    """Whether another request may fill a block that the group can use."""
+def _shares_block(seq_group: SequenceGroup, other: SequenceGroup, block_size: int) -> bool:
+    """Whether another request may compute a block that the group can use."""
     if other is seq_group or other.request.model != seq_group.request.model:
         return False
     mine, others = seq_group.request.prompt_token_ids, other.request.prompt_token_ids
@@ -155,36 +148,40 @@ def _ms(microseconds: float) -> float:
 
 
 class DeadlineTimers:
-    """Live requests with deadlines, by the time at which each is to be looked at."""
+    """Live requests with deadlines, by the time at which each is checked next."""
 
     def __init__(self) -> None:
-        self._looks: RemovableHeap[SequenceGroup] = RemovableHeap()
+        self._timers: RemovableHeap[SequenceGroup] = RemovableHeap()
 
     def watch(self, seq_group: SequenceGroup, model: ServedModel, now: float) -> None:
-        """Look at a request when it may no longer meet its deadline; none, if it has none."""
+        """Set the timer of a request: to its deadline, or, unless it is running, to the last time
+        at which it could start. No effect if it has no deadline."""
         self.forget(seq_group)
         deadline = seq_group.request.deadline
-        if deadline is not None:
-            self._looks.push(
-                (next_check_time(seq_group, model, deadline, now), seq_group.rank), seq_group
-            )
+        if deadline is None:
+            return
+        latest_start = deadline
+        if not seq_group.num_running:
+            latest_start -= _own_us(seq_group, model) / 1e6
+        at = latest_start if latest_start > now else deadline
+        self._timers.push((at, seq_group.rank), seq_group)
 
     def forget(self, seq_group: SequenceGroup) -> None:
-        """Look at a request no more."""
-        if seq_group in self._looks:
-            self._looks.remove(seq_group)
+        """Remove the timer of a request, if it has one."""
+        if seq_group in self._timers:
+            self._timers.remove(seq_group)
 
     def due(self, now: float) -> SequenceGroup | None:
-        """A request to look at now; it is to be watched again, or forgotten."""
-        first = self._looks.peek()
+        """A request whose timer has expired; it must be watched again, or forgotten."""
+        first = self._timers.peek()
         return first[1] if first is not None and first[0][0] <= now else None
 
     @property
-    def next_look(self) -> float | None:
-        """When the first look is due; None if no request has a deadline."""
-        first = self._looks.peek()
+    def next_time(self) -> float | None:
+        """When the first timer expires; None if no request has a deadline."""
+        first = self._timers.peek()
         return first[0][0] if first is not None else None
 
     def check(self, live: set[SequenceGroup]) -> None:
-        """Assert that nothing is watched that has ended."""
-        assert set(self._looks) <= live
+        """Assert that no ended request has a timer."""
+        assert set(self._timers) <= live

@@ -14,7 +14,7 @@ _MAX_SEQ_ID = 2**31 - 1
 class RequestRegistry:
     """Live requests by id and by their frontends' handles; makes their groups.
 
-    Numbers of sequences are not used again before all others have been.
+    A sequence id is not used again before all others have been used.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class RequestRegistry:
         self._rank = rank
         self._tenants = tenants
         self._seq_groups: dict[tuple[str, str], SequenceGroup] = {}
-        """By tenant and request id: tenants draw ids without knowing of each other."""
+        """By tenant and request id: tenants choose ids independently."""
         self._frontends: dict[str, Frontend] = {}
         self._live_seq_ids: set[int] = set()
         self._last_seq_id = 0
@@ -47,19 +47,19 @@ class RequestRegistry:
         return self._seq_groups.get((tenant, request_id))
 
     def find_sequence(self, frontend_id: str, handle: int) -> Sequence | None:
-        """The sequence, ended or not, that a frontend calls so, if its request is live."""
+        """The sequence with a frontend's handle, even if it has ended, if its request is live."""
         frontend = self._frontends.get(frontend_id)
         return frontend.sequences.get(handle) if frontend is not None else None
 
     def has_handles_of(self, request: Request) -> bool:
-        """Whether a live request of its frontend has one of its handles."""
+        """Whether a live request of its frontend uses one of its handles."""
         handles = range(request.handle, request.handle + request.num_choices)
         return any(
             self.find_sequence(request.frontend_id, handle) is not None for handle in handles
         )
 
     def make_seq_group(self, request: Request, now_us: int) -> SequenceGroup:
-        """A group for a request, not live yet, with what was generated of it before."""
+        """A group for a request, not live yet, with the tokens that it resumes with."""
         self._num_arrivals += 1
         frontend = self._frontends.get(request.frontend_id) or Frontend(request.frontend_id)
         phase = RequestPhase.RECOVERY if request.is_continued else RequestPhase.QUEUE
@@ -81,7 +81,7 @@ class RequestRegistry:
         return seq_group
 
     def add(self, seq_group: SequenceGroup) -> None:
-        """The group is live."""
+        """Register a group: it is live."""
         frontend = seq_group.frontend
         self._seq_groups[_key(seq_group)] = seq_group
         self._frontends[frontend.frontend_id] = frontend
@@ -93,14 +93,14 @@ class RequestRegistry:
             self._live_seq_ids.add(seq.seq_id)
 
     def remove(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """The group is live no more."""
+        """Remove an ended group."""
         del self._seq_groups[_key(seq_group)]
         self._tenants.remove_request(seq_group.tenant, seq_group.num_prompt_tokens, now_us)
         for seq in seq_group.choices():
             del seq_group.frontend.sequences[seq.handle]
         for seq in seq_group.sequences:
             self._live_seq_ids.remove(seq.seq_id)
-        # Ends the cycles of references: memory is free without the collector.
+        # Break the reference cycles, so that memory is freed without the garbage collector.
         seq_group.sequences, seq_group.beams = [], None
 
     def remove_frontend(self, frontend_id: str) -> None:

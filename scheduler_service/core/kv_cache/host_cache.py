@@ -12,35 +12,35 @@ from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockPool
 class HostCache:
     """Block tables of swapped-out sequences, and cached blocks, over one pool of host blocks.
 
-    A block with a key holds the same as a device block that has or had it. Those that no table
-    needs are cached: they stay until somebody needs the room, swapped-out sequences or what was
-    cached later, the longest unused first.
+    A block with a key has the same contents as a device block that has or had this key. Blocks
+    that are in no table are cached: they are kept until swapped-out sequences or newer cached
+    blocks need the memory, and the least recently used is evicted first.
 
-    What the plan in the making reads or writes stays taken until `end_plan`. Its swap-outs run
-    before its swap-ins, so a block that it reads must not be a target; and no block may be a
-    target twice.
+    Blocks that the plan under construction reads or writes are pinned until `end_plan`. Its
+    swap-outs run before its swap-ins, so a block that it reads must not be a target; and no block
+    may be a target twice.
 
-    Invariant: a block's reference count is the number of tables it is in, and one more for each
-    time the plan in the making reads or writes it.
+    Invariant: a block's reference count is the number of tables that contain it, plus one for each
+    time the plan under construction reads or writes it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.tables: dict[int, list[int]] = {}
         self._pinned: list[int] = []
-        """References that end with the plan; of a sequence's blocks the last first."""
+        """References that end with the plan; a sequence's blocks are in reverse order."""
         self._kept: dict[int, int] = {}
-        """What this plan moves to keep what is evicted: the device block by host block, those first
-        that were evicted first."""
+        """Evicted device blocks that this plan copies to the host, by host block, in the order of
+        eviction."""
 
     # Swapped-out sequences.
 
     def num_missing(self, keys: Iterable[BlockKey | None]) -> int:
-        """How many of distinct device blocks with these keys are not here."""
+        """Number of distinct device blocks with these keys that have no copy here."""
         return sum(key is None or self.pool.cached.find(key) is None for key in keys)
 
     def num_needed(self, keys: Iterable[BlockKey | None]) -> int:
-        """Free blocks that it takes to put distinct device blocks with these keys."""
+        """Number of free blocks that `put` needs for distinct device blocks with these keys."""
         needed = 0
         for key in keys:
             block = None if key is None else self.pool.cached.find(key)
@@ -50,9 +50,9 @@ class HostCache:
     def put(
         self, tables: Mapping[int, Sequence[int]], keys: Mapping[int, BlockKey | None]
     ) -> dict[int, int]:
-        """Take in block tables by sequence id, given in device blocks, whose keys are `keys`; there
-        must be room. The host block of each device block that is to be moved: what sequences
-        share, they keep sharing, and what the host has is not moved."""
+        """Store block tables by sequence id, given as device blocks with their `keys`; enough
+        blocks must be free. Returns the host block of each device block that must be copied:
+        sequences continue to share blocks, and blocks that the host has are not copied."""
         targets: dict[int, int] = {}
         moved: dict[int, int] = {}
         for block, key in keys.items():
@@ -73,14 +73,14 @@ class HostCache:
         return moved
 
     def take(self, seq_ids: Sequence[int]) -> dict[int, list[int]]:
-        """Part with the tables of these sequences, which the plan in the making swaps in."""
+        """Remove and return the tables of sequences that the plan under construction swaps in."""
         tables = {seq_id: self.tables.pop(seq_id) for seq_id in seq_ids}
         for table in tables.values():
             self._pinned += reversed(table)
         return tables
 
     def num_blocks_of(self, seq_ids: Sequence[int]) -> int:
-        """Distinct blocks of these sequences."""
+        """Number of distinct blocks of these sequences."""
         return len({block for seq_id in seq_ids for block in self.tables[seq_id]})
 
     def free(self, seq_id: int) -> None:
@@ -90,8 +90,8 @@ class HostCache:
     # Cached blocks.
 
     def keep(self, device_block: int, key: BlockKey) -> None:
-        """A device block with this key is about to get other contents: take them over, if there
-        is room and they are not here."""
+        """Copy a device block that is about to be overwritten, if it has no copy here and a host
+        block can be found."""
         found = self.pool.cached.find(key)
         if found is not None:
             self.pool.cached.touch(found)
@@ -103,8 +103,8 @@ class HostCache:
             self._kept[block] = device_block
 
     def _give_up_first(self) -> int | None:
-        """The host block of what was evicted first for this plan and that nobody has asked for:
-        of one sequence its last block, which would not be found without those before."""
+        """Give up the copy of the first block that was evicted for this plan and is not used; it is
+        the last block of its sequence, which could not be found without those before it."""
         for block in self._kept:
             if self.pool.num_references(block) == 1:
                 del self._kept[block]
@@ -114,16 +114,15 @@ class HostCache:
         return None
 
     def fetch(self, blocks: Sequence[int]) -> None:
-        """The plan in the making reads these blocks, which were found by their keys."""
+        """Pin cached blocks that the plan under construction reads."""
         self.pool.share(blocks)
         self._pinned += reversed(blocks)
 
     # Plans.
 
     def end_plan(self) -> list[int]:
-        """The plan is complete, but for the (device block, host block) pairs returned: what it
-        must swap out beside, to keep what is evicted. What it reads and writes may be written by
-        the next one."""
+        """Unpin the plan's blocks: the next plan may write to them. Returns the pairs (device
+        block, host block) that the plan must swap out in addition, to keep evicted blocks."""
         self.pool.release(self._pinned[::-1])
         self._pinned = []
         kept, self._kept = self._kept, {}
