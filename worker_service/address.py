@@ -1,4 +1,4 @@
-"""A worker's addresses, taken apart, and the one it is reached at."""
+"""A worker's addresses as host and port or path, and the address that it advertises."""
 
 import socket
 from dataclasses import dataclass
@@ -45,9 +45,9 @@ def parse(text: str, option: str) -> Address:
 
 
 def advertised(listening: Address, core: Address | None) -> Address:
-    """The address to be reached at, from the one listened on.
+    """The address to advertise, from the one listened on.
 
-    Listening on all interfaces names none: the one is taken that the route to the core leaves by.
+    A wildcard address is replaced by that of the interface on the route to the core.
     """
     if isinstance(listening, UnixAddress) or listening.host not in _WILDCARDS:
         return listening
@@ -57,7 +57,7 @@ def advertised(listening: Address, core: Address | None) -> Address:
 
 
 def local_host_towards(peer: TcpAddress) -> str:
-    """Our own host address on the route to a peer; nothing is sent."""
+    """This host's address on the route to a peer; sends nothing."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             peer.host, peer.port, type=socket.SOCK_DGRAM

@@ -1,6 +1,6 @@
-"""The cores of a CPU: how many a worker may keep busy, which thread runs where, how threads wait.
+"""CPU cores: the number that a worker may use, thread affinity, and how threads wait.
 
-Nothing here knows torch, since some of it must be done before torch is imported.
+Nothing here imports torch, since some of it must run before torch is imported.
 """
 
 import math
@@ -11,21 +11,21 @@ from pathlib import Path
 from worker_service.errors import InvalidOption
 
 SPIN_COUNT = 10_000
-"""How often a thread of GNU's OpenMP runtime looks for work before it sleeps: about half a
-millisecond. Its own default is 300,000: threads then spin through the time between two steps on
-cores that the frontend, the core and this process's own event loop want."""
+"""Iterations in which a thread of GNU's OpenMP runtime looks for work before it sleeps: about half
+a millisecond. With its default of 300,000, threads spin between two steps on cores that the
+frontend, the core and this process's event loop need."""
 
 _SETS_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Make OpenMP's threads sleep soon, unless the user says otherwise; before torch is loaded."""
+    """Make OpenMP's threads sleep soon, unless the user sets it. Call it before importing torch."""
     if not any(name in environment for name in _SETS_WAITING):
         environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def num_usable_cores(root: Path = Path("/sys")) -> int:
-    """Physical cores among those this process may run on, at most what its container may use.
+    """Physical cores that this process may run on, at most the container's quota.
 
     Two threads on one core share its vector units, so they compute no faster than one.
     """
@@ -35,13 +35,13 @@ def num_usable_cores(root: Path = Path("/sys")) -> int:
 
 
 def _siblings(cpu: int, root: Path) -> str:
-    """A name for the core that a CPU, one of its hardware threads, belongs to."""
+    """A name of the core that a CPU (a hardware thread) belongs to."""
     path = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text().strip() if path.exists() else str(cpu)
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """CPUs' worth of time that control groups grant, version 2 and 1; infinity without a limit."""
+    """Quotas of control groups, version 2 and 1, in CPUs; infinity without a limit."""
     limit = _read(root / "fs/cgroup/cpu.max")
     yield math.inf if limit is None else _ratio(*limit)
     quota = _read(root / "fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -55,7 +55,7 @@ def _read(path: Path) -> list[str] | None:
 
 
 def _ratio(quota: str, period: str) -> float:
-    """`max` and -1 stand for no limit."""
+    """A quota in CPUs; `max` and -1 mean no limit."""
     return int(quota) / int(period) if quota not in ("max", "-1") else math.inf
 
 
@@ -75,11 +75,11 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def thread_ids() -> set[int]:
-    """Of all this process's threads, as the system numbers them."""
+    """The system's ids of all threads of this process."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def pin(threads_to_cpus: Mapping[int, int]) -> None:
-    """Let each thread run on one CPU only."""
+    """Pin each thread to one CPU."""
     for thread, cpu in threads_to_cpus.items():
         os.sched_setaffinity(thread, {cpu})

@@ -1,4 +1,4 @@
-"""What can go wrong in a worker, in our own words.
+"""The worker's errors.
 
     WorkerError
     ├── InvalidOption      a setting is wrong, or this machine or model cannot honour it
@@ -8,14 +8,14 @@
     ├── OutOfMemory        not even one KV block fits
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
-    ├── OutOfOrder         a call or a step out of its turn
-    ├── SentAway           the core ended this worker
+    ├── OutOfOrder         a call or a step that is out of order
+    ├── SentAway           the core instructed this worker to stop
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
-    ├── DeviceLost         the device computes nothing more for this process
-    └── StepFailed         our own bug, or the device's failure, in the middle of a step
+    ├── DeviceLost         this process can no longer use its device
+    └── StepFailed         a bug of ours, or a device error, during a step
 
-Nothing here knows gRPC: `worker_service/service/servicer.py` maps each class to a status code.
+Nothing here depends on gRPC: `worker_service/service/servicer.py` maps each class to a status code.
 """
 
 import re
@@ -24,25 +24,25 @@ from service_common.errors import InvalidArgument, PagewireError
 
 
 class WorkerError(PagewireError):
-    """The root; the message is one line, for people."""
+    """The root; the message is one line for users."""
 
     reason = "WORKER_ERROR"
 
     def __init_subclass__(cls) -> None:
-        """The reason that programs see: `StaleEpoch` becomes `STALE_EPOCH`."""
+        """Set the reason for programs: that of `StaleEpoch` is `STALE_EPOCH`."""
         cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
 
 
 class InvalidOption(WorkerError):
-    """A setting is wrong; the message names it and what was expected."""
+    """A setting is invalid; the message names it, its value and what is allowed."""
 
 
 class ModelNotFound(WorkerError):
-    """No model at the place named."""
+    """There is no model in the directory or on the hub."""
 
 
 class UnsupportedModel(WorkerError):
-    """The model needs something Pagewire does not do; the message names it."""
+    """The model needs a feature that Pagewire lacks; the message names it."""
 
 
 class BadCheckpoint(WorkerError):
@@ -50,11 +50,11 @@ class BadCheckpoint(WorkerError):
 
 
 class OutOfMemory(WorkerError):
-    """There is no room for a KV cache of even one block."""
+    """Memory does not suffice for a KV cache of one block."""
 
 
 class NotReady(WorkerError):
-    """The model is still loading, or the worker is shutting down; another may serve."""
+    """The model is still loading, or the worker is shutting down; use another worker."""
 
 
 class InvalidPlan(WorkerError, InvalidArgument):
@@ -62,24 +62,24 @@ class InvalidPlan(WorkerError, InvalidArgument):
 
 
 class OutOfOrder(WorkerError):
-    """A call or a step came out of its turn."""
+    """A call or a step is out of order."""
 
 
 class SentAway(WorkerError):
-    """The core ended this worker; the message says why."""
+    """The core instructed this worker to stop; the message has the reason."""
 
 
 class StaleEpoch(WorkerError):
-    """A newer epoch has taken over; what the older one had on this worker is gone."""
+    """A newer epoch has taken over; the older epoch's state on this worker is gone."""
 
 
 class GroupBroken(WorkerError):
-    """Another rank of the group is gone, or parted with this one; a new epoch joins them again."""
+    """Another rank of the group is gone or has disconnected; a new epoch connects them again."""
 
 
 class DeviceLost(WorkerError):
-    """The device computes nothing more for this process; a new one may find it sound."""
+    """This process can no longer use its device; a new process may."""
 
 
 class StepFailed(WorkerError):
-    """A step broke off for a reason that is not in its plan; the log has the traceback."""
+    """A step failed for a reason that is not in its plan; the log has the traceback."""

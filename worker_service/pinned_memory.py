@@ -11,16 +11,16 @@ from torch import Tensor
 Column = npt.NDArray[Any]
 
 ALIGNMENT = 16
-"""Bytes: where each column begins is a multiple of this."""
+"""Bytes: each column's offset is a multiple of this."""
 
 _INITIAL_BYTES = 2**16
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 class Staging:
-    """Host memory that a device reads by itself.
+    """A pinned host buffer for asynchronous copies to a device.
 
-    What is sent lies here until the device has fetched it, so the next use has to wait for that.
+    The device reads it after `send` returns, so the next `send` must wait for the copy's end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,9 +28,9 @@ class Staging:
         self._host = self._allocate(_INITIAL_BYTES)
 
     def send(self, columns: Sequence[Column], landing: Tensor | None = None) -> list[Tensor]:
-        """The columns, int32 or int64 of any shapes, on the device, without waiting for it.
+        """Copy columns, int32 or int64 of any shape, to the device, without waiting for it.
 
-        landing: uint8; where they arrive one after the other, the first at its start, if they fit.
+        landing: uint8; the destination of the columns, one after the other, if they fit.
         """
         starts, size = [], 0
         for column in columns:
@@ -55,7 +55,7 @@ class Staging:
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """The values on a device, without waiting for it: a GPU fetches them by way of pinned memory.
+    """Copy values to a device without waiting for it, on a GPU through pinned memory.
 
     On a CPU they are not copied.
     """

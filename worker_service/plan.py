@@ -29,7 +29,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates:
-    """The tokens that may follow a sequence, for the core to choose among."""
+    """The tokens that may follow a sequence, from which the core chooses."""
 
     token_ids: npt.NDArray[np.int32]
     """Most probable first, the lowest id first among equals."""
@@ -55,7 +55,7 @@ class PromptLogprobs:
     """[num_tokens]: of the prompt's own tokens."""
 
     def followed_by(self, other: "PromptLogprobs") -> "PromptLogprobs":
-        """These and the tokens right after them."""
+        """These and those of the tokens that follow directly."""
         return PromptLogprobs(
             start=self.start,
             token_ids=np.concatenate([self.token_ids, other.token_ids]),
@@ -66,7 +66,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewSequence:
-    """A sequence as the worker first hears of it."""
+    """A sequence that is new to the worker."""
 
     seq_id: int
     choice_index: int
@@ -82,7 +82,7 @@ class NewSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """What to do in one step. Columns that the wire leaves out are filled in."""
+    """The operations and rows of one step, including columns that the message omits."""
 
     epoch: int
     step_id: int
@@ -116,7 +116,7 @@ class StepPlan:
     """The worker's monotonic clock when the plan arrived."""
 
     max_results_together: int = 0
-    """The most results, this step's among them, that may come together."""
+    """Maximum number of results in one message, this step's included."""
 
 
 class RowErrorReason(Enum):
@@ -138,7 +138,7 @@ ROW_ERROR_MESSAGES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimings:
-    """Where a step's time went, in microseconds; the first three on the monotonic clock."""
+    """A step's times and durations in microseconds; the first three on the monotonic clock."""
 
     received_us: int
     started_us: int

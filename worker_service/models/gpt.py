@@ -22,8 +22,8 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTSettings(ModelSettings):
-    """Shape of a GPT-2 or OPT model; OPT-350m alone differs in its embedding's size and in
-    `norm_first`."""
+    """Shape of a GPT-2 or OPT model. Only OPT-350m has norms after attention and MLP, and an
+    embedding that is narrower than the hidden states."""
 
     position_offset: int = 0
     """The row of the position table for position 0."""
