@@ -13,12 +13,21 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 
 
+def _expect(condition: bool, flag: str, expected: str, got: object) -> None:
+    if not condition:
+        raise InvalidOption(f"{flag}: expected {expected}, got {got}")
+
+
+def _expect_one_of(values: tuple[str, ...], flag: str, got: str) -> None:
+    _expect(got in values, flag, f"one of {', '.join(values)}", repr(got))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """A step's time: so much for itself, for each row, for each token beyond a row's first, and for
-    each block that is swapped, which comes before the rest.
+    """The duration of a simulated step: a sum of costs per step, row, token beyond a row's first,
+    and swapped block. Swaps come first.
 
-    All in microseconds. All zero: as fast as this machine checks plans.
+    All costs are in microseconds. If all are zero, a step takes only the time to check its plan.
     """
 
     step_us: float = 0.0
@@ -36,8 +45,7 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("step_us", "token_us", "sequence_us", "block_us"):
             got = getattr(self, name)
-            if not 0.0 <= got < float("inf"):
-                raise InvalidOption(f"simulate_{name}: expected 0 or more, got {got}")
+            _expect(0.0 <= got < float("inf"), f"simulate_{name}", "0 or more", got)
 
     def swap_us(self, num_blocks: int) -> float:
         """Time to swap `num_blocks` blocks, out and in together."""
@@ -55,7 +63,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationConfig:
-    """The model's facts, the caches' sizes and the steps' cost."""
+    """A simulated model's properties, the cache sizes and the cost of steps."""
 
     model: str = "simulated"
     """The name the model is served under, unless another is given."""
@@ -84,14 +92,10 @@ class SimulationConfig:
             ("simulate_cpu_blocks", self.num_cpu_blocks, 0),
         )
         for flag, got, least in limits:
-            if got < least:
-                raise InvalidOption(f"{flag}: expected at least {least}, got {got}")
-        if not 1 <= self.vocab_size <= 2**31:
-            raise InvalidOption(f"simulate_vocab_size: expected 1 to 2^31, got {self.vocab_size}")
-        if not 0 <= self.eos_token_id < self.vocab_size:
-            expected = f"a token id below {self.vocab_size}"
-            got = self.eos_token_id
-            raise InvalidOption(f"simulate_eos_token_id: expected {expected}, got {got}")
+            _expect(got >= least, flag, f"at least {least}", got)
+        size, end = self.vocab_size, self.eos_token_id
+        _expect(1 <= size <= 2**31, "simulate_vocab_size", "1 to 2^31", size)
+        _expect(0 <= end < size, "simulate_eos_token_id", f"a token id below {size}", end)
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -146,24 +150,16 @@ class ModelConfig:
     """Whether to draw a progress bar on stderr; None draws it on a terminal only."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise InvalidOption("model: expected a directory or a hub id, got an empty string")
-        if self.dtype not in DTYPES:
-            raise InvalidOption(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.load_format not in LOAD_FORMATS:
-            expected = ", ".join(LOAD_FORMATS)
-            raise InvalidOption(
-                f"load_format: expected one of {expected}, got {self.load_format!r}"
-            )
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise InvalidOption(f"max_model_len: expected at least 1, got {self.max_model_len}")
-        if self.threads is not None and self.threads < 1:
-            raise InvalidOption(f"threads: expected at least 1, got {self.threads}")
-        if self.cpus is not None and (self.threads or 0) > len(self.cpus):
-            raise InvalidOption(
-                f"threads: expected at most the {len(self.cpus)} of cpu_affinity,"
-                f" got {self.threads}"
-            )
+        _expect(bool(self.model), "model", "a directory or a hub id", "an empty string")
+        _expect_one_of(DTYPES, "dtype", self.dtype)
+        _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
+        for name in ("max_model_len", "threads"):
+            got = getattr(self, name)
+            _expect(got is None or got >= 1, name, "at least 1", got)
+        if self.cpus is not None:
+            most = len(self.cpus)
+            expected = f"at most the {most} of cpu_affinity"
+            _expect((self.threads or 0) <= most, "threads", expected, self.threads)
 
 
 DEFAULT_LISTEN = "127.0.0.1:7620"
@@ -197,20 +193,14 @@ class CacheConfig:
     """Share of a GPU's memory to fill."""
 
     def __post_init__(self) -> None:
-        size = self.block_size
-        if size is not None and (size < 1 or size & (size - 1)):
-            raise InvalidOption(f"block_size: expected a power of two, got {size}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            expected = f"one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
-            raise InvalidOption(f"kv_cache_dtype: expected {expected}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            got = self.gpu_memory_utilization
-            raise InvalidOption(f"gpu_memory_utilization: expected above 0 to 1, got {got}")
-        if self.kv_cache_memory is not None and self.kv_cache_memory < 1:
-            got = self.kv_cache_memory
-            raise InvalidOption(f"kv_cache_memory: expected at least 1 byte, got {got}")
-        if self.swap_space is not None and self.swap_space < 0:
-            raise InvalidOption(f"swap_space: expected 0 bytes or more, got {self.swap_space}")
+        size, share = self.block_size, self.gpu_memory_utilization
+        is_power = size is None or (size >= 1 and not size & (size - 1))
+        _expect(is_power, "block_size", "a power of two", size)
+        _expect_one_of(KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype)
+        _expect(0.0 < share <= 1.0, "gpu_memory_utilization", "above 0 to 1", share)
+        memory, swap = self.kv_cache_memory, self.swap_space
+        _expect(memory is None or memory >= 1, "kv_cache_memory", "at least 1 byte", memory)
+        _expect(swap is None or swap >= 0, "swap_space", "0 bytes or more", swap)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,14 +220,13 @@ class RunnerConfig:
     """On a GPU, put layers through torch.compile."""
 
     def __post_init__(self) -> None:
-        if self.max_graph_batch_size < 1:
-            got = self.max_graph_batch_size
-            raise InvalidOption(f"max_graph_batch_size: expected at least 1, got {got}")
+        size = self.max_graph_batch_size
+        _expect(size >= 1, "max_graph_batch_size", "at least 1", size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
-    """Where the worker listens and whom it registers with."""
+    """The worker's addresses, and the core with which it registers."""
 
     listen: str = DEFAULT_LISTEN
     """`HOST:PORT` or `unix:PATH`; port 0 takes a free one."""
@@ -252,10 +241,10 @@ class NetworkConfig:
     """Answer health checks here besides, without TLS or credentials."""
 
     cluster: ClusterConfig = NO_CLUSTER
-    """What members of the deployment show each other."""
+    """Credentials between the services of the deployment."""
 
     metrics: str | None = None
-    """Where Prometheus asks, HOST:PORT. None: nowhere."""
+    """HOST:PORT of /metrics for Prometheus. None: no metrics."""
 
     otlp_endpoint: str | None = None
     """Where requests' spans are exported to (OTLP over gRPC), as http://127.0.0.1:4317; without it
@@ -280,14 +269,14 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if self.layout.world_size == 1:
             return
-        if self.distributed_init is None:
+        where = self.distributed_init
+        if where is None:
             raise InvalidOption(
                 f"distributed_init: expected HOST:PORT of rank 0, since there are"
                 f" {self.layout.world_size} ranks"
             )
-        if not isinstance(parse(self.distributed_init, "distributed_init"), TcpAddress):
-            got = self.distributed_init
-            raise InvalidOption(f"distributed_init: expected HOST:PORT, got {got!r}")
+        is_tcp = isinstance(parse(where, "distributed_init"), TcpAddress)
+        _expect(is_tcp, "distributed_init", "HOST:PORT", repr(where))
 
     @property
     def store_address(self) -> TcpAddress | None:
@@ -319,10 +308,8 @@ class WorkerConfig:
     """Directory for profiler traces."""
 
     def __post_init__(self) -> None:
-        if self.grace_period_s < 0:
-            raise InvalidOption(
-                f"grace_period: expected 0 seconds or more, got {self.grace_period_s}"
-            )
+        grace = self.grace_period_s
+        _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
 
     @property
     def model_name(self) -> str:

@@ -23,13 +23,13 @@ class Constraint:
 
     kind: ConstraintKind
     texts: tuple[str, ...]
-    """One text; of a choice all of them."""
+    """One text; several for a choice."""
 
     end_token_ids: Int32Array
     """Tokens that may end an output that matches."""
 
     last_token_ids: Int32Array
-    """Tokens that may end one that cannot go on."""
+    """Tokens that may end an output that cannot continue."""
 
 
 def _no_ids() -> Int32Array:
@@ -70,13 +70,13 @@ class SamplerParams:
 
     min_tokens: int = 0
     suppressed_token_ids: Int32Array = field(default_factory=_no_ids)
-    """Tokens held back until there are `min_tokens` output tokens."""
+    """Tokens that are excluded until there are `min_tokens` output tokens."""
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed; none is empty."""
 
     num_logprobs: int | None = None
-    """Most probable tokens reported beside the sampled one; None: no log probabilities."""
+    """Most probable tokens reported in addition to the sampled one; None: no log probabilities."""
 
     num_prompt_logprobs: int | None = None
     """The same for prompt tokens."""

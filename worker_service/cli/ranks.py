@@ -22,7 +22,7 @@ class LauncherName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFlags:
-    """What the command line says of ranks."""
+    """How many ranks there are, and which of them this process runs."""
 
     group_id: str | None = None
     """Worker group."""
@@ -58,7 +58,7 @@ class RankFlags:
 
     @property
     def sizes(self) -> str:
-        """For people."""
+        """The parallel sizes, for error messages."""
         return (
             f"tensor_parallel_size {self.tensor_parallel_size} and"
             f" pipeline_parallel_size {self.pipeline_parallel_size}"
@@ -80,7 +80,7 @@ class TorchrunEnvironment:
 
     @property
     def group_id(self) -> str:
-        """A name that all its ranks come to."""
+        """The same name on all ranks."""
         return f"torchrun-{self.master}"
 
 
@@ -107,7 +107,7 @@ def read_torchrun(variables: Mapping[str, str]) -> TorchrunEnvironment | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankAssignment:
-    """A process that is one rank, mostly the only one."""
+    """A process that is one rank, usually the only one."""
 
     group: GroupConfig
     group_id: str | None
@@ -122,7 +122,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksToLaunch:
-    """A process that is no rank, but starts some."""
+    """A process that launches ranks and is none itself."""
 
     ranks: range
     """All of the group, or one machine's."""
@@ -138,7 +138,7 @@ class RanksToLaunch:
 
 
 def assign_rank(flags: RankFlags, variables: Mapping[str, str]) -> RankAssignment | RanksToLaunch:
-    """What this process is to be, by its flags and environment. Raises InvalidOption."""
+    """The role of this process, by its flags and environment. Raises InvalidOption."""
     world_size = flags.layout_of(0).world_size
     if flags.rank is not None and world_size > 1:
         return _from_flags(flags, flags.rank)
@@ -171,7 +171,7 @@ def _on_all_nodes(flags: RankFlags, world_size: int) -> RanksToLaunch:
 
 
 def _on_one_node(flags: RankFlags, world_size: int) -> RanksToLaunch:
-    """As many ranks as any other node has, in the order of the nodes."""
+    """This node's share of the ranks; all nodes have equally many, in the order of the nodes."""
     num_nodes, node = flags.num_nodes, flags.node_rank
     if num_nodes < 1 or world_size % num_nodes:
         raise InvalidOption(

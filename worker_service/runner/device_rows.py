@@ -1,8 +1,8 @@
 """Sequence state on the device, with the same rows as the host's `SequenceTable`.
 
-A step brings only what changed since the last one, and gathers what it needs by row. Tokens are
-not among it: of all tokens the device needs one a sequence, the latest that it sampled itself; the
-others come with the steps that compute them.
+A step uploads only what changed since the last one, and gathers its rows' entries. Token ids are
+not part of it, except each sequence's latest one, which the device sampled itself; all others are
+uploaded with the steps that compute them.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from worker_service.sampling.sampling_table import SamplingTable
 from worker_service.sampling_params import FILTERS
 
 NON_FINITE = -1
-"""In place of a token: what the sampling kernels say of a row whose largest logit is not finite."""
+"""The sampling kernels' result, instead of a token, for a row whose largest logit is not finite."""
 NO_CANDIDATES = -2
 OFF_CONSTRAINT = -3
 FAILURES = {
@@ -54,7 +54,7 @@ class DeviceRows:
         self._changed: list[npt.NDArray[np.integer]] = []
 
     def note_new(self, row_id: int) -> None:
-        """A sequence was added in this row: whatever the device has of it is out of date."""
+        """A sequence was added in this row: the device's entries for it are stale."""
         self._new.append(row_id)
 
     def note_blocks(self, row_ids: Int64Array, indices: npt.NDArray[np.integer]) -> None:
@@ -62,13 +62,13 @@ class DeviceRows:
         self._changed.append(np.stack([row_ids, indices], axis=1))
 
     def forget(self) -> None:
-        """What was noted is of no interest."""
+        """Drop all noted changes."""
         self._new.clear()
         self._changed.clear()
 
     def changes(self, table: SequenceTable) -> list[Column]:
-        """What was noted since the last time, to be sent and given to `apply`; the values are those
-        of now. Empty if there is nothing."""
+        """The changes noted since the last call, to be uploaded and passed to `apply`, with the
+        current values. Empty if there are none."""
         if not self._new and not self._changed:
             return []
         new = np.unique(np.array(self._new, np.int64))
@@ -87,7 +87,7 @@ class DeviceRows:
         ]
 
     def apply(self, changes: list[Tensor]) -> None:
-        """Take in what `changes` gave, once it is on the device."""
+        """Apply the uploaded result of `changes`."""
         if not changes:
             return
         new, params, row_ids, indices, blocks = changes
@@ -124,8 +124,9 @@ class DeviceRows:
         )
 
     def settle(self, row_ids: Tensor, drawn: Tensor) -> Tensor:
-        """What becomes of the tokens drawn: a sequence that failed before stays failed, with the
-        same reason. Both int64 [n]; returns tokens or failures."""
+        """Store the tokens drawn; a sequence that failed before stays failed, with the same reason.
+
+        Both int64 [n]; returns tokens or failures, int64 [n]."""
         before = self.latest.index_select(0, row_ids)
         outcome = torch.where(before < 0, before, drawn)
         self.latest.index_copy_(0, row_ids, outcome)
@@ -133,8 +134,8 @@ class DeviceRows:
 
 
 def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
-    """Rows to begin with: enough for most, as long as the block tables stay small, and in any case
-    for `num_seqs` sequences, whose host table doubles until it holds them."""
+    """Initial number of rows: enough for most loads while block tables stay small, and always for
+    `num_seqs` sequences, rounded up to a power of two as in the host's table."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
     needed = 1 << (num_seqs - 1).bit_length()
     return max(_MIN_INITIAL_ROWS, min(_MAX_INITIAL_ROWS, affordable), needed)

@@ -1,16 +1,16 @@
 """One token per row, drawn from its filtered distribution by inverting the cumulative one.
 
-A row's filters (min-p, top-k, top-p) come down to one number, the *cut*: the smallest logit that
-stays. Tokens with exactly the cut's logit all stay, so the outcome never hangs on how a sort breaks
-ties. Then one uniform number picks the first token, in order of token ids, at which the cumulative
-probability exceeds it.
+A row's filters (min-p, top-k, top-p) reduce to one number, the *cut*: the smallest logit that is
+kept. All tokens with exactly the cut's logit are kept, so the result does not depend on how a sort
+breaks ties. Then one uniform number selects the first token, in order of token ids, at which the
+cumulative probability exceeds it.
 
-Sorting a vocabulary is slow, so it is avoided: rows without filters need none, and top-k and top-p
-look at the largest `WINDOWS[0]` logits first and at more only where that is not enough.
+Sorting a vocabulary is slow, so it is avoided: rows without filters need no sort, and top-k and
+top-p examine the largest `WINDOWS[0]` logits first and more only if those do not suffice.
 
-Every row's arithmetic is the same whatever other rows there are. This is why sums over a row are
-taken in float64 one after the other (`cumsum`) or over chunks of fixed size, never with `sum` over
-a whole row, which torch splits among threads when it has a single row.
+Every row's arithmetic is independent of the other rows. Therefore sums over a row are taken
+sequentially in float64 (`cumsum`) or over chunks of fixed size, never with `sum` over a whole row,
+which torch splits among threads if there is only one row.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ from worker_service.pinned_memory import Column, upload
 from worker_service.sampling_params import FILTERS
 
 WINDOWS = (64, 1024)
-"""How many of a row's largest logits are looked at, one try after the other, before all are."""
+"""Numbers of a row's largest logits that are examined, in successive tries, before all of them."""
 
 CHUNK = 128
-"""Tokens per chunk, where a row is looked at in chunks."""
+"""Tokens per chunk of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Filters:
 
 
 def draw_unfiltered(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Token ids for rows that have no filters; arguments as for `draw`."""
+    """Token ids for rows without filters; arguments as for `draw`."""
     return _invert(torch.softmax(logits, dim=-1), uniforms)
 
 
@@ -124,7 +124,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Each row's `count` largest logits, largest first, and their columns.
 
-    They lie in the `count` chunks with the largest maxima; looking only there is several times
+    They are in the `count` chunks with the largest maxima; searching only these is several times
     faster than `topk` over a large vocabulary.
     """
     vocab_size = logits.shape[1]
@@ -163,7 +163,7 @@ def _find_cut(
     """The smallest logit that stays, and whether the window sufficed to find it.
 
     values: [n, window], the row's largest logits, largest first; weights: their probabilities.
-    min-p and top-k look at the whole distribution, then top-p at what is left of it.
+    min-p and top-k apply to the whole distribution, then top-p to the rest of it.
     """
     window = values.shape[1]
     top_k = filters.top_k.clamp_max(vocab_size)

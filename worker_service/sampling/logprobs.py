@@ -17,8 +17,8 @@ from worker_service.plan import Candidates, PromptLogprobs, TokenLogprobs
 from worker_service.sampling.draw import largest
 
 MIN_WINDOW = 32
-"""Candidates looked at for the most probable tokens, at least. Ties among them are ordered by
-token id; a window that followed the batch's greatest wish could let neighbours break ties."""
+"""Minimum number of logits examined for the most probable tokens. Ties among them are ordered by
+token id; a window as large as the batch's largest request could make ties depend on other rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def table_of(
 
 
 def window(num_top: int, vocab_size: int) -> int:
-    """How many of a row's largest logits are looked at for its `num_top` most probable tokens."""
+    """Number of a row's largest logits to examine for its `num_top` most probable tokens."""
     return min(max(num_top, MIN_WINDOW), vocab_size)
 
 
@@ -105,14 +105,14 @@ def _order(
 
 
 def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
-    """Turns these rows' logits into log probabilities, in place: what edits change are those."""
+    """Turn these rows' logits into log probabilities, in place; edits then apply to those."""
     index = upload(rows, logits.device)
     logits[index] = torch.log_softmax(logits[index], dim=-1)
 
 
 def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, Candidates]:
-    """The most probable tokens of these rows, by row; none that was excluded. Of equal ones
-    those with the lowest ids, however many a neighbour asks for.
+    """The most probable tokens of these rows that are not excluded, by row. Among equals the lowest
+    ids come first, whatever other rows ask for.
 
     logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are returned of each.
     """

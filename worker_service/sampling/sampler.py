@@ -46,7 +46,7 @@ class SamplingBatch:
 
     edited: list[EditedRow] = field(default_factory=list)
     masked: MaskedRows | None = None
-    """Rows that have a constraint, if there are any; a failed one's token is of no use."""
+    """Rows that have a constraint, if there are any; the token of a failed one is ignored."""
 
     @property
     def is_changed(self) -> bool:
@@ -93,8 +93,8 @@ class Largest(NamedTuple):
 def sample(
     logits: Tensor, batch: SamplingBatch, table: SamplingTable, largest: Largest | None = None
 ) -> Samples:
-    """Picks the tokens. logits: float32 [n, vocab_size], overwritten, as are `largest`'s columns;
-    that is found here unless it is known already."""
+    """Sample one token per row. logits: float32 [n, vocab_size], overwritten, as are the columns of
+    `largest`, which is computed here if it is None."""
     best, largest_values = largest = largest or _largest(logits)
     if not batch.is_changed and table.is_plain[batch.row_ids].all() and _all_finite(largest):
         return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
@@ -110,7 +110,7 @@ def sample(
     apply_edits(logits, batch.edited)
     apply_masks(logits, batch.masked)
     offered = offer(logits, offering, num_candidates[offering]) if len(offering) else {}
-    no_candidates = _look_again(logits, batch.changed_rows, best)
+    no_candidates = _update_best(logits, batch.changed_rows, best)
     no_candidates = no_candidates[num_candidates[no_candidates] == 0]
     _neutralise(logits, no_candidates)
     tokens = _choose(logits, best, batch, table)
@@ -132,7 +132,7 @@ def sample(
 def _choose(
     logits: Tensor, tokens: Int64Array, batch: SamplingBatch, table: SamplingTable
 ) -> Int64Array:
-    """One token per row, each kind of row by its own way; `tokens` has the greedy rows' own."""
+    """One token per row; `tokens` contains those of the greedy rows."""
     is_random = table.temperature[batch.row_ids] > 0
     if not is_random.any():
         return tokens
@@ -171,7 +171,7 @@ def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
 
 
 def _largest(logits: Tensor) -> Largest:
-    """One pass finds the tokens and the rows that have none."""
+    """Find the tokens, and the rows that have none, in one pass."""
     if not logits.is_cpu:
         largest, best = logits.max(dim=-1)
         return Largest(best.cpu().numpy(), largest.cpu().numpy())
@@ -185,8 +185,8 @@ def _all_finite(largest: Largest) -> bool:
     return bool(np.isfinite(largest.values).all())
 
 
-def _look_again(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:
-    """Put right the largest logits' columns of changed rows; those in which no token is left."""
+def _update_best(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:
+    """Update `best` for changed rows; returns the rows in which every token is excluded."""
     if len(rows) == 0:
         return rows
     best[rows], largest = _largest(logits[_tensor(rows, logits)])
@@ -194,7 +194,7 @@ def _look_again(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Arra
 
 
 def _neutralise(logits: Tensor, rows: Int64Array) -> None:
-    """Give failed rows harmless logits, so that the batch can go on."""
+    """Set the logits of failed rows to 0, so that the rest of the batch can be sampled."""
     if len(rows):
         logits[_tensor(rows, logits)] = 0.0
 

@@ -1,4 +1,4 @@
-"""Sampling parameters of all sequences the worker knows, as columns by row."""
+"""Sampling parameters of all sequences that the worker holds, as columns by row."""
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ class SamplingTable:
         self.num_candidates = np.zeros(num_rows, np.int32)
         """0: the worker chooses the token."""
         self.is_plain = np.zeros(num_rows, np.bool_)
-        """Whether the largest logit's token is all that is wanted, but for edits."""
+        """Greedy without log probabilities: argmax decides, edits aside."""
         self.edits: dict[int, LogitEdits] = {}
 
     def resize(self, num_rows: int) -> None:
@@ -46,7 +46,7 @@ class SamplingTable:
         prompt: Int32Array,
         output: Int32Array,
     ) -> None:
-        """Take in a sequence with the tokens it has so far."""
+        """Add a sequence with its tokens so far."""
         for name, column in self.filters.items():
             column[row_id] = getattr(params, name)
         self.is_filtered[row_id] = params.has_filters

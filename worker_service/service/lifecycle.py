@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 IDLE_SPANS_EVERY_S = 1.0
-"""How often it is looked whether requests have gone without a plan that says so."""
+"""Interval of the check for requests that ended without a plan that forgets them."""
 
 STOP_GRACE_S = 1.0
 """Seconds that short calls have to finish once no step stream is open."""
@@ -69,7 +69,7 @@ class Worker:
         """What `run` raises in the end."""
         self._end = asyncio.Event()
         self._released = asyncio.Event()
-        """Set when nobody is to be waited for."""
+        """Set when there is nothing to wait for."""
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         """Set once the model is loaded."""
@@ -84,7 +84,8 @@ class Worker:
     async def run(self) -> None:
         """Serve until asked to end.
 
-        Raises CannotListen, and WorkerError if it cannot go on, was sent away, or lost its device.
+        Raises CannotListen, and WorkerError if it failed, was dismissed by the core, or lost its
+        device.
         """
         await self._server.start()
         metrics = self._publish()
@@ -148,7 +149,7 @@ class Worker:
         self._end.set()
 
     def end_at_once(self) -> None:
-        """End without waiting for the core to finish what it has here."""
+        """End without waiting for the core to finish its sequences here."""
         self._released.set()
         self._end.set()
         self._engine.close_any_stream()
@@ -186,7 +187,7 @@ class Worker:
                     task.cancel()
 
     async def _drain(self, registrar: Registrar | None) -> None:
-        """Let the core take away, or finish, what it has here; then say to all that we are gone."""
+        """Wait, within the grace period, until the core has moved or finished all sequences."""
         logger.info("draining grace_s=%s", self._grace_s)
         self._engine.drain()
         self._membership.drain()
@@ -204,8 +205,8 @@ class Worker:
             str(core),
             self._cluster,
             self._membership,
-            on_drain=self._drain_as_told,
-            on_stop=self._stop_as_told,
+            on_drain=self._on_drain,
+            on_stop=self._on_stop,
         )
 
     def _registration(self) -> scheduler_service_pb2.WorkerRegistration:
@@ -226,22 +227,22 @@ class Worker:
         """Raises InvalidOption while the core's name cannot be resolved, where that is needed."""
         return str(advertised(parse(self.address, "listen"), self._core))
 
-    def _drain_as_told(self) -> None:
-        """The core drains us and ends our stream when it is done, however long that takes."""
+    def _on_drain(self) -> None:
+        """The core drains this worker and ends the stream when it is done, without a time limit."""
         if not self._end.is_set():
             self._grace_s = None
             self._end.set()
 
-    def _stop_as_told(self, reason: str) -> None:
-        """The core has no use for us: at once, and an error unless we were draining anyway."""
+    def _on_stop(self, reason: str) -> None:
+        """The core dismisses this worker: end at once, with an error unless it was draining."""
         logger.warning("asked to stop reason=%s", reason)
         if not self._end.is_set():
             self._failure = SentAway(f"the core ended this worker: {reason}")
         self.end_at_once()
 
     async def _watch_device(self) -> None:
-        """End once the device is lost: this process would fail all that it is given from then on,
-        and a new one may find the device sound."""
+        """End once the device is lost: all further steps would fail in this process, but may
+        succeed in a new one."""
         try:
             await self._engine.watch_device()
         except DeviceLost as error:
@@ -252,7 +253,7 @@ class Worker:
 
 
 async def _until_first(*waits: Coroutine[None, None, object]) -> None:
-    """Await until one of several is done; raises what it raised, and gives up the others."""
+    """Wait until one of several is done and cancel the others; raises its exception."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""The worker's membership: it registers with the core and sends signs of life.
+"""The worker's membership: it registers with the core and sends heartbeats.
 
-One bidirectional stream at a time. Whenever it breaks a new one is tried, for ever: the weights
-stay loaded, and a core that comes back finds its workers again.
+There is one bidirectional stream at a time. Whenever it breaks, the worker tries to open a new one,
+without a limit: the weights stay loaded, and a restarted core gets its workers back.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Membership:
     num_steps: Callable[[], int]
     state: status_pb2.WorkerState.ValueType = status_pb2.WORKER_STATE_READY
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to have a heartbeat sent at once."""
+    """Set to send a heartbeat at once."""
 
     def drain(self) -> None:
         """Notify the core immediately that it must plan nothing new here."""
@@ -46,7 +46,7 @@ class Membership:
         self.changed.set()
 
     def heartbeat(self, *, is_first: bool) -> pb.RegisterWorkerRequest:
-        """The next sign of life."""
+        """The next heartbeat."""
         return pb.RegisterWorkerRequest(
             heartbeat=pb.WorkerHeartbeat(
                 registration=self.registration() if is_first else None,
@@ -85,15 +85,15 @@ class Registrar:
         return not self._is_absent.is_set()
 
     async def wait_absent(self) -> None:
-        """Wait until no core has the worker registered: it is lost, or has stopped us."""
+        """Wait until no core has the worker registered: the core is lost, or has stopped it."""
         await self._is_absent.wait()
 
     async def run(self) -> None:
-        """Register, and register again whenever the stream breaks, until the core says stop."""
+        """Register, again whenever the stream breaks, until the core stops the worker."""
         retry_s = FIRST_RETRY_S
         while True:
             self._is_welcome = False
-            # Each with the certificates of its time.
+            # Each attempt reads the current certificates.
             async with self._cluster.dial(pb_grpc.SchedulerServiceStub, self._core) as stub:
                 reason = await self._register_once(stub)
             self._is_absent.set()
@@ -102,7 +102,7 @@ class Registrar:
             retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
             if self._failures.should_log(reason):
                 logger.warning("not registered core=%s reason=%s", self._core, reason)
-            # Workers that lost the same core at the same instant come back spread out.
+            # Workers that lost the same core at the same time reconnect spread out.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
 
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
@@ -146,7 +146,7 @@ class Registrar:
         return None
 
     async def _send_heartbeats(self, stream: grpc.aio.StreamStreamCall, lease_s: float) -> None:
-        """Signs of life, often enough that the loss of a few does not cost the lease."""
+        """Send heartbeats, so often that the lease survives the loss of a few."""
         changed = self._membership.changed
         while True:
             try:

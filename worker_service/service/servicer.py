@@ -1,4 +1,4 @@
-"""The `WorkerService` rpcs: they await and translate, errors into statuses with details."""
+"""The `WorkerService` RPCs; errors become statuses with details."""
 
 import asyncio
 import logging

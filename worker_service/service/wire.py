@@ -1,8 +1,7 @@
-"""Protobuf messages to plans and results to messages; the only place that does it.
+"""Decodes protobuf messages to plans and encodes results, in one place.
 
-Columns are views of the message's bytes, never copied. What is visibly wrong from the message
-alone is refused here as `InvalidPlan`; what contradicts the worker's state is refused where the
-state is.
+Columns are views of the message's bytes, never copied. Errors that the message alone shows are
+refused here as `InvalidPlan`; contradictions to the worker's state are refused where that state is.
 """
 
 from collections.abc import Iterable
@@ -101,7 +100,7 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
 
 
 def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
-    """What the core and frontends learn of the model."""
+    """The model's properties for the core and the frontends."""
     return model_pb2.ModelInfo(
         name=name,
         fingerprint=facts.fingerprint,
@@ -152,7 +151,7 @@ def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerP
 
 
 def _decode_suppressed(message: sampling_pb2.SamplerParams, path: str) -> Int32Array:
-    """None beside a constraint, which says itself what min_tokens holds back."""
+    """Empty with a constraint, which has its own end tokens."""
     suppressed = _column(message.suppressed_token_ids, f"{path}.suppressed_token_ids")
     return suppressed[:0] if message.HasField("constraint") else suppressed
 

@@ -1,9 +1,9 @@
-"""An executor without a model: it checks every plan, and picks tokens by hashing.
+"""An executor without a model: it checks every plan, and derives tokens from hashes.
 
-It runs behind the same engine, servicer and registration as the real one, so it speaks the whole
-worker protocol, but needs neither torch nor weights. Its purpose is to try the scheduler, to load
-it at scales that no machine's models reach, and to find plans that break the contract. It
-deliberately shares no code with `runner/` and `sampling/`: it judges them.
+It uses the same engine, servicer and registration as the real executor and implements the whole
+worker protocol, but needs neither torch nor weights. It serves to test the scheduler, also at
+scales that no machine's models reach, and to find plans that break the contract. It deliberately
+shares no code with `runner/` and `sampling/`, as it judges them.
 
 | file | holds |
 | --- | --- |
@@ -13,7 +13,7 @@ deliberately shares no code with `runner/` and `sampling/`: it judges them.
 | `model.py` | the simulated model: histories, next tokens, log probabilities |
 | `sampler.py` | which token is chosen, by the same rules as for a real model |
 
-A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and what was
-wrong. A token is a function of the tokens before it, its parameters, choice and position alone, and
-chosen by the rules of sampling.proto. `SimulationConfig` is in `worker_service/config.py`.
+A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and the
+problem. A token is a function of the tokens before it, its parameters, choice and position alone,
+and chosen by the rules of sampling.proto. `SimulationConfig` is in `worker_service/config.py`.
 """

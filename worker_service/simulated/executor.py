@@ -31,7 +31,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """What a step brought so far; dictionaries by row."""
+    """A step's results so far; dictionaries by row."""
 
     tokens: list[int] = field(default_factory=list)
     """Of each sampling row, in row order; NO_TOKEN where it failed or has candidates."""
@@ -60,7 +60,7 @@ class SimulatedRunner:
         return len(self._table)
 
     def reset(self) -> None:
-        """Forget all sequences and what the caches hold."""
+        """Forget all sequences and the contents of the caches."""
         self._memory = MemoryModel(
             num_gpu_blocks=self._num_gpu_blocks,
             num_cpu_blocks=self._num_cpu_blocks,
@@ -73,11 +73,11 @@ class SimulatedRunner:
         )
 
     def launch(self, plan: StepPlan) -> FinishedStep:
-        """Do what the plan says, at once."""
+        """Execute the plan synchronously."""
         return FinishedStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
+        """Execute the plan. Raises InvalidPlan, after which the runner must be reset."""
         started_us = monotonic_us()
         self._move_blocks(plan)
         _wait_until(started_us + self._config.cost.swap_us(len(plan.swap_out) + len(plan.swap_in)))
@@ -202,7 +202,7 @@ class SimulatedExecutor:
         self._block_size = block_size
 
     def load(self) -> ModelFacts:
-        """Facts of a model whose tokens depend on nothing but its vocabulary's size."""
+        """Facts of a model that is determined by the size of its vocabulary."""
         config = self._config
         return ModelFacts(
             architecture="Simulated",
@@ -223,7 +223,7 @@ class SimulatedExecutor:
         )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        """As many as the settings say."""
+        """The configured numbers."""
         return BlockCounts(
             num_gpu_blocks=self._config.num_gpu_blocks, num_cpu_blocks=self._config.num_cpu_blocks
         )
@@ -238,10 +238,10 @@ class SimulatedExecutor:
         )
 
     def check_device(self) -> None:
-        """There is none to be lost."""
+        """Nothing to check: there is no device."""
 
     def interrupt(self) -> None:
-        """There are no other ranks to wait for."""
+        """Nothing to interrupt: there are no other ranks."""
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """None: there is no tokenizer, prompts are token ids."""

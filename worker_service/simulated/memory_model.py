@@ -1,18 +1,20 @@
-"""The memory model: what is in which slot, who holds which block, and what may be done with it.
+"""The memory model: the content of each slot, the holders of each block, and the allowed uses.
 
-A slot of the device or host cache holds the `History` whose KV a real one would hold, or nothing.
+A slot of the device or host cache contains the `History` for which a real one would contain KV,
+or nothing.
 A known sequence *holds* the blocks in its table, until it is forgotten or the entry is replaced.
 
 The rules, each of which ends in `InvalidPlan`:
 
-- What is read (by attention, a swap or a copy) was written, and attention finds the sequence's own
-  history at every position of its context, before this step's rows write anything.
-- What is written by a row is held by no other sequence, other than the row's own new forks.
-- What is written by a swap-in or a copy is held by nobody, and by one of them only.
-- What is swapped out is not written by a row of a sequence that held it.
-- What is swapped in is not used by a row or a copy of the same step: it comes beside them.
+- A block that is read (by attention, a swap or a copy) was written before, and attention finds the
+  sequence's own history at every position of its context, before this step's rows write anything.
+- A block that a row writes is held by no other sequence, except the row's own new forks.
+- A block that a swap-in or a copy writes is held by no sequence, and written by one of them only.
+- A block that is swapped out is not written by a row of a sequence that held it.
+- A block that is swapped in is not used by a row or a copy of the same step, because the swap runs
+  concurrently with them.
 
-Together they make a context that was checked once stay right for as long as it is held.
+Together they ensure that a context that was checked once stays correct as long as it is held.
 Plain integers only: neither numpy nor protobuf.
 """
 
@@ -23,7 +25,7 @@ from worker_service.simulated.model import History, SimulatedSequence
 
 Slots = list[History | None]
 Pairs = Sequence[Sequence[int]]
-_NOBODY: frozenset[int] = frozenset()
+_NO_IDS: frozenset[int] = frozenset()
 
 
 class MemoryModel:
@@ -35,10 +37,10 @@ class MemoryModel:
         """Per block; None as long as nothing was written to it."""
         self._host: list[Slots | None] = [None] * num_cpu_blocks
         self._holders: dict[int, set[int]] = {}
-        """Ids of the sequences that hold a block; a block that nobody holds is not in here."""
+        """Ids of the sequences that hold a block; blocks without holders are absent."""
         self._leaving: dict[int, frozenset[int]] = {}
-        """Held blocks that this step swaps out, and who held them."""
-        self._arriving: frozenset[int] = _NOBODY
+        """Held blocks that this step swaps out, and their holders."""
+        self._arriving: frozenset[int] = _NO_IDS
         """Blocks that this step swaps in."""
 
     def check_block(self, block: int, field: str) -> None:
@@ -50,8 +52,8 @@ class MemoryModel:
         """Enter a block into a sequence's table."""
         self._holders.setdefault(block, set()).add(seq_id)
 
-    def let_go(self, blocks: Collection[int], seq_id: int) -> None:
-        """Take blocks out of a sequence's table; what they hold stays."""
+    def release(self, blocks: Collection[int], seq_id: int) -> None:
+        """Remove blocks from a sequence's table; their content stays."""
         for block in blocks:
             holders = self._holders[block]
             holders.remove(seq_id)
@@ -106,7 +108,7 @@ class MemoryModel:
         sequence.num_checked = sequence.num_computed
 
     def write(
-        self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int] = _NOBODY
+        self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int] = _NO_IDS
     ) -> None:
         """Write a sequence's KV from its computed tokens up to `end`.
 
@@ -139,7 +141,7 @@ class MemoryModel:
                 )
 
     def _check_stays(self, block: int, seq_id: int, row: int) -> None:
-        if self._leaving and seq_id in self._leaving.get(block, _NOBODY):
+        if self._leaving and seq_id in self._leaving.get(block, _NO_IDS):
             raise InvalidPlan(
                 "seq_ids",
                 f"row {row}: sequence {seq_id} writes to device block {block}, which this step"

@@ -1,12 +1,13 @@
 """The simulated model: a distribution over next tokens, made of integer hashes.
 
-What a real KV cache holds at a position depends on all tokens up to it; here that is a `History`,
-a 64-bit hash chained over them. A history puts the vocabulary into an order of its own (an affine
-permutation), and the token of rank r in it has the probability 2^-(r+1). So tokens, ranks and log
-probabilities are consistent, as with a real model, and any mistake in what a sequence is made of
-changes what is sampled.
+The content of a real KV cache at a position depends on all tokens up to it; here it is a
+`History`, a 64-bit hash chained over them. A history determines a permutation of the vocabulary
+(an affine one), in which the token of rank r has the probability 2^-(r+1). Tokens, ranks and log
+probabilities are therefore consistent, as with a real model, and any mistake in a sequence's
+content changes the sampled tokens.
 
-Everything is plain 64-bit integer arithmetic: the same on every machine, and within microseconds.
+All of it is plain 64-bit integer arithmetic: the same on every machine, and a matter of
+microseconds.
 """
 
 import math
@@ -27,7 +28,7 @@ START: History = 0x243F6A8885A308D3
 LN2 = math.log(2.0)
 
 NUM_LIKELY = 64
-"""Ranks beyond are less probable, all together, than the resolution of a draw."""
+"""The total probability of all further ranks is below the resolution of a draw."""
 
 _WORD = 2**64 - 1
 
@@ -73,8 +74,8 @@ class NextToken:
         """The token at a draw, of 53 bits, when cumulating in the order of token ids.
 
         For vocabularies of at least `NUM_LIKELY` tokens. Ranks are placed among the tokens one by
-        one, until those without a place yet, however they lie, cannot change what is drawn; that
-        takes about four.
+        one, until the remaining ranks, whatever their tokens, cannot change the result; that takes
+        about four.
         """
         target, step = draw << 11, self._step()
         placed: list[tuple[int, int]] = []
@@ -103,7 +104,7 @@ class NextToken:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SimulatedSequence:
-    """Tokens, their histories and where their KV lies.
+    """Tokens, their histories, and the blocks of their KV.
 
     Invariants: one history per token; num_checked <= num_computed <= len(tokens).
     """
@@ -112,18 +113,18 @@ class SimulatedSequence:
     num_prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     histories: list[History] = field(default_factory=list)
-    """What the slot of each position must hold."""
+    """The required content of each position's slot."""
 
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Tokens whose KV is in the blocks."""
 
     num_checked: int = 0
-    """Tokens whose slots have been found to hold this sequence's own KV. A slot cannot change
-    unnoticed while a sequence holds its block, so none is looked at twice."""
+    """Tokens whose slots were checked to hold this sequence's own KV. A slot cannot change while a
+    sequence holds its block without a check, so none is checked twice."""
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Some tokens more."""
+        """Append tokens."""
         history = self.histories[-1] if self.histories else START
         for token in tokens:
             history = extend(history, token)

@@ -1,7 +1,7 @@
-"""How a simulated sequence's next token is chosen: by sampling.proto's rules, over few candidates.
+"""Selection of a simulated sequence's next token, by sampling.proto's rules, among few candidates.
 
-Probabilities halve from rank to rank, so that besides the tokens that parameters single out only
-the first few ranks can ever be chosen.
+Probabilities halve from rank to rank, so only the first few ranks, and tokens that the parameters
+name, can be chosen.
 """
 
 import math
@@ -17,7 +17,7 @@ from worker_service.simulated.model import NUM_LIKELY, NextToken
 
 
 class SimulatedSampler:
-    """One sequence's parameters, and what they make of a distribution."""
+    """Applies one sequence's parameters to distributions."""
 
     def __init__(self, params: SamplerParams, choice_index: int) -> None:
         self._params = params
@@ -33,7 +33,7 @@ class SimulatedSampler:
     def choose(
         self, distribution: NextToken, tokens: Sequence[int], num_prompt_tokens: int
     ) -> int | None:
-        """The token that follows these; None if all are excluded."""
+        """The token after `tokens`; None if all are excluded."""
         params, position = self._params, len(tokens) - num_prompt_tokens
         if params.temperature == 0.0 and not self._is_edited:
             return distribution.token(0)
@@ -51,7 +51,7 @@ class SimulatedSampler:
     def offer(
         self, distribution: NextToken, tokens: Sequence[int], num_prompt_tokens: int
     ) -> Candidates:
-        """The most probable tokens of those that may follow these, as many as asked for."""
+        """The most probable tokens that may follow `tokens`, as many as the parameters request."""
         prompt, output = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         logprobs = self._candidates(distribution, prompt, output)
         best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -71,16 +71,16 @@ class SimulatedSampler:
         occurred = set(counts)
         if params.repetition_penalty != 1.0:
             occurred.update(prompt)
-        singled_out = occurred | self._biases.keys() if self._is_edited else set()
-        # Biases and penalties may take any of those singled out away from the top.
+        named = occurred | self._biases.keys() if self._is_edited else set()
+        # Biases and penalties may move any of the named tokens away from the top.
         spread = math.ceil(max(params.temperature, 1.0))
-        num_ranks = NUM_LIKELY * spread + len(banned) + len(singled_out)
+        num_ranks = NUM_LIKELY * spread + len(banned) + len(named)
         num_ranks = max(num_ranks + (params.num_candidates or 0), params.top_k)
         logits = {
             distribution.token(rank): distribution.logprob(rank)
             for rank in range(min(num_ranks, distribution.vocab_size))
         }
-        for token in singled_out:
+        for token in named:
             logits[token] = self._edited(token, distribution, token in occurred, counts[token])
         return {token: value for token, value in logits.items() if token not in banned}
 

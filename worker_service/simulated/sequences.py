@@ -24,7 +24,7 @@ class KnownSequence(SimulatedSequence):
         self.sampling: SamplerParams = new.sampling
         self.prompt_logprobs_start = new.prompt_logprobs_start
         self.failure: RowErrorReason | None = None
-        """Why no token could be sampled: the sequence stands still until it is forgotten."""
+        """Why no token could be sampled: the sequence stays failed until it is forgotten."""
         self._sampler = SimulatedSampler(new.sampling, new.choice_index)
 
     def next_token(self, distribution: NextToken) -> int | None:
@@ -32,12 +32,12 @@ class KnownSequence(SimulatedSequence):
         return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
 
     def offer(self, distribution: NextToken) -> Candidates:
-        """What may follow the last token, for the core to choose."""
+        """The candidates for the next token, for the core to choose among."""
         return self._sampler.offer(distribution, self.tokens, self.num_prompt_tokens)
 
 
 class SimulatedSequenceTable:
-    """Known sequences by id; each holds the blocks of its table in the memory model."""
+    """Known sequences by id; each holds its table's blocks in the memory model."""
 
     def __init__(self, memory: MemoryModel, *, vocab_size: int, max_model_len: int) -> None:
         self._memory = memory
@@ -61,16 +61,16 @@ class SimulatedSequenceTable:
         """Drop sequences; their blocks are free from now on."""
         for seq_id in seq_ids.tolist():
             sequence = self.get(seq_id, "forget_seq_ids")
-            self._memory.let_go(sequence.block_table, seq_id)
+            self._memory.release(sequence.block_table, seq_id)
             del self._known[seq_id]
 
     def add(self, new: NewSequence, field: str) -> None:
-        """Take in a sequence; a fork starts as its parent stands."""
+        """Add a sequence; a fork starts with its parent's current tokens."""
         self._check_identity(new, field)
         self._check_ids(new, field)
         blocks = self._checked_blocks(new, field)
         if new.parent_seq_id is None:
-            sequence = self._newcomer(new, field)
+            sequence = self._new_sequence(new, field)
         else:
             sequence = self._fork(new, field)
         sequence.extend(new.token_ids.tolist())
@@ -113,12 +113,12 @@ class SimulatedSequenceTable:
             if block in table:
                 self._refuse_update(seq_id, index, f"gives it block {block} twice")
             if index < len(table):
-                self._memory.let_go((table[index],), seq_id)
+                self._memory.release((table[index],), seq_id)
                 sequence.num_checked = min(sequence.num_checked, index * self._memory.block_size)
             table[index : index + 1] = [block]
             self._memory.hold(block, seq_id)
 
-    def _newcomer(self, new: NewSequence, field: str) -> KnownSequence:
+    def _new_sequence(self, new: NewSequence, field: str) -> KnownSequence:
         if not 1 <= new.num_prompt_tokens <= len(new.token_ids):
             expected = f"expected 1 to {len(new.token_ids)}, the number of tokens"
             raise InvalidPlan(
@@ -194,7 +194,7 @@ class Row:
 
     @property
     def end(self) -> int:
-        """Tokens computed once this row is."""
+        """Computed tokens of the sequence after this row."""
         return self.sequence.num_computed + self.num_tokens
 
 
@@ -205,17 +205,17 @@ class Batch:
     rows: list[Row]
 
     parents: dict[int, Row]
-    """Of the rows without tokens, which sample from their parents' logits: the parent's row, by
-    the fork's sequence id."""
+    """The parent's row by the fork's sequence id, for rows without tokens, which sample from their
+    parents' logits."""
 
     forks: dict[int, set[int]]
-    """The same the other way: sequence ids of such forks, by the parent's."""
+    """The inverse: sequence ids of such forks by the parent's sequence id."""
 
 
 def resolve_rows(
     plan: StepPlan, table: SimulatedSequenceTable, *, block_size: int, max_model_len: int
 ) -> Batch:
-    """The plan's rows. Raises InvalidPlan where they contradict the sequences' state."""
+    """The plan's rows. Raises InvalidPlan if they contradict the sequences' state."""
     columns = (plan.seq_ids.tolist(), plan.num_tokens.tolist(), plan.sample.tolist())
     rows = [
         Row(index=i, sequence=table.get(seq_id, "seq_ids"), num_tokens=num, sample=sample)

@@ -1,7 +1,7 @@
 """Constraints as grammars in llguidance's Lark dialect, compiled once and shared by sequences.
 
 Compiling takes from a millisecond to about a second; frontends refuse constraints that take longer.
-It happens on a thread of its own, from the arrival of a sequence, so that a prefill hides it.
+It runs on its own thread, from the arrival of a sequence, so that the prefill hides it.
 Frontends check the same grammar text (`service_common/lark.py`).
 """
 
@@ -35,7 +35,7 @@ def to_lark(kind: ConstraintKind, texts: Sequence[str]) -> str:
 
 
 MAX_CACHED = 32
-"""Compiled constraints kept after their last sequence has gone, the latest used."""
+"""Compiled constraints that are kept, the most recently used ones."""
 
 MAX_THREADS = 8
 """For masks. One takes microseconds to a few milliseconds."""
@@ -45,12 +45,12 @@ STACK_BYTES = 32 * 2**20
 
 
 class _Texts:
-    """What llguidance needs to know of a tokenizer."""
+    """A tokenizer for llguidance."""
 
     bos_token_id = None
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        """One token more than there are: its end of sequence stands for "the output matches"."""
+        """Adds one token, the end of sequence, which means that the output matches."""
         without = [token_id for token_id, text in enumerate(texts) if not text]
         self.eos_token_id = len(texts)
         self.special_token_ids = [*without, self.eos_token_id]
@@ -58,7 +58,7 @@ class _Texts:
         self.tokens.append(b"<end>")
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text: of no use where no tokens are forced."""
+        """Tokens of a text: not needed, because no tokens are forced."""
         return []
 
 
@@ -77,13 +77,13 @@ class Grammars:
         self.executor = LLExecutor(num_threads)
         """Computes the masks of several matchers at once."""
         self.beside = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
-        """A thread for masks, beside the one that computes the model."""
+        """A thread that computes masks while another computes the model."""
 
     def expect(self, constraint: Constraint) -> Future[LLMatcher]:
-        """Begin to compile a constraint, unless it is there or on its way.
+        """Start to compile a constraint, unless it is compiled or being compiled.
 
-        Of a matcher at the start of an output, to be copied; one with an error if the constraint
-        cannot be compiled. Raises ValueError if it cannot even be put into a grammar.
+        The result is a matcher at the start of an output, to be copied; it has an error if the
+        constraint cannot be compiled. Raises ValueError if it cannot be expressed as a grammar.
         """
         text = to_lark(constraint.kind, constraint.texts)
         with self._lock:

@@ -1,8 +1,8 @@
 """A step's bitmasks: which tokens may follow in the rows of sequences with a constraint.
 
-A mask needs the sequence's output tokens, and nothing of the step's forward pass. So it is computed
-on the host while the forward pass runs: on a CPU worker by a thread of its own, on a GPU by the
-thread that has launched the pass.
+A mask depends on the sequence's output tokens, and not on the step's forward pass. Therefore it is
+computed on the host while the forward pass runs: on a CPU worker by a separate thread, on a GPU by
+the thread that has launched the pass.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class OutputMatcher:
-    """One sequence's constraint and the output tokens that it has taken in.
+    """One sequence's constraint and the output tokens matched so far.
 
-    Fails for good where a token does not follow the constraint, or where the constraint outgrows
-    its limits.
+    Fails permanently if a token violates the constraint, or if the constraint exceeds its limits.
     """
 
     def __init__(self, constraint: Constraint, min_tokens: int, matcher: "LLMatcher") -> None:
@@ -42,25 +41,25 @@ class OutputMatcher:
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing can be said any more."""
+        """Whether the output can no longer be matched."""
         return bool(self.matcher.is_error())
 
     @property
     def error(self) -> str:
-        """Why it has failed, for people."""
+        """Why it has failed, for log lines."""
         return str(self.matcher.get_error())
 
     def fork(self, constraint: Constraint, min_tokens: int) -> "OutputMatcher":
-        """The same for a sequence that goes on from here by itself."""
+        """A copy for a fork of the sequence."""
         fork = OutputMatcher(constraint, min_tokens, self.matcher.deep_copy())
         fork._num_taken_in, fork._has_ended = self._num_taken_in, self._has_ended
         return fork
 
     def take_in(self, output: Int32Array) -> None:
-        """Follow the output, which begins with what was taken in before."""
+        """Match the rest of the output, which extends the output of the last call."""
         for token in output[self._num_taken_in :].tolist():
             if self._has_ended or token in self._ending:
-                self._has_ended = True  # what comes after does not matter
+                self._has_ended = True  # later tokens are irrelevant
             else:
                 self.matcher.consume_token(token)
         self._num_taken_in = len(output)
@@ -118,7 +117,7 @@ class MaskedRows:
     """[m, ceil(vocab_size / 32)]: a bit per token, the lowest first, 1 where it is allowed."""
 
     failed: npt.NDArray[np.bool_]
-    """[m]: rows whose constraint cannot be followed any more; nothing is allowed in them."""
+    """[m]: rows whose matcher has failed; no token is allowed in them."""
 
 
 class ConstrainedRow(NamedTuple):
@@ -131,30 +130,30 @@ class ConstrainedRow(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a sequence asked for."""
+    """A sequence's constraint."""
 
     constraint: Constraint
     min_tokens: int
     compiled: "Future[LLMatcher] | None"
-    """Kept for its first mask, since others may be compiled meanwhile, more than are cached. None
-    in a fork that goes on with its parent's matcher."""
+    """Kept for its first mask, since the cache may drop it in the meantime. None in a fork, which
+    copies its parent's matcher."""
 
 
 class TokenMasks:
-    """The matchers of the sequences that a runner knows, by row. Belongs to the model thread."""
+    """The matchers of a runner's sequences, by row id. For the model thread only."""
 
     def __init__(self, grammars: "Grammars") -> None:
         self._grammars = grammars
         self._asked: dict[int, _Asked] = {}
         self._matchers: dict[int, OutputMatcher] = {}
-        """Of those that have sampled: ranks that never do have none."""
+        """Of sequences that have sampled: ranks that never sample have none."""
 
     def add(
         self, row_id: int, constraint: Constraint, min_tokens: int, parent_row_id: int | None
     ) -> None:
         """Add a sequence with a constraint, perhaps a fork.
 
-        Raises ValueError for a constraint that cannot be put into a grammar.
+        Raises ValueError for a constraint that cannot be expressed as a grammar.
         """
         compiled = None
         parent = None if parent_row_id is None else self._matchers.get(parent_row_id)
@@ -179,14 +178,14 @@ class TokenMasks:
         ]
 
     def begin(self, rows: Sequence[ConstrainedRow]) -> "Future[MaskedRows]":
-        """Compute beside what the caller does; the outputs must stay as they are meanwhile."""
+        """Compute on another thread; the outputs must not change in the meantime."""
         return self._grammars.beside.submit(self.compute, rows)
 
     def compute(self, rows: Sequence[ConstrainedRow]) -> MaskedRows:
-        """The masks of these rows, of which there is at least one."""
+        """The masks of these rows, at least one."""
         vocab_size = self._grammars.vocab_size
         matchers = [self._follow(each) for each in rows]
-        # One token more than there are logits: llguidance's own end of sequence.
+        # One more token than logits: llguidance's own end of sequence.
         bitmask = np.zeros((len(rows), vocab_size // 32 + 1), np.uint32)
         alive = [(each.matcher, i) for i, each in enumerate(matchers) if not each.has_failed]
         if alive:
@@ -204,7 +203,7 @@ class TokenMasks:
         )
 
     def _follow(self, row: ConstrainedRow) -> OutputMatcher:
-        """The row's matcher, where its output ends."""
+        """The row's matcher, at the end of its output."""
         matcher = self._matchers.get(row.row_id)
         if matcher is None:
             asked = self._asked[row.row_id]

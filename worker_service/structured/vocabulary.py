@@ -1,9 +1,9 @@
 """The text of each token, from the model's tokenizer.json.
 
-Byte-level tokens are runs of bytes, byte-fallback tokens (`<0x0A>`) one byte. The text of any other
-token is what a second one adds to the first, since decoders treat the first token of a text
-specially. Special tokens have no text, and neither have ids that the tokenizer does not know: a
-model's logits are often wider than its vocabulary.
+Byte-level tokens are sequences of bytes, byte-fallback tokens (`<0x0A>`) one byte. The text of any
+other token is what it adds to a text that ends with the same token, since decoders treat the first
+token of a text specially. Special tokens have no text, nor have ids beyond the tokenizer's: a
+model often has more logits than its vocabulary has tokens.
 """
 
 import json
