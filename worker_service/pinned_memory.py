@@ -27,10 +27,10 @@ class Staging:
         self._device = device
         self._host = self._allocate(_INITIAL_BYTES)
 
-    def send(self, columns: Sequence[Column], landing: Tensor | None = None) -> list[Tensor]:
+    def send(self, columns: Sequence[Column], target: Tensor | None = None) -> list[Tensor]:
         """Copy columns, int32 or int64 of any shape, to the device, without waiting for it.
 
-        landing: uint8; the destination of the columns, one after the other, if they fit.
+        target: uint8; the destination of the columns, one after the other, if they fit.
         """
         starts, size = [], 0
         for column in columns:
@@ -41,11 +41,11 @@ class Staging:
         host = self._host.numpy()
         for start, column in zip(starts, columns, strict=True):
             host[start : start + column.nbytes] = column.reshape(-1).view(np.uint8)
-        if landing is None or size > len(landing):
-            landing = torch.empty(size, dtype=torch.uint8, device=self._device)
-        landing[:size].copy_(self._host[:size], non_blocking=True)
+        if target is None or size > len(target):
+            target = torch.empty(size, dtype=torch.uint8, device=self._device)
+        target[:size].copy_(self._host[:size], non_blocking=True)
         return [
-            landing[start : start + column.nbytes].view(_DTYPES[column.dtype]).view(column.shape)
+            target[start : start + column.nbytes].view(_DTYPES[column.dtype]).view(column.shape)
             for start, column in zip(starts, columns, strict=True)
         ]
 

@@ -1,7 +1,7 @@
 """The ranks that hold one copy of a model together.
 
     layout.py         which part of a model a rank holds, as plain numbers
-    rendezvous.py     where the ranks find each other, once per epoch
+    rendezvous.py     the store at which the ranks of an epoch join
     communicator.py   the collectives of an epoch, and the communicator that a model's layers use
 
 The core sends every plan to every rank, and each rank keeps the same state of the sequences, so

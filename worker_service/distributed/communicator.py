@@ -1,21 +1,22 @@
 """Tensor- and pipeline-parallel communication over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
 A model's layers hold a `Communicator` for as long as the model lives. While it has joined the other
-ranks for an epoch it forwards to that epoch's `ProcessGroups`. Until then nothing is sent: sums are
-this rank's own part, gathered logits repeat its own, and a later stage computes on made-up hidden
-states. Shapes and memory are the same, so each rank loads, tries and profiles its model alone.
+ranks for an epoch it forwards to that epoch's `ProcessGroups`. Before that nothing is sent: sums
+are this rank's own part, gathered logits repeat its own, and a later stage computes synthetic
+hidden states. Shapes and memory are the same, so each rank loads, tests and profiles its model
+alone.
 
 A process group that lost a rank cannot be repaired, so the groups are created for each epoch and
 belong to no global state. `stage` joins the ranks that share layers; a `stage-link` joins two ranks
-of consecutive stages; `everyone` joins all, always over gloo, and carries sampled tokens.
+of consecutive stages; `everyone` joins all ranks, always over gloo, and carries sampled tokens.
 
 Sums. Between CPUs the partial sums are gathered and added in the order of the ranks, so that a
 row's result never depends on its position in a batch; gloo's own all-reduce adds an element's parts
 in an order that depends on its position. Between GPUs it is NCCL's all-reduce.
 
 gloo cannot abort a collective: one that waits for a silent peer ends with its timeout. So waits are
-sliced, `interrupt` ends them from any thread, and a collective still running then is left to a
-daemon thread.
+sliced, `interrupt` ends them from any thread, and a daemon thread waits for a collective that is
+still running.
 """
 
 import threading
@@ -33,15 +34,16 @@ from worker_service.errors import GroupBroken
 
 _SLICE = timedelta(milliseconds=200)
 _MAX_SENDS = 16
-"""Hidden states on their way to the next stage; with more, a stage waits for it to catch up."""
+"""Pending sends of hidden states; with more, a stage waits for the next one to receive."""
 
+_CLOSE_TIMEOUT_S = 1.0
+"""How long a rank that leaves waits for its own process groups to close."""
 
-_PARTING_S = 1.0
-"""How long a rank that parts with the others waits for its own process groups to close."""
+_INTERRUPTED = "this rank's collectives were interrupted: its epoch has ended"
 
 
 class Transfer:
-    """A collective under way, and the tensor that it reads or fills."""
+    """A running collective, and the tensor that it reads or fills."""
 
     def __init__(self, work: Any, tensor: Tensor, broken: threading.Event) -> None:
         self.tensor = tensor
@@ -50,32 +52,33 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether waiting would return, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         return bool(self.work.is_completed())
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there. Raises GroupBroken."""
+        """Wait for the collective. Returns the tensor; raises GroupBroken."""
         while True:
             try:
                 self.work.wait(_SLICE)
             except RuntimeError as error:
                 if self.work.is_completed():
-                    # What refers to the work keeps the line to the other ranks open, and an
-                    # exception refers to this frame.
+                    # A reference to the work keeps the connections open, and an exception refers
+                    # to this frame.
                     self.work = None
-                    raise GroupBroken(f"another rank is gone: {_first_line(error)}") from None
+                    reason = str(error).splitlines()[0]
+                    raise GroupBroken(f"lost another rank: {reason}") from None
             else:
                 return self.tensor
             if self._broken.is_set():
                 self.work = None
-                raise GroupBroken("asked to leave with the other ranks")
+                raise GroupBroken(_INTERRUPTED)
 
 
 class ProcessGroups:
-    """What joins the ranks during one epoch. Used on one thread, but for `interrupt`."""
+    """The process groups of one epoch. Used on one thread, except for `interrupt`."""
 
     def __init__(self, layout: Layout, meeting: EpochRendezvous, device: torch.device) -> None:
-        """Meet the other ranks; raises GroupBroken if they do not come."""
+        """Create the groups with the other ranks; raises GroupBroken if one is missing."""
         self._on_gpu = device.type == "cuda"
         self._broken = meeting.cancelled
         self._layout = layout
@@ -104,17 +107,17 @@ class ProcessGroups:
         return total.to(partial.dtype)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """[n, width] of each rank of this stage side by side."""
+        """[n, width] of each rank of this stage, concatenated by columns."""
         return torch.cat(self._gather(part.contiguous()), dim=1)
 
     def send_on(self, hidden: Tensor) -> None:
-        """Hand hidden states to the next stage."""
+        """Send hidden states to the next stage."""
         while self._sends and (self._sends[0].is_done or len(self._sends) >= _MAX_SENDS):
             self._finish(self._sends.popleft())
         self._sends.append(self._broadcast(self._to_next, hidden.contiguous(), root=0))
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden` with what the previous stage hands on."""
+        """Fill `hidden` with the hidden states of the previous stage."""
         self._finish(self._broadcast(self._from_previous, hidden, root=0))
         return hidden
 
@@ -123,19 +126,19 @@ class ProcessGroups:
         return self._broadcast(self._everyone, numbers, root=self._layout.sampler)
 
     def check(self) -> None:
-        """Raises GroupBroken after an interruption, when what GPUs computed is worth nothing."""
+        """Raises GroupBroken after an interruption: results of GPUs are invalid then."""
         if self._broken.is_set():
-            raise GroupBroken("asked to leave with the other ranks")
+            raise GroupBroken(_INTERRUPTED)
 
     def interrupt(self) -> None:
-        """From any thread: whoever waits here gives up."""
+        """Make running and later waits raise GroupBroken. May be called on any thread."""
         self._broken.set()
         if self._on_gpu:
             for group in self._groups():
                 group.abort()
 
     def close(self) -> None:
-        """Part with the others, whose waiting for this rank fails then."""
+        """Close the groups; collectives of other ranks that wait for this one then fail."""
         self.interrupt()
         self._sends.clear()
         groups = self._groups()
@@ -144,9 +147,9 @@ class ProcessGroups:
         while groups:
             threads.append(threading.Thread(target=_release, args=([groups.pop()],), daemon=True))
             threads[-1].start()
-        # A collective under way holds up its group's end, on gloo until a peer or time ends it.
-        # Mostly there is none; then nothing is left of this when the process ends.
-        until = time.monotonic() + _PARTING_S
+        # A running collective delays the end of its group; on gloo until a peer or the timeout ends
+        # it. Usually none is running, and the threads have ended before the process does.
+        until = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
@@ -160,7 +163,7 @@ class ProcessGroups:
         return parts
 
     def _finish(self, transfer: Transfer) -> None:
-        """On a GPU it is the device that waits."""
+        """Wait for a collective; on a GPU the device waits, not this thread."""
         if self._on_gpu:
             transfer.work.wait()
         else:
@@ -174,10 +177,6 @@ def _release(group: list[Any]) -> None:
     group.clear()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 class Communicator:
     """This rank's layout, and its process groups while it has joined the others."""
 
@@ -185,7 +184,7 @@ class Communicator:
         self.layout = layout
         self.groups: ProcessGroups | None = None
         self._cancelled = threading.Event()
-        """Of the present epoch's meeting, from before it begins."""
+        """Interrupts the rendezvous of the present epoch, even before that begins."""
 
     @property
     def joined(self) -> ProcessGroups:
@@ -195,13 +194,13 @@ class Communicator:
         return self.groups
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum of what the ranks of this stage have, the same on each."""
+        """The sum over the ranks of this stage, identical on each."""
         if self.groups is None or self.layout.tensor_parallel_size == 1:
             return partial
         return self.groups.sum(partial)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """[n, width] of each rank of this stage side by side, on every rank."""
+        """[n, width] of each rank of this stage, concatenated by columns on every rank."""
         if self.layout.tensor_parallel_size == 1:
             return part
         if self.groups is None:
@@ -209,15 +208,15 @@ class Communicator:
         return self.groups.gather_columns(part)
 
     def send_on(self, hidden: Tensor) -> None:
-        """Hand hidden states to the next stage; does not wait for it to take them."""
+        """Send hidden states to the next stage, without waiting until it receives them."""
         if self.groups is not None:
             self.groups.send_on(hidden)
 
     def receive(self, token_ids: Tensor, positions: Tensor, like: Tensor) -> Tensor:
         """Hidden states of the previous stage, [num_tokens, hidden_size].
 
-        like: [hidden_size], of the type and on the device wanted. Before joining, rows that depend
-        on their token and position, and on nothing else.
+        like: [hidden_size], of the wanted type and device. Before joining, each row depends on its
+        token and position only.
         """
         if self.groups is not None:
             return self.groups.receive(like.new_empty(len(token_ids), len(like)))
@@ -225,7 +224,7 @@ class Communicator:
         return torch.sin((token_ids + 7 * positions + 1).unsqueeze(1) * columns).to(like.dtype)
 
     def join(self, rendezvous: Rendezvous, epoch: int, device: torch.device) -> None:
-        """Meet the others for an epoch. Raises GroupBroken if not all of them come."""
+        """Join the other ranks for an epoch. Raises GroupBroken unless all of them do."""
         self.leave()
         cancelled = self._cancelled = threading.Event()
         meeting = rendezvous.meet(epoch, cancelled)
@@ -233,14 +232,14 @@ class Communicator:
         self.groups = ProcessGroups(self.layout, meeting, device)
 
     def interrupt(self) -> None:
-        """From any thread: whatever waits for other ranks gives up, with GroupBroken."""
+        """Make waits for other ranks raise GroupBroken. May be called on any thread."""
         self._cancelled.set()
         groups = self.groups
         if groups is not None:
             groups.interrupt()
 
     def leave(self) -> None:
-        """Part with the others; those that wait for this rank learn of it."""
+        """Leave the group; ranks that wait for this one are notified."""
         groups, self.groups = self.groups, None
         if groups is not None:
             groups.close()

@@ -37,19 +37,19 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left for others."""
+        """Whether this rank has all of it."""
         return self.size == self.total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A rank's place among the ranks that hold one copy of a model together."""
+    """A rank's position among the ranks that share one copy of a model."""
 
     tensor_parallel_size: int = 1
     """Ranks that share each layer."""
 
     pipeline_parallel_size: int = 1
-    """Stages that the layers are spread over."""
+    """Stages over which the layers are divided."""
 
     rank: int = 0
 
@@ -70,32 +70,32 @@ class Layout:
 
     @property
     def tensor_rank(self) -> int:
-        """Place among the ranks of its stage."""
+        """Position among the ranks of its stage."""
         return self.rank % self.tensor_parallel_size
 
     @property
     def stage(self) -> int:
-        """Which part of the layers it has."""
+        """The pipeline stage of this rank."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether this rank has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it has the head."""
+        """Whether this rank has the LM head."""
         return self.stage == self.pipeline_parallel_size - 1
 
     @property
     def sampler(self) -> int:
-        """The rank that picks the tokens."""
+        """The rank that samples."""
         return self.world_size - self.tensor_parallel_size
 
     @property
     def samples(self) -> bool:
-        """Whether this is the rank that picks the tokens."""
+        """Whether this rank samples."""
         return self.rank == self.sampler
 
     def even_shard(self, total: int, what: str) -> Shard:
@@ -125,7 +125,7 @@ class Layout:
         return -(-vocab_size // self.tensor_parallel_size)
 
     def vocab_shard(self, vocab_size: int) -> Shard:
-        """This rank's tokens."""
+        """This rank's token ids."""
         rows = self.vocab_rows(vocab_size)
         start = min(self.tensor_rank * rows, vocab_size)
         return Shard(start, min(rows, vocab_size - start), vocab_size)

@@ -1,8 +1,8 @@
-"""Where the ranks of a group find each other.
+"""Rendezvous of the ranks of a group.
 
-Rank 0 keeps a small store, at one address, for as long as it lives. Every epoch the ranks meet
-there under the epoch's number, so that a group whose lost rank has come back begins afresh while
-the others keep their weights.
+Rank 0 hosts a small store at a fixed address for as long as it lives. For every epoch the ranks
+meet there under the epoch's number, so that a group can start again with a replaced rank while the
+others keep their weights.
 """
 
 import os
@@ -28,11 +28,11 @@ _CONNECT_TIMEOUT = timedelta(seconds=10)
 _MEET_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""More than any step takes: a rank waits for another's part of it."""
+"""Longer than any step, since a rank waits for the others' parts of it."""
 
 
 class Rendezvous:
-    """A rank's way to the group's store. Rank 0 keeps the store, unless somebody else does."""
+    """Access to the group's store, which rank 0 hosts unless torchrun does."""
 
     def __init__(self, address: TcpAddress, layout: Layout) -> None:
         self._address = address
@@ -40,8 +40,8 @@ class Rendezvous:
         self._server: Any = None
 
     def open(self) -> None:
-        """Keep the store, on rank 0. Raises CannotListen."""
-        if self._layout.rank != 0 or _launcher_keeps_the_store():
+        """Start the store on rank 0. Raises CannotListen."""
+        if self._layout.rank != 0 or _is_store_of_torchrun():
             return
         try:
             self._server = TCPStore(
@@ -52,9 +52,9 @@ class Rendezvous:
             raise CannotListen(f"{self._address} for the group's store", why) from None
 
     def meet(self, epoch: int, cancelled: threading.Event) -> "EpochRendezvous":
-        """The place where all ranks come for this epoch. Raises GroupBroken without rank 0.
+        """The rendezvous of an epoch. Raises GroupBroken if rank 0 cannot be reached.
 
-        cancelled: see `Meeting`; may be set while this looks for rank 0.
+        cancelled: see `EpochRendezvous`; may be set while this connects to rank 0.
         """
         local_host = local_host_towards(self._address)
         return EpochRendezvous(self._store(f"epoch-{epoch}"), self._layout, local_host, cancelled)
@@ -69,37 +69,37 @@ class Rendezvous:
                 timeout=_CONNECT_TIMEOUT,
             )
         except RuntimeError:
-            raise GroupBroken(f"rank 0 keeps no store at {self._address}") from None
+            raise GroupBroken(f"no store of rank 0 at {self._address}") from None
         return PrefixStore(prefix, store)
 
 
 class EpochRendezvous:
-    """The ranks of one epoch while they find each other."""
+    """The rendezvous of one epoch."""
 
     def __init__(
         self, store: Any, layout: Layout, local_host: str, cancelled: threading.Event
     ) -> None:
         self.cancelled = cancelled
-        """Set, from any thread, to have this rank give up, then or later."""
+        """Set on any thread to interrupt this rank's waits, present and future."""
         self._store = store
         self._layout = layout
         self._local_host = local_host
 
     def wait_for_all(self) -> None:
-        """Return once every rank is there. Raises GroupBroken."""
+        """Return once every rank has arrived. Raises GroupBroken."""
         names = [f"rank-{rank}" for rank in range(self._layout.world_size)]
         until = time.monotonic() + _MEET_TIMEOUT_S
         try:
             self._store.set(names[self._layout.rank], "here")
             while not self._store.check(names):
                 if self.cancelled.is_set() or time.monotonic() > until:
-                    raise GroupBroken("not all ranks of the group have come")
+                    raise GroupBroken("not all ranks of the group have joined")
                 time.sleep(_POLL_S)
         except RuntimeError as error:
-            raise GroupBroken(f"rank 0 is gone: {str(error).splitlines()[0]}") from None
+            raise GroupBroken(f"lost rank 0: {str(error).splitlines()[0]}") from None
 
     def process_group(self, name: str, ranks: Sequence[int]) -> Any:
-        """A gloo group of some ranks, this one among them."""
+        """A gloo group of some ranks, including this one."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._gloo_device()]
         options._timeout = _COLLECTIVE_TIMEOUT
@@ -107,7 +107,7 @@ class EpochRendezvous:
         return self._make(ProcessGroupGloo, name, ranks, options)
 
     def device_process_group(self, name: str, ranks: Sequence[int]) -> Any:
-        """An NCCL group of some ranks, this one among them."""
+        """An NCCL group of some ranks, including this one."""
         survive_lost_peers(os.environ)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = _COLLECTIVE_TIMEOUT
@@ -119,7 +119,7 @@ class EpochRendezvous:
             return kind(store, ranks.index(self._layout.rank), len(ranks), options)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise GroupBroken(f"the ranks could not be joined: {reason}") from None
+            raise GroupBroken(f"cannot create process group {name!r}: {reason}") from None
 
     def _gloo_device(self) -> Any:
         if os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -128,11 +128,11 @@ class EpochRendezvous:
 
 
 def survive_lost_peers(environment: MutableMapping[str, str]) -> None:
-    """Make torch leave errors of NCCL to us, unless the user says otherwise: by default it ends the
-    process of a rank that notices that another is gone, and its weights with it."""
+    """Make torch raise NCCL errors, unless the environment says otherwise. By default it ends the
+    process of a rank that detects the loss of another, and so loses its weights."""
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-def _launcher_keeps_the_store() -> bool:
-    """torchrun's agent keeps one itself, at the address it gives its ranks."""
+def _is_store_of_torchrun() -> bool:
+    """Whether torchrun's agent hosts the store, at the address that it gives to its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

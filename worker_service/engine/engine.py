@@ -1,7 +1,7 @@
-"""The worker's state and its rules: what is loaded, which epoch holds, who may plan.
+"""The worker's state: the loaded model, the current epoch, and the stream that may send plans.
 
-The event loop calls; the model thread computes. Epochs fence: whoever comes with a greater one
-takes the worker over, and whatever an older one had here is dropped.
+The event loop calls the engine; the model thread computes. Epochs fence: a core with a greater
+epoch takes the worker over, and the caches and the stream of an older one are dropped.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
 logger = logging.getLogger(__name__)
 
 MAX_EPOCH_STEP = 2**32
-"""A core draws the epoch after the greatest seen. One this far above it comes from no core, and
-would lock out all of them once there is no number above it."""
+"""Greatest step between epochs. A core takes the epoch after the greatest seen; one this far above
+is an error, and would lock out all cores once no greater number is left."""
 
 STOP_WAIT_S = 2.0
-"""For the model thread to finish what it is at; one that takes longer may be stuck for ever."""
+"""How long to wait for the model thread to finish its job; it may be stuck for ever."""
 
 
 class Engine:
-    """An executor of plans and at most one stream of them."""
+    """An executor of plans and at most one stream of plans."""
 
     def __init__(self, executor: Executor, traces: WorkerTraces | None = None) -> None:
         self.last_epoch = 0
@@ -36,19 +36,19 @@ class Engine:
         self.meter = StepMeter()
         """Of all streams."""
         self._executor = executor
-        """Touched on the model thread only, but for its assets and `interrupt`."""
+        """Used on the model thread only, except for its assets and `interrupt`."""
         self._traces = traces
         self._thread = ModelThread()
         self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
         self._profiles: dict[tuple[int, int], BlockCounts] = {}
-        """What fits beside a batch, by its sequences and tokens."""
+        """Blocks that fit beside the largest batch, by its sequences and tokens."""
         self._stream: StepStream | None = None
         self._stream_epoch = 0
         self._num_steps_before = 0
         self._is_loading = False
         self.is_draining = False
-        """Whether no new epoch is begun."""
+        """Whether new epochs are refused."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy = asyncio.Event()
@@ -56,14 +56,14 @@ class Engine:
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the loaded model. Raises NotReady before it is there."""
+        """Facts about the loaded model. Raises NotReady before it is loaded."""
         self._check_loaded()
         assert self._facts is not None
         return self._facts
 
     @property
     def facts_if_loaded(self) -> ModelFacts | None:
-        """The same; None before."""
+        """Facts about the loaded model; None before it is loaded."""
         return self._facts
 
     @property
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def busy_s(self) -> float:
-        """How long the model has been at what it does now, such as one step; 0 when idle."""
+        """How long the present job, such as one step, has been running; 0 when idle."""
         return self._thread.busy_s
 
     @property
@@ -93,13 +93,13 @@ class Engine:
         self.num_weight_loads += 1
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
-        """(file name, content) of the model's files. Raises NotReady before it is there."""
+        """(file name, content) of the model's files. Raises NotReady before it is loaded."""
         self._check_loaded()
         return self._executor.assets()
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        """How many KV blocks fit beside the largest batch: measured once for each, since memory
-        does not change, and a core that comes back is not to wait for another forward pass."""
+        """How many KV blocks fit beside the largest batch. Measured once for each batch, so that a
+        core that returns does not wait for another forward pass."""
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
             got = f"{max_num_seqs} and {max_num_batched_tokens}"
             raise InvalidPlan(
@@ -116,7 +116,7 @@ class Engine:
         return self._profiles[batch]
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
-        """Make the caches for an epoch that is about to begin."""
+        """Allocate the caches of a new epoch."""
         self._check_serving()
         self._check_loaded()
         if num_gpu_blocks < 1:
@@ -128,7 +128,7 @@ class Engine:
         self._runner = None
 
         def make_runner() -> Runner:
-            # Whose turn comes too late must not wait for other ranks, where nobody interrupts it.
+            # An epoch that was overtaken must not wait for other ranks: nothing interrupts it.
             self._check_newest(epoch)
             return self._executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
 
@@ -143,7 +143,7 @@ class Engine:
     def open_stream(self, epoch: int) -> StepStream:
         """The stream of an epoch, which must be the greatest seen and not have had one before.
 
-        A worker that drains takes it, too: the core may not have known when it sent the first plan.
+        A draining worker accepts it, too: the core may have opened it before it knew.
         """
         self._check_newest(epoch)
         if self._runner is None:
@@ -161,7 +161,7 @@ class Engine:
         return self._stream
 
     def close_stream(self, stream: StepStream) -> None:
-        """Drop what is left of a stream; to be called once its rpc ends, whatever the reason."""
+        """Discard the rest of a stream; called when its RPC ends, for whatever reason."""
         stream.close()
         if stream is self._stream:
             self._executor.interrupt()
@@ -169,29 +169,29 @@ class Engine:
             logger.info("step stream closed epoch=%d", stream.epoch)
 
     def suspect_device(self) -> None:
-        """Something has failed for which the device may be to blame."""
+        """Request a check of the device, after a failure that it may have caused."""
         self._suspicion.set()
 
     async def watch_device(self) -> NoReturn:
-        """Look at the device whenever it is suspected. Raises DeviceLost once it is of no use."""
+        """Check the device whenever that is requested. Raises DeviceLost if it is lost."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
             await self._thread.run(self._executor.check_device)
 
     def end_idle_spans(self) -> None:
-        """End the spans of requests without a step for a while; to be called now and then."""
+        """End the spans of requests that have had no step for a while; called periodically."""
         if self._stream is not None and self._thread.busy_s == 0:
             self._stream.end_idle_spans()
 
     def close_any_stream(self) -> None:
-        """End the stream there is, if any, as not ready to serve."""
+        """End the open stream, if any, with NotReady."""
         if self._stream is not None:
             self._stream.close(NotReady("the worker is shutting down"))
         self._executor.interrupt()
 
     def drain(self) -> None:
-        """Begin no new epoch from now on."""
+        """Refuse new epochs from now on."""
         self.is_draining = True
 
     async def wait_idle(self) -> None:
@@ -199,7 +199,7 @@ class Engine:
         await self._idle.wait()
 
     async def wait_closed(self) -> None:
-        """Wait until the stream that is open, or else the next one, is closed."""
+        """Wait until the open stream is closed; if none is open, until the next one is."""
         await self._busy.wait()
         await self._idle.wait()
 
@@ -208,12 +208,12 @@ class Engine:
         await self._thread.run(self._executor.start_profile)
 
     async def stop_profile(self) -> str:
-        """End the trace; returns the file it was written to."""
+        """End the trace. Returns the path of its file."""
         return await self._thread.run(self._executor.stop_profile)
 
     def stop(self) -> bool:
-        """Drop the stream there is, and end the model thread; whether it has ended, or is loading a
-        model: that is not waited for, and ends with the process."""
+        """Close the open stream and end the model thread. Returns whether the thread has ended, or
+        is loading a model, which is not waited for and ends with the process."""
         self.close_any_stream()
         wait_s = 0.0 if self._is_loading else STOP_WAIT_S
         return self._thread.stop(wait_s=wait_s) or self._is_loading
@@ -237,7 +237,7 @@ class Engine:
             )
 
     def _fence(self, epoch: int) -> None:
-        """Take note of an epoch and end an older one's stream, and its meeting of ranks."""
+        """Record an epoch; end the stream and the rendezvous of an older one."""
         if epoch > self.last_epoch:
             self._executor.interrupt()
         if self._stream is not None and self._stream.epoch < epoch:

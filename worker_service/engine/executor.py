@@ -1,6 +1,6 @@
-"""What the engine needs of whatever executes plans: a model on a device, or a simulation.
+"""The interface between the engine and an executor of plans: a model on a device, or a simulation.
 
-Nothing here knows torch, so that a worker without a model starts without it.
+Nothing here imports torch, so that a worker without a model starts without it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from worker_service.plan import StepPlan, StepResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCounts:
-    """How many blocks fit."""
+    """How many KV blocks fit into memory."""
 
     num_gpu_blocks: int
     num_cpu_blocks: int
@@ -20,7 +20,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What others learn of a loaded model; `model.proto` explains each field."""
+    """Facts about a loaded model, as reported to the core; `model.proto` explains each field."""
 
     architecture: str
     fingerprint: str
@@ -36,13 +36,13 @@ class ModelFacts:
     num_parameters: int
     batch_invariant: bool
     structured_output: bool
-    """Whether sequences' constraints are kept to."""
+    """Whether constraints of sequences are supported."""
 
     device: str
-    """`cpu`, `cuda:0` or whatever else the executor calls it."""
+    """`cpu`, `cuda:0` or another name that the executor gives it."""
 
     attention_backend: str
-    """Empty where there is none."""
+    """Empty if there is none."""
 
     arithmetic: str
     """Identity of the arithmetic: equal strings mean bitwise equal logits."""
@@ -54,16 +54,16 @@ class Step(Protocol):
     def collect(self) -> StepResult:
         """Return the step's result, once the device is done.
 
-        Called once, from any one thread, and in the order in which steps were launched. It does
-        nothing that would stop the model thread from launching the next step meanwhile. What it
-        raises is the device's failure, after which nothing that was launched later counts.
+        Called once, on any single thread, in the order in which steps were launched. It does not
+        block the model thread, which launches the next step meanwhile. Raises the device's failure,
+        after which the results of later steps are invalid.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that was computed in full when it was launched."""
+    """A step whose result was computed when it was launched."""
 
     result: StepResult
 
@@ -75,13 +75,12 @@ class FinishedStep:
 class Runner(Protocol):
     """Executes the plans of one epoch, over caches of fixed sizes.
 
-    A step is launched, then collected. On a device that computes beside the host the next step may
-    be launched before this one is collected, so that the device never waits for the host to learn
-    of a token; on a CPU launching is computing.
+    A step is launched, then collected. A GPU may be given the next step before this one is
+    collected, so that it never waits for the host to read a token; on a CPU launching computes.
     """
 
     def launch(self, plan: StepPlan) -> Step:
-        """Begin what the plan says. Raises InvalidPlan, after which the runner is to be reset."""
+        """Start a plan's step. Raises InvalidPlan, after which the runner must be reset."""
         ...
 
     def reset(self) -> None:
@@ -90,11 +89,11 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """A model and its caches. All methods are called on the model thread, but for `assets` and
+    """A model and its caches. All methods are called on the model thread, except for `assets` and
     `interrupt`."""
 
     def load(self) -> ModelFacts:
-        """Make the model ready; called once, before anything else. Raises WorkerError."""
+        """Load the model; called once, before anything else. Raises WorkerError."""
         ...
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
@@ -102,22 +101,22 @@ class Executor(Protocol):
         ...
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> Runner:
-        """A runner over caches of these sizes, in place of any made before.
+        """A runner over caches of these sizes, which replaces the one before.
 
-        A rank of several meets the others for the epoch; raises GroupBroken if they do not come.
+        One of several ranks joins the others for the epoch; raises GroupBroken if one is missing.
         """
         ...
 
     def check_device(self) -> None:
-        """Wait for the device. Raises DeviceLost if it computes nothing more for this process."""
+        """Wait for the device. Raises DeviceLost if this process cannot use it any more."""
         ...
 
     def interrupt(self) -> None:
-        """From any thread: have what waits for other ranks give up, with GroupBroken."""
+        """Make waits for other ranks raise GroupBroken. May be called on any thread."""
         ...
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
-        """(file name, content) of each file a frontend needs and the model has."""
+        """(file name, content) of each of the model's files that frontends need."""
         ...
 
     def start_profile(self) -> None:
@@ -125,5 +124,5 @@ class Executor(Protocol):
         ...
 
     def stop_profile(self) -> str:
-        """End the trace; returns its file's path. Raises OutOfOrder if none is running."""
+        """End the trace. Returns its file's path; raises OutOfOrder if none is running."""
         ...

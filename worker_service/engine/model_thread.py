@@ -1,14 +1,13 @@
-"""The one thread on which the model runs.
+"""The thread on which the model runs, and the one that collects its results.
 
-Work is done in the order in which it was handed over, so that nothing the model touches needs a
-lock, and the event loop never waits for the device.
+Jobs run in the order in which they were posted, so that the model's state needs no lock and the
+event loop never waits for the device.
 
-What follows a step, such as reporting its result, is done by a second thread, in order too.
-Two things make the model thread too good for it. A device that computes beside the host is to be
-waited for, and meanwhile the next step can be launched. And to wake an event loop takes a system
-call, and with it the interpreter's lock goes to the loop, for as long as that has messages to
-handle: milliseconds in which the device would stand idle between two steps. The second thread gets
-the lock when the next step lets go of it, that is, while the device computes.
+A second thread collects each step and reports its result, in order too, for two reasons. Waiting
+for a GPU must not delay the launch of the next step. And waking the event loop takes a system call,
+which passes the interpreter lock to the loop for as long as it has messages to handle: the device
+would be idle for milliseconds between two steps. The second thread gets the lock when the next step
+releases it, that is, while the device computes.
 """
 
 import asyncio
@@ -25,29 +24,29 @@ Result = TypeVar("Result")
 
 
 class ModelThread:
-    """A thread and the queue of what it has to do."""
+    """The model thread and the follow-up thread, each with a queue of jobs."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._sequels: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: dict[str, float] = {}
-        """Monotonic seconds, by thread; of those that are at something."""
+        """When the present job began, in monotonic seconds, by thread; none for idle threads."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
         threading.Thread(target=self._follow, name="model-sequels", daemon=True).start()
 
     @property
     def busy_s(self) -> float:
-        """How long the threads have been at what they do now, the longer of both; 0 when idle."""
+        """How long the older of both threads' present jobs has been running; 0 when idle."""
         since = list(self._busy_since.values())
         return time.monotonic() - min(since) if since else 0.0
 
     def post(self, job: Callable[[], None]) -> None:
-        """Queue `job` for the thread; it must handle its own exceptions."""
+        """Queue `job` for the model thread; it must handle its own exceptions."""
         self._jobs.put(job)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the thread and wait for what it returns or raises."""
+        """Run `work` on the model thread. Returns or raises what it does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
@@ -71,35 +70,35 @@ class ModelThread:
         return await future
 
     def follow_up(self, sequel: Callable[[], None]) -> None:
-        """Run `sequel` on the second thread, in the order of these calls; for jobs to use.
+        """Run `sequel` on the second thread, in the order of these calls; called by jobs.
 
         It may wait for the device, and must handle its own exceptions.
         """
         self._sequels.put(sequel)
 
     def stop(self, *, wait_s: float) -> bool:
-        """End the thread once what was handed over is done; wait for that, at most `wait_s`.
+        """End the thread after its queued jobs, and wait for that at most `wait_s` seconds.
 
-        Whether it has ended: a thread that is stuck never will.
+        Returns whether it has ended; a thread that is stuck never does.
         """
         self._jobs.put(None)
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self._work_off(self._jobs)
+        self._run_jobs(self._jobs)
         self._sequels.put(None)
 
     def _follow(self) -> None:
-        self._work_off(self._sequels)
+        self._run_jobs(self._sequels)
 
-    def _work_off(self, jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    def _run_jobs(self, jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
         name = threading.current_thread().name
         while (job := jobs.get()) is not None:
             self._busy_since[name] = time.monotonic()
             try:
                 job()
-            except Exception:  # a bug in a job; all later streams need this thread
+            except Exception:  # a bug in a job; later streams need this thread
                 logger.exception("unhandled error thread=%s", name)
             finally:
                 del self._busy_since[name]

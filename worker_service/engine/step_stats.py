@@ -17,8 +17,8 @@ STEP_BOUNDS = (
 
 
 class StepMeter:
-    """Written by one thread at a time, read by any: each number is true, though not all of one
-    instant."""
+    """Counters of steps. One thread writes them and any may read them; a reader may see the
+    counters of different instants."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -32,18 +32,18 @@ class StepMeter:
         self.forward_us = 0
         self.sample_us = 0
         self.other_us = 0
-        """Of steps, what none of the three accounts for."""
+        """Time of steps that none of the three above accounts for."""
         self.idle_without_plan_us = 0
-        """Between steps of a stream, until a plan was there."""
+        """Time between steps of a stream without a plan to compute."""
         self.idle_with_plan_us = 0
-        """Between steps, with a plan at hand."""
+        """Time between steps while a plan was waiting."""
         self.durations = Histogram(STEP_BOUNDS)
         """Of steps, in seconds."""
         self._epoch = 0
         self._last_finished_us = 0
 
     def count(self, plan: StepPlan, result: StepResult) -> None:
-        """Take note of one step."""
+        """Count one step."""
         self.num_steps += 1
         self.num_tokens += int(plan.num_tokens.sum())
         self.num_sampled += len(result.token_ids)
@@ -79,14 +79,14 @@ INTERVAL_S = 10.0
 
 
 class StepLog:
-    """Counts steps and writes them down every `INTERVAL_S` seconds in which there were any."""
+    """Logs each step, and a summary every `INTERVAL_S` seconds in which there were steps."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
         self._start()
 
     def add(self, plan: StepPlan, result: StepResult) -> None:
-        """Take note of one step."""
+        """Count one step."""
         busy_us = result.timings.finished_us - result.timings.started_us
         num_tokens = int(plan.num_tokens.sum())
         logger.debug(

@@ -1,8 +1,8 @@
-"""One `ExecuteSteps` stream: plans go in in order, results come out in the same order.
+"""One `ExecuteSteps` stream: results leave in the order in which plans arrived.
 
-The event loop submits plans and awaits results; the model thread takes a plan and launches it; the
-thread that follows it collects its result and puts the result back. Plans queue up, so that
-the next one is launched as soon as the last one was: a device has it at hand when that is done.
+The event loop submits plans and awaits results; the model thread launches each plan; the follow-up
+thread collects its result and queues it for the event loop. Plans queue up, so that the next one is
+launched as soon as the last one was, and the device has it when it is done with the last.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from worker_service.plan import StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_PLANS = 16
-"""Plans taken off the wire before their turn; more wait in the transport's own window."""
+"""Plans that may wait here; more wait in the transport's flow control window."""
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The last thing out of a stream."""
+    """The last item of a stream."""
 
     error: WorkerError | None
 
@@ -33,8 +33,8 @@ class _End:
 class StepStream:
     """The plans and results of one epoch.
 
-    Created, submitted to and closed on the event loop. `is_closed` only ever turns true, so that
-    the model thread may read it at any time: it then skips what is left of the stream's plans.
+    Created, submitted to and closed on the event loop. `is_closed` changes once, to true, so the
+    model thread may read it at any time: it then skips the stream's remaining plans.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class StepStream:
         self.num_steps = 0
         """Steps executed."""
         self._has_failed = False
-        """Of the following thread: nothing more is collected."""
+        """Whether nothing more is collected. Used by the follow-up thread."""
         self._held: list[StepResult] = []
-        """Of the following thread: results that wait for others."""
+        """Results that wait for later ones, to be sent together. Used by the follow-up thread."""
         self._runner = runner
         self._thread = thread
         self._loop = asyncio.get_running_loop()
@@ -60,17 +60,17 @@ class StepStream:
         self._summary = StepLog(epoch)
         self._meter = meter
         self._traces = traces
-        self._places = asyncio.Semaphore(MAX_PENDING_PLANS)
+        self._capacity = asyncio.Semaphore(MAX_PENDING_PLANS)
         self._outbox: asyncio.Queue[list[StepResult] | _End] = asyncio.Queue()
 
     async def submit(self, plan: StepPlan) -> None:
-        """Queue a plan. Raises OutOfOrder for one that is not next."""
+        """Queue a plan. Raises OutOfOrder unless it is the next one."""
         if plan.epoch != self.epoch:
             raise OutOfOrder(f"the stream's epoch is {self.epoch}, the plan's is {plan.epoch}")
         if plan.step_id != self._next_step_id:
             raise OutOfOrder(f"step {self._next_step_id} is next, got step {plan.step_id}")
         self._next_step_id += 1
-        await self._places.acquire()
+        await self._capacity.acquire()
         self._thread.post(lambda: self._launch(plan))
 
     def finish(self, error: WorkerError | None = None) -> None:
@@ -78,7 +78,7 @@ class StepStream:
         self._thread.post(lambda: self._end(error))
 
     def close(self, error: WorkerError | None = None) -> None:
-        """End the stream now; plans not begun are dropped, all sequences forgotten."""
+        """End the stream now: drop plans that were not launched, forget all sequences."""
         if not self.is_closed:
             self.is_closed = True
             self._thread.post(self._runner.reset)
@@ -87,15 +87,15 @@ class StepStream:
         self._outbox.put_nowait(_End(error))
 
     def end_idle_spans(self) -> None:
-        """End the spans of requests that no plan comes for any more, though none has said so."""
+        """End the spans of requests that have had no step for a while."""
         if self._traces is not None:
             self._traces.end_idle()
 
     async def results(self) -> AsyncIterator[list[StepResult]]:
-        """The results in order, those together that are to be. Raises what ended the stream."""
+        """Results in order, grouped as they are to be sent. Raises the stream's error."""
         while not isinstance(item := await self._outbox.get(), _End):
             for _ in item:
-                self._places.release()
+                self._capacity.release()
             yield item
         if item.error is not None:
             raise item.error
@@ -113,7 +113,7 @@ class StepStream:
             self._thread.follow_up(lambda: self._collect(plan, step))
 
     def _collect(self, plan: StepPlan, step: Step) -> None:
-        """On the following thread."""
+        """Runs on the follow-up thread."""
         if self._has_failed:
             return
         try:
@@ -133,20 +133,20 @@ class StepStream:
             self._meter.count(plan, result)
 
     def _may_wait(self, plan: StepPlan) -> bool:
-        """Whether a plan's result, and those that wait for it, may wait for one more: not unless
-        the device has another step at hand while it computes the next."""
+        """Whether a plan's result, and those held before it, may wait for one more: only if the
+        device has another step queued behind the next one."""
         num_after = self._next_step_id - 1 - plan.step_id
         return len(self._held) < plan.max_results_together and num_after >= 2
 
     def _end(self, error: WorkerError | None) -> None:
-        """On the model thread: nothing more is launched."""
+        """Runs on the model thread: nothing more is launched."""
         if not self.is_closed:
             self.is_closed = True
             self._runner.reset()
             self._thread.follow_up(lambda: self._put_end(error))
 
     def _put_end(self, error: WorkerError | None) -> None:
-        """On the following thread."""
+        """Runs on the follow-up thread."""
         if self._held:
             self._put_held()
         self._put(_End(error))
@@ -156,10 +156,10 @@ class StepStream:
         self._put(held)
 
     def _put(self, item: list[StepResult] | _End) -> None:
-        """On the following thread, so that what ends the stream comes after its last result."""
+        """Runs on the follow-up thread, so that the end comes after the last result."""
         try:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody is waiting
+        except RuntimeError:  # the loop is closed: nothing awaits the item
             logger.debug("the event loop is closed")
 
 

@@ -1,9 +1,9 @@
-"""Spans of what requests do on this worker, for those whose traces are recorded.
+"""Spans of requests on this worker, for those whose traces are recorded.
 
 A span begins when the plan arrives that introduces the first of a request's sequences, and ends
 with the last step before a plan forgets the last of them. A request that is preempted, swapped out
-or moved, and comes back, has another span. The cost of its steps is read from the meter at both
-ends, so a decoding request costs a step nothing.
+or moved, and returns, has another span. The times of its steps are read from the meter at both
+ends, so a decoding request adds no work to a step.
 """
 
 import asyncio
@@ -23,153 +23,152 @@ from worker_service.plan import NewSequence, StepPlan, StepResult, monotonic_us
 
 SPAN = "pagewire.execute"
 IDLE_US = 1_000_000
-"""A plan forgets what the core no longer wants, but where nobody asks for anything, none comes.
-After this many microseconds without a step a stay ends without it."""
+"""Microseconds without a step after which a span ends even if no plan has forgotten its sequences,
+since an idle core sends no plans."""
 
 Totals = Mapping[str, int]
 
 
 @dataclass(slots=True)
 class _RequestSpan:
-    """One request's sequences here."""
+    """A request with sequences on this worker, and its span."""
 
     traceparent: str
     seq_ids: set[int] = field(default_factory=set)
     span: Any = None
-    """None while it is not recorded, and when the stay has ended because no steps came."""
+    """None if it is not recorded, or has ended because there were no steps."""
     totals: Totals = field(default_factory=dict)
-    """The meter's, when the span began."""
+    """The meter's counters when the span began."""
     num_prefill_tokens: int = 0
 
 
 class StreamTraces:
-    """Stays of one step stream, each under its request's span.
+    """The spans of one step stream, each a child of its request's span.
 
-    `note` is called on the thread that collects steps, the others on any thread.
+    `note` is called on the thread that collects steps, the other methods on any thread.
     """
 
     def __init__(self, tracing: Tracing, meter: StepMeter, attributes: Attributes) -> None:
-        """`meter`: counts each step after it was noted here. `attributes`: every span's."""
+        """meter: counts each step after it was noted here. attributes: of every span."""
         self._tracing = tracing
         self._meter = meter
         self._attributes = attributes
         self._lock = threading.Lock()
         self._is_closed = False
-        self._stays: dict[int, _RequestSpan] = {}
-        """By sequence."""
+        self._by_seq_id: dict[int, _RequestSpan] = {}
         self._by_request: dict[str, _RequestSpan] = {}
-        """By `traceparent`."""
+        """By `traceparent`, as below."""
         self._prefilling: dict[str, _RequestSpan] = {}
-        """Those that have no token yet."""
+        """Requests without a token so far."""
         self._last_finished_us = 0
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """Take note of a step that is done."""
+        """Update the spans after a step."""
         with self._lock:
             if self._is_closed:
                 return
-            if self._stays:
+            if self._by_seq_id:
                 self._forget(plan.forget_seq_ids.tolist())
                 self._resume_idle(plan)
             for new in plan.new_sequences:
                 self._add(new, plan)
             if self._prefilling:
                 self._follow_prefills(plan, result)
-            if result.errors and self._stays:
+            if result.errors and self._by_seq_id:
                 self._note_errors(plan, result)
             self._last_finished_us = result.timings.finished_us
 
     def end_idle(self) -> None:
-        """End the spans of requests that have had no step for a while; to be called now and then
-        while the model does nothing. A request that goes on after all gets another."""
+        """End the spans of requests that have had no step for a while; called periodically while
+        the model is idle. A request that continues later gets another span."""
         with self._lock:
             if monotonic_us() - self._last_finished_us >= IDLE_US:
-                for stay in self._by_request.values():
-                    self._end(stay, "idle")
+                for request in self._by_request.values():
+                    self._end(request, "idle")
 
     def close(self) -> None:
-        """The stream has ended, and with it all stays."""
+        """End all spans, because the stream has ended."""
         with self._lock:
             self._is_closed = True
-            for stay in self._by_request.values():
-                self._end(stay, "stream ended")
+            for request in self._by_request.values():
+                self._end(request, "stream ended")
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
-            stay = self._stays.pop(seq_id, None)
-            if stay is None:
+            request = self._by_seq_id.pop(seq_id, None)
+            if request is None:
                 continue
-            stay.seq_ids.discard(seq_id)
-            if not stay.seq_ids:
-                self._end(stay, "forgotten")
-                del self._by_request[stay.traceparent]
-                self._prefilling.pop(stay.traceparent, None)
+            request.seq_ids.discard(seq_id)
+            if not request.seq_ids:
+                self._end(request, "forgotten")
+                del self._by_request[request.traceparent]
+                self._prefilling.pop(request.traceparent, None)
 
     def _add(self, new: NewSequence, plan: StepPlan) -> None:
         if new.parent_seq_id is not None:
-            stay = self._stays.get(new.parent_seq_id)
+            request = self._by_seq_id.get(new.parent_seq_id)
         elif new.traceparent:
-            stay = self._by_request.get(new.traceparent) or self._begin(new, plan)
+            request = self._by_request.get(new.traceparent) or self._begin(new, plan)
         else:
             return
-        if stay is not None:
-            stay.seq_ids.add(new.seq_id)
-            self._stays[new.seq_id] = stay
+        if request is not None:
+            request.seq_ids.add(new.seq_id)
+            self._by_seq_id[new.seq_id] = request
 
     def _begin(self, new: NewSequence, plan: StepPlan) -> _RequestSpan | None:
-        """A new stay; None if the sampler does not want it recorded."""
-        stay = _RequestSpan(new.traceparent)
+        """A new request; None if its trace is not recorded."""
+        request = _RequestSpan(new.traceparent)
         more = {"pagewire.num_cached_tokens": new.num_computed_tokens}
-        if not self._start(stay, plan, more):
+        if not self._start(request, plan, more):
             return None
-        self._by_request[stay.traceparent] = self._prefilling[stay.traceparent] = stay
-        return stay
+        self._by_request[request.traceparent] = self._prefilling[request.traceparent] = request
+        return request
 
-    def _start(self, stay: _RequestSpan, plan: StepPlan, more: Attributes) -> bool:
-        """Begin a stay's span; whether it is recorded."""
+    def _start(self, request: _RequestSpan, plan: StepPlan, more: Attributes) -> bool:
+        """Start a request's span. Returns whether it is recorded."""
         attributes = {**self._attributes, "pagewire.first_step_id": plan.step_id, **more}
         start_s = plan.received_us / 1e6
-        span = self._tracing.start(SPAN, stay.traceparent, start_s, attributes)
+        span = self._tracing.start(SPAN, request.traceparent, start_s, attributes)
         if not span.is_recording():
             return False
-        stay.span, stay.totals = span, self._totals()
+        request.span, request.totals = span, self._totals()
         return True
 
     def _resume_idle(self, plan: StepPlan) -> None:
-        """Those that were given up, and that this plan has not forgotten, go on."""
-        for stay in self._by_request.values():
-            if stay.span is None:
-                self._start(stay, plan, {})
+        """Start new spans for requests whose spans ended as idle and that this plan keeps."""
+        for request in self._by_request.values():
+            if request.span is None:
+                self._start(request, plan, {})
 
     def _follow_prefills(self, plan: StepPlan, result: StepResult) -> None:
         timings = result.timings
-        for stay in list(self._prefilling.values()):
-            rows = _rows_of(stay, plan)
+        for request in list(self._prefilling.values()):
+            rows = _rows_of(request, plan)
             if not rows.any():
                 continue
-            if not stay.num_prefill_tokens:
-                self._tracing.add_event(stay.span, "started", timings.started_us / 1e6)
-            stay.num_prefill_tokens += int(plan.num_tokens[rows].sum())
+            if not request.num_prefill_tokens:
+                self._tracing.add_event(request.span, "started", timings.started_us / 1e6)
+            request.num_prefill_tokens += int(plan.num_tokens[rows].sum())
             if plan.sample[rows].any():
-                self._tracing.add_event(stay.span, "first token", timings.finished_us / 1e6)
-                del self._prefilling[stay.traceparent]
+                self._tracing.add_event(request.span, "first token", timings.finished_us / 1e6)
+                del self._prefilling[request.traceparent]
 
     def _note_errors(self, plan: StepPlan, result: StepResult) -> None:
         for row, reason in result.errors.items():
-            stay = self._stays.get(int(plan.seq_ids[row]))
-            if stay is not None:
+            request = self._by_seq_id.get(int(plan.seq_ids[row]))
+            if request is not None:
                 when_s = result.timings.finished_us / 1e6
                 more = {"error.type": reason.name}
-                self._tracing.add_event(stay.span, "row failed", when_s, more)
+                self._tracing.add_event(request.span, "row failed", when_s, more)
 
-    def _end(self, stay: _RequestSpan, reason: str) -> None:
-        """End a stay's span, if it has one, at the end of its last step."""
-        span, stay.span = stay.span, None
+    def _end(self, request: _RequestSpan, reason: str) -> None:
+        """End a request's span, if it has one, at the end of its last step."""
+        span, request.span = request.span, None
         if span is None:
             return
         for name, total in self._totals().items():
-            span.set_attribute(f"pagewire.{name}", total - stay.totals[name])
-        span.set_attribute("pagewire.num_prefill_tokens", stay.num_prefill_tokens)
+            span.set_attribute(f"pagewire.{name}", total - request.totals[name])
+        span.set_attribute("pagewire.num_prefill_tokens", request.num_prefill_tokens)
         span.set_attribute("pagewire.end", reason)
         self._tracing.end(span, self._last_finished_us / 1e6)
 
@@ -183,9 +182,9 @@ class StreamTraces:
         }
 
 
-def _rows_of(stay: _RequestSpan, plan: StepPlan) -> BoolArray:
-    """Which of a plan's rows are a stay's. [num_rows]."""
-    return np.isin(plan.seq_ids, np.fromiter(stay.seq_ids, np.int32))
+def _rows_of(request: _RequestSpan, plan: StepPlan) -> BoolArray:
+    """[num_rows]: whether each of a plan's rows belongs to a request."""
+    return np.isin(plan.seq_ids, np.fromiter(request.seq_ids, np.int32))
 
 
 class WorkerTraces:
@@ -206,12 +205,12 @@ class WorkerTraces:
         return StreamTraces(self._tracing, meter, attributes)
 
     async def close(self) -> None:
-        """Export what is left; waits for it, but not for long."""
+        """Export the remaining spans, with a short timeout."""
         await asyncio.to_thread(self._tracing.close)
 
 
 def make_traces(config: WorkerConfig) -> WorkerTraces | None:
-    """None where neither a flag nor the environment names an endpoint. Raises CannotTrace."""
+    """Traces, or None without an endpoint in flags and environment. Raises CannotTrace."""
     network = config.network
     tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
     return None if tracing is None else WorkerTraces(tracing, config)

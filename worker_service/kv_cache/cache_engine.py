@@ -35,23 +35,23 @@ from worker_service.models.interface import KVCacheSpec
 from worker_service.plan import StepPlan, monotonic_us
 
 MIN_COPY_BYTES = 8 * 2**20
-"""A run of neighbours from this size on is as fast by a copy as by the kernel."""
+"""Size from which copying a run of adjacent blocks is as fast as the kernel."""
 
 
 class BlockMover(Protocol):
     """Moves blocks without waiting for a device. Pairs: int32 [n, 2] of (source, target)."""
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
-        """From one cache to the other; no target twice."""
+        """Move blocks from one cache to the other; targets are distinct."""
         ...
 
     def copy(self, cache: Tensor, pairs: Int32Array) -> None:
-        """Within a cache; all sources are read before any target is written."""
+        """Copy within a cache; all sources are read before any target is written."""
         ...
 
 
 class CopyMover:
-    """Plain copies, of neighbours that go to neighbouring places together."""
+    """Plain copies, one for each run of adjacent blocks with adjacent targets."""
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
         for start, length in _runs(pairs).tolist():
@@ -65,7 +65,7 @@ class CopyMover:
 
 
 class NativeMover:
-    """A kernel in C++ for caches in a CPU's memory, many blocks in one launch."""
+    """A C++ kernel for caches in host memory, which moves many blocks in one call."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -79,7 +79,7 @@ class NativeMover:
 
 
 class KernelMover:
-    """A GPU's kernel for scattered blocks, many in one launch, and copies for long runs."""
+    """A GPU kernel that moves many scattered blocks in one launch, and copies for long runs."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class KernelMover:
 
 
 def mover_for(device: torch.device) -> BlockMover:
-    """The fastest way on `device`."""
+    """The fastest mover on `device`."""
     if device.type == "cuda" and find_spec("triton") is not None:
         from pagewire_kernels import (
             triton as triton_kernels,  # triton is loaded only where it is used
@@ -117,7 +117,7 @@ def mover_for(device: torch.device) -> BlockMover:
 
 
 def _runs(pairs: Int32Array) -> Int64Array:
-    """(start, length) of each run of pairs whose neighbours go to neighbouring places."""
+    """(start, length) of each run of pairs with adjacent sources and adjacent targets."""
     is_first = np.ones(len(pairs), np.bool_)
     is_first[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
     starts = np.flatnonzero(is_first)
@@ -158,7 +158,7 @@ class CacheEngine:
             self.host_cache = self.host_cache.pin_memory()
 
     def fits(self, num_gpu_blocks: int, num_cpu_blocks: int) -> bool:
-        """Whether the caches have just these sizes."""
+        """Whether the caches have exactly these sizes."""
         return (len(self.device_cache), len(self.host_cache)) == (num_gpu_blocks, num_cpu_blocks)
 
     def execute(self, plan: StepPlan) -> None:
@@ -179,7 +179,7 @@ class CacheEngine:
             if len(plan.swap_out) or len(plan.swap_in) or len(plan.copy):
                 with self._stream:
                     self._move_out(plan)
-                    self._stream.let_compute_go_on()
+                    self._stream.release_compute()
                     self._move_in(plan)
 
     def finish(self) -> None:
@@ -188,15 +188,15 @@ class CacheEngine:
             self._stream.finish()
 
     def device_us(self) -> int:
-        """Microseconds that the last plan's operations have taken so far beside this thread."""
+        """Microseconds that the last plan's operations have taken the device so far."""
         return self.timer()()
 
     def timer(self) -> Callable[[], int]:
-        """Return a function that gives the same for the current last plan, from any thread."""
+        """A function that returns the same for the present last plan, on any thread."""
         return _no_time if self._stream is None else self._stream.timer()
 
     def _move_out(self, plan: StepPlan) -> None:
-        """What must be done before the forward pass. No swap-in's target is a copy's source or
+        """Operations that precede the forward pass. No swap-in's target is a copy's source or
         target, so copies need not wait for swap-ins."""
         self._mover.swap(self.device_cache, self.host_cache, plan.swap_out)
         self._mover.copy(self.device_cache, plan.copy)
@@ -206,9 +206,9 @@ class CacheEngine:
 
 
 class _SideStream:
-    """The stream of a GPU's cache operations, and what the compute stream waits for.
+    """The CUDA stream of cache operations, and the events that order it with the compute stream.
 
-    A context in which operations are queued here: after all that was queued to compute before.
+    As a context it queues operations on this stream, after the work on the compute stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -219,10 +219,10 @@ class _SideStream:
         self._compute = torch.cuda.current_stream(device)
         self._queued_us = 0
         self._is_used = False
-        """By the last plan."""
+        """Whether the last plan had operations."""
 
     def wait_for_last(self) -> None:
-        """Let what is computed from now on wait for the last plan's operations."""
+        """Make later work on the compute stream wait for the last plan's operations."""
         if self._is_used:
             torch.cuda.current_stream(self._device).wait_event(self._end)
         self._is_used = False
@@ -237,8 +237,8 @@ class _SideStream:
         self._start.record(self._stream)
         self._context.__enter__()
 
-    def let_compute_go_on(self) -> None:
-        """Let what is computed from now on wait for what is queued so far, and no more."""
+    def release_compute(self) -> None:
+        """Make later work on the compute stream wait for the operations queued so far only."""
         self._compute.wait_event(self._stream.record_event())
 
     def __exit__(self, *error: object) -> None:
@@ -246,12 +246,12 @@ class _SideStream:
         self._end.record(self._stream)
 
     def finish(self) -> None:
-        """Wait for all that is queued."""
+        """Wait for all queued operations."""
         self._stream.synchronize()
 
     def timer(self) -> Callable[[], int]:
-        """Return a function that gives the device time of the last plan's operations; as long as
-        they are not done, the time since they were queued."""
+        """A function that returns the device time of the last plan's operations or, until they
+        are done, the time since they were queued."""
         if not self._is_used:
             return _no_time
         start, end, queued_us = self._start, self._end, self._queued_us
@@ -269,7 +269,7 @@ def _no_time() -> int:
 
 
 def _allocate(spec: KVCacheSpec, block_size: int, num_blocks: int, device: torch.device) -> Tensor:
-    """A zeroed cache. In host memory, pages take up room only once they are written to."""
+    """A zeroed cache. Pages of host memory are allocated when they are first written to."""
     shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=device)

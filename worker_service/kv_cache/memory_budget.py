@@ -1,8 +1,8 @@
-"""How many KV blocks fit, and a first forward pass that finds out.
+"""The number of KV blocks that fit, found by a profiling forward pass.
 
-On a GPU the largest batch is computed once; what the device has left of its allowed share is for
-blocks. On a CPU a batch is too small beside the model to be worth measuring: the budget is a
-setting, and the forward pass only compiles kernels before the first request needs them.
+On a GPU the largest batch is computed once; the rest of the device's allowed share is for blocks.
+On a CPU a batch is too small beside the model to be worth measuring: the budget is a setting, and
+the forward pass only compiles kernels before the first request needs them.
 """
 
 import logging
@@ -28,11 +28,11 @@ MAX_DEFAULT_CPU_BYTES = 4 * 2**30
 DEFAULT_GPU_SWAP_BYTES = 4 * 2**30
 _WARM_UP_TOKENS = 32
 _WARM_UP_PROMPT = 512
-"""Tokens of a prompt that is long enough for a GPU to attend over parts of it side by side."""
+"""Tokens of a prompt that is long enough for a GPU to split its attention."""
 
 _BYTES_PER_GRAPH = 8 * 2**20
-"""Room for one recording beside the pool: the driver's share, which torch does not see. Generous;
-not measured."""
+"""The driver's memory for one graph, which torch does not count. A generous estimate, not
+measured."""
 
 
 def profile_blocks(
@@ -50,16 +50,15 @@ def profile_blocks(
 ) -> BlockCounts:
     """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does.
 
-    `cache` is the one there is already, which the new one will replace; `num_ranks` may want as
-    much of the same memory, if it is a CPU's. `num_graphs` recordings of decode steps will be made,
-    of batches up to `largest_graph`.
+    cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
+    memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`.
     """
     block_bytes = model.kv_cache_spec.block_bytes(block_size)
     if device.type == "cuda":
         graph_bytes = 0
         if num_graphs:
             graph_bytes = _graph_bytes(model, block_size, device, num_graphs, largest_graph)
-        # A single prompt is computed by other kernels than many: the first is not to wait for them.
+        # A single prompt uses other kernels than a batch: compile them before the first request.
         run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
@@ -89,7 +88,7 @@ def profile_blocks(
 def run_batch(
     model: Model, block_size: int, device: torch.device, num_seqs: int, num_tokens: int
 ) -> None:
-    """Compute one batch of made-up sequences, over a cache of a single block that all share."""
+    """Compute one batch of synthetic sequences, over a cache of a single block that all share."""
     spec = model.kv_cache_spec
     shape = (1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
     cache = torch.zeros(shape, dtype=spec.dtype, device=device)
@@ -99,16 +98,16 @@ def run_batch(
         torch.zeros_like(positions),
         positions,
         cache,
-        _made_up_metadata(lengths, block_size, device),
+        _synthetic_metadata(lengths, block_size, device),
     )
-    # Sampling from equal logits looks at all of them, so it takes the most memory that it can.
+    # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.
     logits = torch.zeros_like(model.compute_logits(hidden[: len(lengths)]))
     filters = Filters.uniform(len(lengths), device, top_p=0.9)
     draw(logits, filters, torch.full((len(lengths),), 0.5, dtype=torch.float64, device=device))
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory this process may still take, minding a container's limit."""
+    """Bytes of memory that this process can still allocate, within a container's limit."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = root / "proc/meminfo"
     if meminfo.exists():
@@ -119,7 +118,7 @@ def available_host_memory(root: Path = Path("/")) -> int:
 
 
 def _container_memory(root: Path) -> list[int]:
-    """Bytes left to the container, where control groups (version 2, then 1) limit it."""
+    """Bytes left to the container, if control groups (version 2, then 1) limit it."""
     found = []
     for folder, limit_file, usage_file, prefix in (
         (root, "memory.max", "memory.current", ""),
@@ -135,8 +134,8 @@ def _container_memory(root: Path) -> list[int]:
 
 
 def _file_pages(stat: Path, prefix: str) -> int:
-    """Bytes of files that were read, such as a checkpoint's. A control group counts them as used,
-    up to its limit, but lets go of them when memory is wanted."""
+    """Bytes of cached files, such as a checkpoint. A control group counts them as used, up to its
+    limit, but frees them when memory is needed."""
     names = (f"{prefix}active_file", f"{prefix}inactive_file")
     lines = stat.read_text().splitlines() if stat.exists() else []
     return sum(int(line.split()[1]) for line in lines if line.startswith(names))
@@ -156,8 +155,8 @@ def _cpu_budget(
 def _graph_bytes(
     model: Model, block_size: int, device: torch.device, num_graphs: int, largest: int
 ) -> int:
-    """What recordings will hold: one pool as large as the largest batch's activations, which all
-    share, and each its kernels' arguments."""
+    """Bytes that graphs will hold: a shared pool as large as the largest batch's activations, and
+    each graph's kernel arguments."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run_batch(model, block_size, device, largest, largest)
@@ -168,10 +167,10 @@ def _graph_bytes(
 def _gpu_budget(
     config: CacheConfig, device: torch.device, held_bytes: int, graph_bytes: int
 ) -> int:
-    """What is left of the allowed share after weights, the peak of activations and all else.
+    """Bytes left of the allowed share after weights, the peak of activations and other memory.
 
-    To be called right after the profiling run. Memory that others hold on the device counts as
-    used; `held_bytes`, what a cache to be replaced holds, does not.
+    Called right after the profiling run. Memory that other processes hold on the device counts as
+    used; `held_bytes`, which a cache to be replaced holds, does not.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
@@ -186,23 +185,22 @@ def _gpu_budget(
 
 
 def _spread(num_seqs: int, num_tokens: int, max_model_len: int) -> list[int]:
-    """Lengths of sequences that share out `num_tokens`, none longer than the model allows."""
+    """Lengths of sequences with `num_tokens` in all, none longer than the model allows."""
     num_seqs = min(num_seqs, num_tokens)
     lengths = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
     return [min(length, max_model_len) for length in lengths]
 
 
-def _made_up_metadata(
+def _synthetic_metadata(
     lengths: list[int], block_size: int, device: torch.device
 ) -> AttentionMetadata:
-    """Prefills whose block tables name block 0 everywhere."""
+    """Metadata of prefills whose block tables contain block 0 only."""
     context_lens = torch.tensor(lengths, dtype=torch.int32)
     query_start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     query_start[1:] = torch.cumsum(context_lens, 0)
     longest = max(lengths)
     offsets = torch.cat([torch.arange(length) % block_size for length in lengths])
     max_blocks = -(-longest // block_size)
-
     return AttentionMetadata(
         query_start=query_start.to(device),
         context_lens=context_lens.to(device),

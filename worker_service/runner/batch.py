@@ -44,7 +44,7 @@ class StepRows:
     """Rows in the forward pass: they have tokens to compute and have not failed before."""
 
     are_decodes: bool
-    """Whether each computes one token and samples."""
+    """Whether every row computes one token and samples."""
 
     forks: Int64Array
     """[num_forks]: the rows without tokens, which sample from their parents' last logits."""
@@ -163,13 +163,13 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostInputs:
-    """The flattened inputs of a forward pass, on the host. A worked example is above."""
+    """The flattened inputs of a forward pass, on the host; the module has a worked example."""
 
     row_ids: Int64Array
     """[num_seqs]."""
 
     token_ids: Int64Array
-    """[num_tokens]; UNKNOWN_TOKEN where the host has not heard of a token yet."""
+    """[num_tokens]; UNKNOWN_TOKEN where a token is not known on the host."""
 
     positions: Int64Array
     """[num_tokens]."""
@@ -220,7 +220,7 @@ def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """What the model's forward pass takes."""
+    """Inputs of the model's forward pass, on the device."""
 
     token_ids: Tensor
     """int64 [num_tokens]."""
@@ -232,7 +232,7 @@ class ForwardInputs:
 
 
 def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device) -> ForwardInputs:
-    """What was laid out, on the device; with a GPU that waits for it."""
+    """Copy the inputs to the device; on a GPU this synchronises."""
     block_tables = table.block_tables[inputs.row_ids, : inputs.max_blocks]
     return ForwardInputs(
         token_ids=torch.from_numpy(inputs.token_ids).to(device),
@@ -252,7 +252,7 @@ _LEAST_ROOM = 16
 
 
 class _Views(NamedTuple):
-    """The first rows of all arrays."""
+    """Tensors over the first rows of all arrays."""
 
     token_ids: Tensor
     positions: Tensor
@@ -264,14 +264,14 @@ class _Views(NamedTuple):
 
 
 class DecodeInputs:
-    """Builds them; what it gave is overwritten by the next."""
+    """Builds decode inputs in fixed arrays, so each build overwrites the tensors of the last."""
 
     def __init__(self) -> None:
         self._width = 0
         self._make_room(_LEAST_ROOM, 1, 1)
 
     def build(self, row_ids: Int64Array, table: SequenceTable) -> ForwardInputs:
-        """For these rows of the table; each computes its first token that is not computed."""
+        """Inputs for these rows of the table, each of which computes its next token."""
         num_rows, block_size = len(row_ids), table.block_size
         computed = table.num_computed_tokens[row_ids]
         longest = int(computed.max())
@@ -290,7 +290,7 @@ class DecodeInputs:
         views = self._of_size.get(num_rows)
         if views is None:
             views = self._of_size[num_rows] = self._views(num_rows)
-        # The metadata is a new object, as backends keep what they derived from the last one.
+        # A new object each time, since backends cache what they derive from it.
         return ForwardInputs(
             token_ids=views.token_ids,
             positions=views.positions,
@@ -305,11 +305,11 @@ class DecodeInputs:
         )
 
     def numbers(self, num_rows: int) -> Tensor:
-        """0, 1, 2 …: int64 [num_rows]. Of a batch built before."""
+        """0, 1, 2 …: int64 [num_rows], for a number of rows that was built before."""
         return self._of_size[num_rows].numbers
 
     def _make_room(self, num_rows: int, max_blocks: int, most_blocks: int) -> None:
-        """For as many sequences and blocks, and some more, as far as there can be."""
+        """Allocate for a power of two of sequences and blocks, at most `most_blocks`."""
         room = max(_LEAST_ROOM, 1 << (num_rows - 1).bit_length())
         self._width = max(self._width, min(1 << (max_blocks - 1).bit_length(), most_blocks))
         self._query_start = np.arange(room + 1, dtype=np.int32)

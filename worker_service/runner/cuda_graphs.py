@@ -1,12 +1,12 @@
-"""Decode steps recorded once and replayed, one recording per padded batch size.
+"""CUDA graphs of decode steps, one per padded batch size, captured once and replayed.
 
-A decode step of a small model is hundreds of kernels of a few microseconds each, and launching one
-takes the host as long as the device to run it. Replaying a recording takes one launch. A recording
-reads its inputs where they were when it was made: `landing`, in which every step's inputs arrive,
-and the tensors by row.
+A decode step of a small model is hundreds of kernels of a few microseconds each, and launching a
+kernel takes the host as long as the device takes to run it. A replay is a single launch. A graph
+reads its inputs from fixed addresses: `static_inputs`, to which every step's inputs are copied, and
+the tensors of `DeviceRows`.
 
-A batch is filled up to the next size with rows that belong to no sequence: they have row
-`padding_row`, write to no place (slot mapping -1) and attend over nothing (context length 0).
+A batch is padded to the next size with rows that belong to no sequence: they have row
+`padding_row`, write to no slot (slot mapping -1) and attend over nothing (context length 0).
 """
 
 import logging
@@ -37,27 +37,27 @@ Replay = Callable[[], None]
 
 _NUM_COLUMNS = 6
 _MAX_CHANGES_BYTES = 2**18
-"""Bytes of a landing beyond the inputs; a step with more changes than that is computed eagerly."""
+"""Bytes of `static_inputs` after the inputs; a step with more row changes runs eagerly."""
 
 
 class GraphRecorder(Protocol):
-    """Makes recordings."""
+    """Captures work, to be replayed."""
 
     def record(self, work: Callable[[], None]) -> Replay:
-        """Do the work once, and return what does it again on the same tensors."""
+        """Do the work once, and return a function that does it again on the same tensors."""
         ...
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs. All share one pool of memory: they never run at the same time, and a
-    later one takes no more than the largest, if that comes first."""
+    """Captures CUDA graphs. All share one memory pool, since they never run at the same time; its
+    size is that of the largest graph, if that is captured first."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def record(self, work: Callable[[], None]) -> Replay:
-        """Do the work once, which compiles what needs compiling, and capture it."""
+        """Do the work once, which compiles kernels, then capture it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -77,14 +77,15 @@ class CudaGraphRecorder:
         return graph.replay
 
     def _end_failed_capture(self) -> None:
-        """Notify torch's allocator, which does not learn it otherwise: until then it gives back
-        nothing of what it caches, and fails every other capture."""
+        """Notify torch's allocator that the capture has ended. Otherwise it releases no cached
+        memory and fails every later capture."""
         device = torch.cuda.current_device()
-        # It knows if it was not the capture itself that failed; and these are torch's own affair.
+        # Fails if the allocator knows already, which it does unless the capture itself failed. The
+        # functions are private to torch and may disappear.
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
-        # The one for pinned memory, since torch 2.10, has no such call, and refuses this pool.
+        # Since torch 2.10 the pinned memory allocator, which has no such call, refuses this pool.
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -96,9 +97,9 @@ def graph_sizes(max_size: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recordings of decode steps over one cache. Two per size: up to the last hidden states, and
-    from these to tokens, so that a step with edits or log probabilities can go another way from
-    there."""
+    """Graphs of decode steps over one cache. There are two per size, one up to the last hidden
+    states and one from these to tokens, so that a step with edits or log probabilities can replay
+    the first and sample eagerly."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class DecodeGraphs:
         sampler: DeviceSampler,
         sizes: Sequence[int],
     ) -> None:
-        """Nothing is recorded yet."""
+        """Records nothing yet."""
         self._model = model
         self._kv_cache = kv_cache
         self._device_rows = device_rows
@@ -116,26 +117,23 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         device, largest = kv_cache.device, self._sizes[-1]
         num_bytes = 4 * _NUM_COLUMNS * largest + ALIGNMENT + _MAX_CHANGES_BYTES
-        self.landing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        """Where each step's inputs arrive, [6, size] as `columns` makes them, and its changes."""
+        self.static_inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        """What graphs read: int32 [6, size] as `columns` makes them, then row changes."""
         self.outcome = torch.zeros(largest, dtype=torch.int64, device=device)
-        """What `replay_sampling` leaves: a token or failure per row."""
+        """Output of `replay_sampling`: a token or failure per row."""
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
         self._forwards: dict[int, Replay] = {}
         self._samplings: dict[int, Replay] = {}
 
-    def record(self, recorder: GraphRecorder, *, show_progress: bool | None = None) -> None:
-        """Record all sizes, the largest first.
-
-        show_progress: whether to draw a bar on stderr; None draws it on a terminal only.
-        """
+    def record(self, recorder: GraphRecorder) -> None:
+        """Record all sizes, the largest first, with a progress bar if stderr is a terminal."""
         started = time.monotonic()
         sizes = self._sizes[::-1]
         logger.info("recording decode steps num_sizes=%d largest=%d", len(sizes), sizes[0])
         console = Console(stderr=True)
-        show = console.is_terminal if show_progress is None else show_progress
-        for size in track(sizes, "recording decode steps", console=console, disable=not show):
+        hidden = not console.is_terminal
+        for size in track(sizes, "recording decode steps", console=console, disable=hidden):
             self._fill_with_padding(size)
             self._forwards[size] = recorder.record(partial(self._forward, size))
             self._samplings[size] = recorder.record(partial(self._sample, size))
@@ -147,11 +145,11 @@ class DecodeGraphs:
         return next((size for size in self._sizes if size >= num_rows), None)
 
     def have_room_for(self, changes: Sequence[Column]) -> bool:
-        """Whether these fit behind the inputs where they land."""
+        """Whether these fit into `static_inputs` after the inputs."""
         return sum(column.nbytes + ALIGNMENT for column in changes) <= _MAX_CHANGES_BYTES
 
     def columns(self, inputs: HostInputs, positions: Int64Array, size: int) -> Int32Array:
-        """[6, size]: a decode step's inputs and each row's output position, filled up."""
+        """[6, size]: a decode step's inputs and each row's output position, with padding rows."""
         columns = np.zeros((_NUM_COLUMNS, size), np.int32)
         columns[0] = self._device_rows.padding_row
         columns[4] = -1
@@ -170,7 +168,7 @@ class DecodeGraphs:
         return columns
 
     def replay_forward(self, size: int) -> None:
-        """Compute what has landed, up to the last hidden states."""
+        """Compute the static inputs up to the last hidden states."""
         self._forwards[size]()
 
     def replay_sampling(self, size: int) -> None:
@@ -178,26 +176,27 @@ class DecodeGraphs:
         self._samplings[size]()
 
     def rows(self, size: int, num_rows: int) -> SamplingRows:
-        """The rows that landed, without those that fill up."""
-        landed = self._landed(size)
-        return SamplingRows(row_ids=landed[0, :num_rows].long(), positions=landed[5, :num_rows])
+        """The rows in the static inputs, without padding."""
+        inputs = self._inputs(size)
+        return SamplingRows(row_ids=inputs[0, :num_rows].long(), positions=inputs[5, :num_rows])
 
     def logits(self, num_rows: int) -> Tensor:
-        """Logits of the first rows, float32 [num_rows, vocab_size], not recorded."""
+        """Logits of the first rows, float32 [num_rows, vocab_size], computed eagerly."""
         assert self._hidden is not None, "recorded before"
         return self._model.compute_logits(self._hidden[:num_rows])
 
-    def _landed(self, size: int) -> Tensor:
-        return self.landing[: 4 * _NUM_COLUMNS * size].view(torch.int32).view(_NUM_COLUMNS, size)
+    def _inputs(self, size: int) -> Tensor:
+        num_bytes = 4 * _NUM_COLUMNS * size
+        return self.static_inputs[:num_bytes].view(torch.int32).view(_NUM_COLUMNS, size)
 
     def _fill_with_padding(self, size: int) -> None:
-        landed = self._landed(size)
-        landed.zero_()
-        landed[0] = self._device_rows.padding_row
-        landed[4] = -1
+        inputs = self._inputs(size)
+        inputs.zero_()
+        inputs[0] = self._device_rows.padding_row
+        inputs[4] = -1
 
     def _forward(self, size: int) -> None:
-        sampling_row_ids, token_ids, positions, context_lens, slot_mapping, _ = self._landed(size)
+        sampling_row_ids, token_ids, positions, context_lens, slot_mapping, _ = self._inputs(size)
         row_ids = sampling_row_ids.long()
         latest = self._device_rows.known_tokens(row_ids)
         hidden = self._model.forward(
@@ -213,7 +212,7 @@ class DecodeGraphs:
                 max_context_len=self._model.max_model_len,
             ),
         )
-        if self._hidden is None:  # of the largest size, which comes first
+        if self._hidden is None:  # allocated for the largest size, which is recorded first
             self._hidden = torch.zeros_like(hidden)
         self._hidden[:size].copy_(hidden)
 

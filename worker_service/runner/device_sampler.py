@@ -1,8 +1,8 @@
 """The sampler whose tokens stay on the device, and the token counts it needs for penalties.
 
-The same choices as `worker_service.sampling`, by the kernels of `pagewire_kernels`: nothing here
-waits for the device, so a step can be launched while the one before it is computed. The two may
-differ only in the rounding of sums of probabilities.
+It makes the same choices as `worker_service.sampling`, with the kernels of `pagewire_kernels`.
+Nothing here waits for the device, so a step can be launched while the one before it is computed.
+The two may differ only in the rounding of sums of probabilities.
 
 Counts are a dense row of the vocabulary for each sequence with penalties, so that tokens sampled on
 the device are counted there, and the next step is launched before the host knows them. Count rows
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,20 +39,20 @@ _ONE_OUTPUT = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PenalizedRows:
-    """Rows of a batch whose tokens are counted here, on the device; columns of [n]."""
+    """Rows of a batch whose tokens are counted on the device; columns of [n]."""
 
     rows: Tensor
-    """int64: of the batch."""
+    """int64: rows of the batch."""
 
     counts: Tensor
-    """int64: of the counts."""
+    """int64: rows of counts."""
 
     factors: Tensor
     """float32 [3, n]: repetition, frequency and presence penalty."""
 
 
 class DevicePenalties:
-    """Counts of tokens, for some rows of the sequence table; each has a row of counts."""
+    """Token counts of some rows of the sequence table, each in a row of counts."""
 
     def __init__(
         self, vocab_size: int, device: torch.device, max_bytes: int = MAX_COUNT_BYTES
@@ -67,11 +66,11 @@ class DevicePenalties:
         self._outdated: set[int] = set()
 
     def __contains__(self, row_id: int) -> bool:
-        """Whether the tokens of this table row are counted here."""
+        """Whether the tokens of this table row are counted on the device."""
         return row_id in self._row_of
 
     def note(self, row_id: int, table: SamplingTable) -> None:
-        """The counts of a table row are out of date: a sequence has come, or the host has sampled
+        """Mark the counts of a table row as outdated: a sequence was added, or the host has sampled
         for it."""
         edits = table.edits.get(row_id)
         if edits is None or edits.occurrences is None:
@@ -98,8 +97,8 @@ class DevicePenalties:
             self.release(row_id)
 
     def changes(self, table: SamplingTable) -> list[Column]:
-        """What was noted since the last time, to be sent and given to `apply`: the counts that the
-        host has now. Empty if there is nothing."""
+        """The host's counts of outdated rows, to be sent to the device and passed to `apply`; empty
+        if there are none."""
         if not self._outdated:
             return []
         row_ids = sorted(self._outdated)
@@ -116,7 +115,7 @@ class DevicePenalties:
         ]
 
     def apply(self, changes: list[Tensor]) -> None:
-        """Take in what `changes` gave, once it is on the device."""
+        """Apply the columns of `changes`, which are now on the device."""
         if not changes:
             return
         rows, entry_rows, token_ids, values = changes
@@ -124,9 +123,9 @@ class DevicePenalties:
         self._counts.index_put_((entry_rows, token_ids), values)
 
     def select(
-        self, edited: Sequence[EditedRow], row_ids: npt.NDArray[np.int64]
+        self, edited: Sequence[EditedRow], row_ids: Int64Array
     ) -> tuple[list[EditedRow], PenalizedRows | None]:
-        """Of a batch's edited rows those with penalties: from the host's counts, and from these."""
+        """A batch's rows with penalties: those that the host counts, and those counted here."""
         penalised = [each for each in edited if each.edits.occurrences is not None]
         ours = [each for each in penalised if int(row_ids[each.row]) in self._row_of]
         if not ours:
@@ -161,14 +160,14 @@ class DevicePenalties:
         logits.index_copy_(0, penalised.rows, values)
 
     def count(self, tokens: Tensor, penalised: PenalizedRows) -> None:
-        """Count what a batch's rows have sampled, int64 [num_rows]; a failure counts as a token."""
+        """Count the tokens sampled in a batch, int64 [num_rows]; a failure counts as a token."""
         sampled = tokens.index_select(0, penalised.rows).clamp_min(0)
         entries = self._counts[penalised.counts, sampled]
         entries = (entries | _OCCURS) + _ONE_OUTPUT
         self._counts.index_put_((penalised.counts, sampled), entries)
 
     def _grow(self) -> None:
-        """Double the rows, as far as memory goes."""
+        """Double the rows, up to the memory limit."""
         old = self._counts
         self._counts = self._allocate(min(2 * len(old), self._max_rows))
         self._counts[: len(old)] = old
@@ -180,23 +179,23 @@ class DevicePenalties:
 
 
 class SamplingKernels(Protocol):
-    """What a device needs; `pagewire_kernels.reference` defines each."""
+    """Kernels that sampling needs; `pagewire_kernels.reference` defines each."""
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """One token per row; -1 where the largest logit is not finite."""
         ...
 
     def apply_bitmask(self, logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-        """Minus infinity where a row's bit is 0."""
+        """Set logits to minus infinity where a row's bit is 0."""
         ...
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Log softmax at some tokens, and the rank of the first."""
+        """Log softmax of some tokens of each row, and the rank of the first."""
         ...
 
 
 def sampling_kernels(device: torch.device) -> SamplingKernels:
-    """Those for a device."""
+    """The kernels of a device."""
     if device.type == "cuda":
         from pagewire_kernels import triton as triton_kernels  # imports triton
 
@@ -217,7 +216,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobTensors:
-    """Log probabilities of each row's own token and of its most probable ones, in no order."""
+    """Log probabilities of each row's own token and of its most probable ones, unordered."""
 
     token_ids: Tensor
     """int64 [n, 1 + window]; the row's own first."""
@@ -226,11 +225,11 @@ class LogprobTensors:
     """float32, the same shape."""
 
     ranks: Tensor
-    """int32 [n], of the row's own."""
+    """int32 [n]: rank of the row's own token."""
 
 
 class DeviceSampler:
-    """Samples for the sequences in some table rows."""
+    """Samples on the device, for sequences in rows of the table."""
 
     def __init__(
         self, device_rows: DeviceRows, penalties: DevicePenalties, kernels: SamplingKernels
@@ -242,12 +241,12 @@ class DeviceSampler:
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token or failure per row, int64 [n], also written to the device's rows.
 
-        logits: float32 [n, vocab_size]. Uses no memory of the host, so that it can be captured.
+        logits: float32 [n, vocab_size]. Reads no host memory, so that it can be captured.
         """
         return self._device_rows.settle(rows.row_ids, self._draw(logits, rows))
 
     def sample_changed(self, logits: Tensor, rows: SamplingRows, batch: SamplingBatch) -> Tensor:
-        """The same after a batch's edits and masks, which are applied in place."""
+        """Sample after applying a batch's edits and masks to the logits in place."""
         changed = batch.changed_rows
         index = upload(changed, logits.device)
         was_sound = logits.index_select(0, index).amax(dim=-1).isfinite()

@@ -1,4 +1,4 @@
-"""What a device keeps of sequences and recordings, over one cache."""
+"""State on a device: rows of sequences, sampler and CUDA graphs, over one cache."""
 
 import logging
 from typing import NamedTuple
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 class RowChanges(NamedTuple):
-    """Columns of what has changed."""
+    """Changes to the device's rows and token counts, as columns."""
 
     rows: list[Column]
     penalties: list[Column]
 
     @property
     def columns(self) -> list[Column]:
-        """All of them."""
+        """Both, in the order in which they are sent."""
         return self.rows + self.penalties
 
 
 class DeviceState:
-    """What a device keeps from epoch to epoch, over one cache: the tensors by row, the sampler and
-    the recordings that refer to them."""
+    """State that a device keeps from epoch to epoch, over one cache: the tensors by row, and the
+    sampler and the graphs that refer to them."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class DeviceState:
         num_seqs: int = 1,
         max_penalty_bytes: int = MAX_COUNT_BYTES,
     ) -> None:
-        """recorder: makes recordings of decode steps of these padded sizes; None makes none.
-        num_rows: sequences to make room for at first; None takes enough for most, and for
-        `num_seqs` in any case: to make room later takes as long as to record.
+        """recorder: captures decode steps of these padded sizes; None captures none.
+        num_rows: initial capacity in sequences; None takes the usual capacity, at least `num_seqs`,
+        since growing takes as long as capturing all graphs again.
         max_penalty_bytes: memory for counts of tokens."""
         self._model = model
         self._kv_cache = cache.device_cache
@@ -67,24 +67,24 @@ class DeviceState:
         self.penalties.note(row_id, table.sampling)
 
     def forget(self) -> None:
-        """There are no sequences."""
+        """Forget all sequences."""
         self.rows.forget()
         self.penalties.forget()
 
     def changes(self, table: SequenceTable) -> RowChanges:
-        """What has changed since the last time, to be sent and applied."""
+        """Changes since the last call, to be sent to the device and applied."""
         return RowChanges(self.rows.changes(table), self.penalties.changes(table.sampling))
 
     def apply(self, changes: RowChanges, sent: list[Tensor]) -> None:
-        """Take in changes, whose columns have arrived as these tensors."""
+        """Apply changes whose columns are now on the device as these tensors."""
         count = len(changes.rows)
         self.rows.apply(sent[:count])
         self.penalties.apply(sent[count:])
 
     def grow(self, table: SequenceTable) -> None:
-        """Make room for as many sequences as the table has. They come to the device once more, so
-        the host must know all of their tokens."""
-        logger.warning("making room for more sequences num_rows=%d", table.num_rows)
+        """Increase the capacity to that of the table. All sequences are sent to the device again,
+        so the host must know all of their tokens."""
+        logger.warning("growing the tables of sequences num_rows=%d", table.num_rows)
         self._make(table.num_rows)
         for row_id in table.used_rows():
             self.note_new(row_id, table)
@@ -105,8 +105,8 @@ class DeviceState:
         try:
             graphs.record(recorder)
         except RuntimeError as error:
-            # A model from elsewhere may wait for the device in the middle of a step.
+            # A model of transformers may synchronise with the device in the middle of a step.
             reason = str(error).splitlines()[0]
-            logger.warning("decode steps cannot be recorded, going on without error=%s", reason)
+            logger.warning("decode steps cannot be recorded, running them eagerly error=%s", reason)
             return None
         return graphs

@@ -69,7 +69,7 @@ class StepLaunch:
         self._logits: Callable[[], Tensor] | None = None
 
     def recorded_size(self, num_rows: int, changes: RowChanges) -> int | None:
-        """The padded size that a decode step of `num_rows` rows can be replayed at, if any."""
+        """The padded size at which a decode step of `num_rows` rows can be replayed, if any."""
         if self._graphs is None or not self._graphs.have_room_for(changes.columns):
             return None
         return self._graphs.size_for(num_rows)
@@ -81,7 +81,7 @@ class StepLaunch:
         batch: SamplingBatch,
         changes: RowChanges,
     ) -> None:
-        """Compute any batch. last_states: which hidden states the batch's rows sample from."""
+        """Compute any batch eagerly. last_states: the hidden states from which its rows sample."""
         unknown = np.flatnonzero(inputs.token_ids == UNKNOWN_TOKEN)
         sequences = np.searchsorted(inputs.query_start, unknown, side="right") - 1
         columns: list[Column] = [
@@ -120,11 +120,11 @@ class StepLaunch:
     def replay(
         self, inputs: HostInputs, batch: SamplingBatch, changes: RowChanges, size: int
     ) -> None:
-        """Compute a batch of decodes that all sample, by the recording of a padded size."""
+        """Compute a batch of decodes that all sample, with the graph of a padded size."""
         graphs, num_rows = self._graphs, len(batch.row_ids)
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, batch.positions, size)
-        sent = self._buffers.staging.send([columns, *changes.columns], graphs.landing)
+        sent = self._buffers.staging.send([columns, *changes.columns], graphs.static_inputs)
         self._state.apply(changes, sent[1:])
         graphs.replay_forward(size)
         self._replayed_size = size
@@ -133,7 +133,8 @@ class StepLaunch:
     def sample(
         self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
     ) -> tuple[Int64Array, FetchedLogprobs | None]:
-        """Where the batch's tokens or failures will be on the host, and log probabilities.
+        """Sample. Returns host memory that will hold a token or failure per row, and log
+        probabilities, once the device is done.
 
         wanted: the rows that ask for log probabilities, with `num_top` of the most probable tokens.
         """
@@ -155,7 +156,7 @@ class StepLaunch:
         assert self._logits is not None, "computed before"
         logits = self._logits()
         index = upload(wanted, logits.device) if len(wanted) else None
-        # Log probabilities are of the model's own logits, which are about to be changed.
+        # Log probabilities are those of the unedited logits, which are edited in place below.
         raw = None if index is None else logits.index_select(0, index)
         if batch.is_changed:
             outcome = self._sampler.sample_changed(logits, self._rows, batch)

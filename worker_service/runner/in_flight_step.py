@@ -31,24 +31,24 @@ from worker_service.sampling.sampler import NO_TOKEN
 
 
 class DeviceEvent(Protocol):
-    """A point in what was queued to a device: all that was queued before it."""
+    """A point in a device's queue of work, reached when all work queued before it is done."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached it."""
         ...
 
     def wait(self) -> None:
-        """Wait until it has; others may use the interpreter meanwhile."""
+        """Wait until the device has reached it, without holding the interpreter lock."""
         ...
 
     def us_since(self, earlier: "DeviceEvent") -> int:
-        """Microseconds of device time between two events that are reached."""
+        """Microseconds of device time between two events, both reached."""
         ...
 
 
 class CudaEvent:
-    """An event on the current stream of the thread that makes it."""
+    """An event on the current stream of the thread that creates it."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -56,12 +56,12 @@ class CudaEvent:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached it."""
         return self._event.query()
 
     def wait(self) -> None:
-        """Wait until it has."""
-        # A thread that has no device yet would take the first one, and memory there.
+        """Wait until the device has reached it."""
+        # A thread without a current device would initialise the first one and take memory there.
         with torch.cuda.device(self._event.device):
             self._event.synchronize()
 
@@ -72,7 +72,7 @@ class CudaEvent:
 
 
 class HostEvent:
-    """On a CPU what was queued is done."""
+    """An event on a CPU, which is reached when it is created."""
 
     is_reached = True
 
@@ -80,7 +80,7 @@ class HostEvent:
         self._time_us = monotonic_us()
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def us_since(self, earlier: DeviceEvent) -> int:
         """Microseconds between the two."""
@@ -89,7 +89,7 @@ class HostEvent:
 
 
 def event_type(device: torch.device) -> Callable[[], DeviceEvent]:
-    """The class of events in a device's work."""
+    """The event class of a device."""
     return CudaEvent if device.type == "cuda" else HostEvent
 
 
@@ -105,7 +105,7 @@ class StepBuffers:
         self._numbers = self._allocate(_INITIAL_ROWS)
 
     def fetch(self, outcome: Tensor) -> Int64Array:
-        """Where the numbers will be once the device has got so far."""
+        """Copy numbers to the host. Returns the memory that holds them once the device is done."""
         if len(outcome) > len(self._numbers):
             self._numbers = self._allocate(2 * len(outcome))
         self._numbers[: len(outcome)].copy_(outcome, non_blocking=True)
@@ -117,13 +117,13 @@ class StepBuffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedLogprobs:
-    """Log probabilities on their way to the host, or there."""
+    """Log probabilities that are being copied to the host."""
 
     rows: Int64Array
-    """Which of the sampling rows asked."""
+    """Sampling rows that asked for them."""
 
     num_top: Int32Array
-    """How many most probable tokens each of them asked for."""
+    """Number of most probable tokens that each of them asked for."""
 
     tensors: LogprobTensors
 
@@ -131,7 +131,7 @@ class FetchedLogprobs:
     def fetch(
         cls, rows: Int64Array, num_top: Int32Array, tensors: LogprobTensors
     ) -> "FetchedLogprobs":
-        """Begin to copy them to the host."""
+        """Start the copies."""
         on_host = LogprobTensors(
             token_ids=_to_host(tensors.token_ids),
             logprobs=_to_host(tensors.logprobs),
@@ -140,7 +140,7 @@ class FetchedLogprobs:
         return cls(rows=rows, num_top=num_top, tensors=on_host)
 
     def entries(self) -> dict[int, TokenLogprobs]:
-        """By sampling row, once they are there."""
+        """Log probabilities by sampling row, once the copies are done."""
         each = self.tensors
         table = table_of(each.token_ids.numpy(), each.logprobs.numpy(), each.ranks.numpy())
         counts = zip(self.rows.tolist(), self.num_top.tolist(), strict=True)
@@ -155,7 +155,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class LastFinishTime:
-    """When the step collected last was done: the next one has had the device only since then."""
+    """When the last collected step was done; the next one had the device only from then on."""
 
     def __init__(self) -> None:
         self.time_us = 0
@@ -170,7 +170,7 @@ class InFlightStep:
     """[n]: the plan's rows that sample."""
 
     errors: dict[int, RowErrorReason]
-    """Rows of sequences that were known to have failed, by row of the plan."""
+    """Rows of the plan whose sequences were known to have failed."""
 
     numbers: Int64Array
     """[n]: a token or one of `FAILURES` each, once `end` is reached."""

@@ -32,12 +32,12 @@ LEAST_TOKENS = 16
 
 
 def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
-    """(rows of the plan, a plan of these rows) of each part that has rows; a row that was cut is in
-    several, and samples in the last of them.
+    """(rows of the plan, a plan of these rows) for each part that has rows. A row that was cut is
+    in several parts and samples in the last of them.
 
-    The same on every rank: rows, and with them parts, follow from the plans alone. A fork that
-    samples from its parent's logits is where its parent samples. Raises InvalidPlan if a sequence
-    has two rows.
+    Every rank computes the same parts, since they depend on the plans alone. A fork that samples
+    from its parent's logits is in the part in which its parent samples. Raises InvalidPlan if a
+    sequence has two rows.
     """
     shares, ends = _divide(plan, table)
     for part in range(table.num_parts):
@@ -85,7 +85,7 @@ def _order(own: int, num_parts: int, *, samples: bool) -> Sequence[int]:
 
 
 def _pieces(num_tokens: int, room: Int64Array, order: Sequence[int]) -> Int64Array:
-    """How many of a row's tokens each part takes, none much more than it has room for."""
+    """How many of a row's tokens each part takes; none exceeds its room by much."""
     pieces, left = np.zeros_like(room), num_tokens
     for part in order:
         if left <= room[part] + LEAST_TOKENS:
@@ -99,7 +99,8 @@ def _pieces(num_tokens: int, room: Int64Array, order: Sequence[int]) -> Int64Arr
 
 
 def _end_of_parent(plan: StepPlan, row: int, ends: Int64Array) -> int:
-    """A row that names no parent of this plan stays: the runner reports what is wrong with it."""
+    """The part in which a fork's parent ends. A row without a parent in this plan keeps its own
+    part: the runner then reports the error."""
     seq_id = int(plan.seq_ids[row])
     parent = next((new.parent_seq_id for new in plan.new_sequences if new.seq_id == seq_id), None)
     found = [] if parent is None else np.flatnonzero(plan.seq_ids == parent).tolist()

@@ -1,4 +1,4 @@
-"""A model on a device, as the engine drives it; `torch.compile` and torch's profiler on request."""
+"""The engine's executor of a model on a device, with `torch.compile` and torch's profiler."""
 
 import logging
 import time
@@ -38,9 +38,9 @@ def compile_layers(
 ) -> None:
     """Make each layer compile at its first call, for any number of rows.
 
-    Layers one by one, and not the model: they are alike, so they share what is compiled. Raises
-    InvalidOption for a model that is not in our own code, and on a CPU, whose kernels take
-    addresses where the compiler has none.
+    Layers are compiled one by one, not as a model: they are identical, so they share the compiled
+    code. Raises InvalidOption for a model that is not in our own code, and on a CPU, whose kernels
+    need addresses, which the compiler does not have.
     """
     if device.type == "cpu":
         raise InvalidOption("compile: expected a GPU, got a CPU")
@@ -52,7 +52,7 @@ def compile_layers(
 
 
 class Profiler:
-    """At most one trace at a time. Start and stop it on the thread to be traced."""
+    """Torch's profiler, one trace at a time; started and stopped on the thread to be traced."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -81,7 +81,7 @@ class Profiler:
 
 
 _WAITING_BACKENDS = ("reference",)
-"""Attention backends that wait for the device in the middle of a step."""
+"""Attention backends that synchronise with the device in the middle of a step."""
 
 
 class ModelExecutor:
@@ -95,7 +95,7 @@ class ModelExecutor:
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
     ) -> None:
-        """rendezvous: where the ranks meet, if the model is shared by several."""
+        """rendezvous: where the ranks join, if several share the model."""
         self._config = config
         self._profiler = profiler
         self._load = load
@@ -106,10 +106,10 @@ class ModelExecutor:
         """None where the model's tokenizer cannot give its tokens' texts."""
         self._cache: CacheEngine | None = None
         self._state: DeviceState | None = None
-        """Beside the cache on a GPU of one rank."""
+        """State on the device; only on a GPU of one rank."""
         self._max_num_seqs = self._runner.max_graph_batch_size
         self._state_num_seqs = 0
-        """For how many sequences the state was made."""
+        """Sequences that the state has capacity for."""
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
@@ -144,12 +144,12 @@ class ModelExecutor:
         )
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
-        """A runner over the caches there are, if they have the right sizes, or over new ones."""
+        """A runner over the present caches if they have these sizes, else over new ones."""
         if self._rendezvous is not None:
             self.loaded.communicator.join(self._rendezvous, epoch, self._device)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
-            # Let go of the old ones first: both would not fit. Blocks that are still being moved
-            # would come to lie in memory that others have by then.
+            # Free the old caches first, as both would not fit. Moves that are still running would
+            # write to memory that is in use again by then.
             if self._cache is not None:
                 self._cache.finish()
             self._cache = self._state = None
@@ -192,7 +192,7 @@ class ModelExecutor:
         )
 
     def _graph_sizes(self) -> list[int]:
-        """Padded batch sizes of the decode steps that are recorded."""
+        """Padded batch sizes of the decode steps to record."""
         records = (
             self._runner.cuda_graphs
             and self._device.type == "cuda"
@@ -204,8 +204,8 @@ class ModelExecutor:
         return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
 
     def check_device(self) -> None:
-        """Wait for the device. What breaks a GPU's context, such as an access to memory that is not
-        there, fails all that this process asks of it from then on: raises DeviceLost."""
+        """Wait for the device. Raises DeviceLost if the GPU's context is broken, for example by an
+        access to an invalid address: then every later call of this process fails."""
         if self._loaded is None or self._device.type != "cuda":
             return
         try:
@@ -215,12 +215,12 @@ class ModelExecutor:
             raise DeviceLost(f"{self._device} is lost to this process: {reason}") from None
 
     def interrupt(self) -> None:
-        """From any thread: have what waits for other ranks give up."""
+        """Interrupt waits for other ranks, which raise GroupBroken. May be called on any thread."""
         if self._loaded is not None:
             self._loaded.communicator.interrupt()
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
-        """The files of the checkpoint that frontends need."""
+        """The checkpoint's files that frontends need."""
         return iter_assets(self.loaded.model_dir)
 
     def start_profile(self) -> None:
@@ -228,12 +228,12 @@ class ModelExecutor:
         self._profiler.start()
 
     def stop_profile(self) -> str:
-        """End the trace; returns the file it was written to."""
+        """End the trace. Returns the path of its file."""
         return self._profiler.stop()
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model. To be loaded before."""
+        """The loaded model."""
         assert self._loaded is not None, "load() comes first"
         return self._loaded
 
@@ -243,7 +243,7 @@ class ModelExecutor:
 
 
 def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
-    """For structured output; None without a tokenizer that can be read, or without the library."""
+    """For structured output; None without a readable tokenizer or without llguidance."""
     assets = dict(iter_assets(loaded.model_dir))
     if "tokenizer.json" not in assets:
         return None

@@ -19,7 +19,7 @@ from worker_service.sampling.sampling_table import SamplingTable
 
 NO_BLOCK = -1
 UNKNOWN_TOKEN = -1
-"""Stands for a token that the device has sampled and the host has not heard of."""
+"""Placeholder of a token that was sampled on the device or by another rank, unknown here."""
 
 _INITIAL_ROWS = 64
 
@@ -68,13 +68,13 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
-        """By row, for the few that asked."""
+        """By row, for sequences that asked for them."""
         self.failures: dict[int, RowErrorReason] = {}
-        """Why no token could be sampled, by row: such a sequence stands still until forgotten."""
+        """Why no token could be sampled, by row: such a sequence computes nothing more."""
         self.sampling = SamplingTable(_INITIAL_ROWS)
         self._row_id_of: dict[int, int] = {}
         self._free_rows: list[list[int]] = [[] for _ in range(num_parts)]
-        """Of each part, the next to be taken last."""
+        """Free rows of each part; the next one to be taken comes last."""
         self._part_sizes = [0] * num_parts
         self._add_rows(0, _INITIAL_ROWS)
 
@@ -126,7 +126,7 @@ class SequenceTable:
             self._part_sizes[part] -= 1
 
     def add(self, new: NewSequence, field: str) -> None:
-        """Take in a sequence; a fork starts as its parent stands."""
+        """Add a sequence; a fork starts with its parent's tokens and progress."""
         self._check_new(new, field)
         parent = None
         if new.parent_seq_id is not None:
@@ -195,12 +195,12 @@ class SequenceTable:
         return places
 
     def resolve_tokens(self, row_ids: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
-        """Take note of tokens that were unknown, at the positions that `expect_tokens` gave."""
+        """Replace unknown tokens, at the positions that `expect_tokens` returned."""
         self.token_ids[row_ids, places] = tokens
         self.sampling.append(row_ids, tokens)
 
     def take_back(self, row_id: int) -> None:
-        """Remove an unknown token: none was sampled in its place."""
+        """Remove an unknown token, because none was sampled."""
         self.num_tokens[row_id] -= 1
 
     def fail(self, row_id: int, reason: RowErrorReason) -> None:
@@ -217,11 +217,11 @@ class SequenceTable:
 
     @property
     def num_rows(self) -> int:
-        """Sequences there is room for before the columns grow."""
+        """Rows that there are, used and free."""
         return len(self.num_tokens)
 
     def used_rows(self) -> list[int]:
-        """Rows that sequences have."""
+        """Rows in use."""
         return list(self._row_id_of.values())
 
     def output(self, row_id: int) -> Int32Array:
