@@ -44,8 +44,15 @@ def of_core(cluster: Cluster) -> Scrape:
 
 
 @pytest.fixture(scope="module")
-def of_worker(cluster: Cluster) -> Scrape:
-    return scrape(cluster.workers[0])
+def of_worker(cluster: Cluster, of_core: Scrape) -> Scrape:
+    """A worker sends a step's result before it counts the step."""
+    worker = cluster.workers[0]
+    num_steps = of_core.sum("pagewire_group_steps_total")
+    wait_until(
+        lambda: scrape(worker).sum("pagewire_worker_steps_total") >= num_steps,
+        "the last step was counted",
+    )
+    return scrape(worker)
 
 
 def test_every_metric_that_is_listed_is_told_and_no_other(
