@@ -18,6 +18,7 @@ from scheduler_service.frontend.http.openai.sampling import (
     Strict,
     Text,
     TokenId,
+    proto_range,
 )
 
 MAX_PROMPTS = 4096
@@ -40,10 +41,12 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = Field(
         16, ge=0, le=MAX_UINT32, description="Most output tokens; 0 only with `echo`."
     )
-    best_of: int | None = Field(None, ge=1, le=128, description="Candidates for the n best.")
+    best_of: Annotated[int, proto_range("best_of")] | None = Field(
+        None, description="Candidates for the n best."
+    )
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="Log probabilities of this many most probable tokens."
+    logprobs: Annotated[int, proto_range("logprobs")] | None = Field(
+        None, description="Log probabilities of this many most probable tokens."
     )
     suffix: None = Field(None, description="Text is not inserted, only continued.")
     add_special_tokens: bool | None = Field(
@@ -220,7 +223,7 @@ class ChatRequest(ChatPrompt, SamplingFields):
         None, ge=1, le=MAX_UINT32, description="The same by its former name."
     )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, proto_range("logprobs")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
     echo: Literal[False] | None = Field(None, description="Answers never contain the conversation.")

@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
+from google.protobuf.message import Message
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagewire.v1 import sampling_pb2
+from pagewire.validation import limits_of
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE, SAMPLING_LIMITS
@@ -65,9 +67,9 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_UINT32 = 2**32 - 1
 
 
-def _range(field: str) -> Any:
-    """The range that the protos declare for a sampling parameter, as an annotation."""
-    limits = SAMPLING_LIMITS[field]
+def proto_range(field: str, message: type[Message] = sampling_pb2.SamplingParams) -> Any:
+    """The range that the protos declare for a field, as an annotation."""
+    limits = limits_of(message.DESCRIPTOR)[field]
     low, high = int(limits.low), int(limits.high)
     return Field(gt=low, le=high) if limits.low_is_open else Field(ge=low, le=high)
 
@@ -152,17 +154,17 @@ class SamplingFields(Strict):
         return value
 
     model: str | None = Field(None, description="May be absent when one model is served.")
-    n: Annotated[int, _range("n")] | None = Field(None, description="Number of choices.")
+    n: Annotated[int, proto_range("n")] | None = Field(None, description="Number of choices.")
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
-    top_p: Annotated[float, _range("top_p")] | None = None
-    presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
+    top_p: Annotated[float, proto_range("top_p")] | None = None
+    presence_penalty: Annotated[float, proto_range("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, proto_range("frequency_penalty")] | None = None
     seed: int | None = Field(
         None, ge=-(2**63), le=2**64 - 1, description="Makes the answer repeatable."
     )
     stop: Stop | None = Field(None, description="The output ends before any of these.")
-    logit_bias: DictOf[Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_ENTRIES, description="Token ids, as text, to -100 to 100."
+    logit_bias: DictOf[Annotated[float, proto_range("bias", sampling_pb2.LogitBias)]] | None = (
+        Field(None, max_length=MAX_ENTRIES, description="Token ids, as text, to -100 to 100.")
     )
     stream: bool | None = Field(None, description="Whether to send chunks as they come.")
     stream_options: StreamOptions | None = None
@@ -170,8 +172,8 @@ class SamplingFields(Strict):
 
     # vLLM's.
     top_k: int | None = Field(None, ge=-1, le=MAX_UINT32, description="0 and -1: all.")
-    min_p: Annotated[float, _range("min_p")] | None = None
-    repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    min_p: Annotated[float, proto_range("min_p")] | None = None
+    repetition_penalty: Annotated[float, proto_range("repetition_penalty")] | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
     stop_token_ids: ListOf[TokenId] | None = Field(
         None, max_length=SAMPLING_LIMITS["stop_token_ids"].max_items
@@ -180,7 +182,7 @@ class SamplingFields(Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Annotated[int, _range("prompt_logprobs")] | None = None
+    prompt_logprobs: Annotated[int, proto_range("prompt_logprobs")] | None = None
     truncate_prompt_tokens: int | None = Field(
         None,
         ge=-1,
@@ -191,9 +193,9 @@ class SamplingFields(Strict):
     use_beam_search: bool | None = Field(
         None, description="Beam search with `best_of`, or `n`, beams instead of sampling."
     )
-    length_penalty: float | None = Field(
-        None, ge=-5, le=5, description="Of beam search: scores are divided by length to this power."
-    )
+    length_penalty: (
+        Annotated[float, proto_range("length_penalty", sampling_pb2.BeamSearch)] | None
+    ) = Field(None, description="Of beam search: scores are divided by length to this power.")
     priority: int | None = Field(
         None, ge=-(2**31), le=2**31 - 1, description="Lower is served earlier, by that policy."
     )
@@ -227,21 +229,13 @@ class SamplingFields(Strict):
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
 
 
-_SAME = (
-    "n",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "ignore_eos",
-    "skip_special_tokens",
-    "prompt_logprobs",
-)
-"""Fields that mean the same under the same name."""
+_CONVERTED = {"temperature", "top_k", "truncate_prompt_tokens", "seed", "stop", "logit_bias"}
+_SAME = [
+    name
+    for name in SamplingFields.model_fields
+    if name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name and name not in _CONVERTED
+]
+"""Fields with the same name and meaning in the protos."""
 
 ANY_OBJECT = '{"type":"object"}'
 
