@@ -21,7 +21,7 @@ rank's heads or inner columns. The next layer takes these as inputs, and is row-
 rank each of these layers computes exactly what its ordinary counterpart does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -162,13 +162,15 @@ class Linear(nn.Module):
         *,
         bias: bool,
         context: ModelContext,
+        weight: Tensor | None = None,
     ) -> None:
         """inputs: the inputs that this rank has; outputs: of each of the stacked weights, the
-        outputs that it computes. Only one of the two may be sharded."""
+        outputs that it computes. Only one of the two may be sharded. weight: None allocates it."""
         super().__init__()
+        self.weight: Tensor | None
         self._inputs, self._outputs = inputs, outputs
         num_outputs = sum(shard.size for shard in outputs)
-        self.weight: Tensor | None = context.empty(num_outputs, inputs.size)
+        self.weight = context.empty(num_outputs, inputs.size) if weight is None else weight
         self.bias = context.empty(num_outputs) if bias else None
         self.packed: PackedWeight | None = None
 
@@ -254,23 +256,6 @@ class GatedLinear(Linear):
         return self._kernels.act_and_mul(super().forward(rows), self._activation)
 
 
-class TiedLinear(Linear):
-    """A head without weights of its own: it multiplies by the token embedding."""
-
-    def __init__(self, embedding: Tensor, on_packed: Callable[[PackedWeight], None]) -> None:
-        """on_packed: called with the packed embedding, so that it need not be there twice."""
-        nn.Module.__init__(self)
-        self.weight = embedding
-        self.bias = None
-        self.packed = None
-        self._on_packed = on_packed
-
-    def pack(self) -> None:
-        super().pack()
-        if self.packed is not None:
-            self._on_packed(self.packed)
-
-
 class RowParallelLinear(Linear):
     """y = x W^T + b, where each rank has some columns of x and of W; every rank gets y."""
 
@@ -303,10 +288,10 @@ class VocabEmbedding(nn.Module):
         self._kernels = kernels
         self._communicator = context.communicator
 
-    def targets(self, name: str) -> Iterator[WeightTarget]:
+    def table_target(self, name: str) -> WeightTarget:
         """Where the table called `name` goes."""
         assert self.weight is not None
-        yield WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
+        return WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
 
     def share_packed(self, packed: PackedWeight) -> None:
         """Use the head's packed copy of the table, if rows can be read from it; ours is freed."""
@@ -330,34 +315,38 @@ class VocabEmbedding(nn.Module):
         return self._kernels.embed(self.weight, indices)
 
 
-class VocabHead(nn.Module):
+class VocabHead(Linear):
     """Logits from hidden states, where each rank has the rows of some tokens."""
 
     def __init__(
         self, vocab_size: int, size: int, context: ModelContext, tied_to: VocabEmbedding | None
     ) -> None:
         """tied_to: the embedding that shares its table with the head, if this rank has it."""
-        super().__init__()
-        self.shard = context.communicator.layout.vocab_shard(vocab_size)
-        num_rows = context.communicator.layout.vocab_rows(vocab_size)
+        layout = context.communicator.layout
+        rows = Shard.whole(layout.vocab_rows(vocab_size))
+        table = None if tied_to is None else tied_to.weight
+        super().__init__(Shard.whole(size), [rows], bias=False, context=context, weight=table)
+        self.shard = layout.vocab_shard(vocab_size)
+        self._share_packed = None if tied_to is None else tied_to.share_packed
         if tied_to is None:
-            rows = Shard.whole(num_rows)
-            self.linear = Linear(Shard.whole(size), [rows], bias=False, context=context)
-            assert self.linear.weight is not None
-            self.linear.weight[self.shard.size :] = 0
-        else:
-            assert tied_to.weight is not None
-            self.linear = TiedLinear(tied_to.weight, tied_to.share_packed)
+            assert self.weight is not None
+            self.weight[self.shard.size :] = 0
         self._communicator = context.communicator
 
-    def targets(self, name: str) -> Iterator[WeightTarget]:
-        """Where the weight called `name` goes."""
-        assert self.linear.weight is not None
-        yield WeightTarget(name, self.linear.weight[: self.shard.size], shard=self.shard)
+    def pack(self) -> None:
+        """As `Linear.pack`; a tied embedding uses the packed table, too."""
+        super().pack()
+        if self.packed is not None and self._share_packed is not None:
+            self._share_packed(self.packed)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
-        logits = self.linear.multiply(hidden, None, torch.float32)
+    def table_target(self, name: str) -> WeightTarget:
+        """Where the weight called `name` goes."""
+        assert self.weight is not None
+        return WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
+        logits = self.multiply(rows, None, torch.float32)
         if self.shard.is_whole:
             return logits
         # Only the last ranks' rows are padded, so the padding is at the end.

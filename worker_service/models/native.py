@@ -135,9 +135,10 @@ class NativeModel(nn.Module, ABC):
         A tied head of a later stage takes the embedding's numbers.
         """
         if self.embedding is not None:
-            yield from self.embedding.targets(self.embedding_name)
+            yield self.embedding.table_target(self.embedding_name)
         if self.head is not None and not (self._is_tied and self.embedding is not None):
-            yield from self.head.targets(self.embedding_name if self._is_tied else "lm_head.weight")
+            name = self.embedding_name if self._is_tied else "lm_head.weight"
+            yield self.head.table_target(name)
         for name, layer in self.named_layers():
             yield from layer.weight_targets(name)
         if self.norm is not None:

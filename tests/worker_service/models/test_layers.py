@@ -93,7 +93,7 @@ def test_a_tied_head_and_its_embedding_share_one_table(dtype: torch.dtype) -> No
     assert embedding.weight is not None
     table = embedding.weight.copy_(torch.randn(80, 48)).clone()
     head = VocabHead(80, 48, context, tied_to=embedding)
-    head.linear.pack()
+    head.pack()
     ids = torch.tensor([3, 79, 0, 3])
     assert torch.equal(embedding(ids), table[ids])
     assert (embedding.weight is None) == (library() is not None and dtype != torch.float16)
