@@ -17,6 +17,23 @@ from worker_service.runner.model_runner import ModelRunner
 SIZES = [1, 2, 4, 8]
 
 
+class HostEvent:
+    """On a CPU, work is done when it is queued."""
+
+    is_reached = True
+
+    def __init__(self) -> None:
+        self._time_us = monotonic_us()
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def us_since(self, earlier: DeviceEvent) -> int:
+        """Microseconds between the two."""
+        assert isinstance(earlier, HostEvent)
+        return self._time_us - earlier._time_us
+
+
 class LateEvent:
     """A device that gets nowhere unless somebody waits for it."""
 
@@ -52,7 +69,8 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     """Launches ahead, replays nothing."""
     state = DeviceState(model, cache, block_size)
     known = grammars(model.vocab_size)
-    return ModelRunner(model, cache, block_size, known, device=DeviceSteps(model, cache, state))
+    device = DeviceSteps(model, cache, state, make_event=HostEvent)
+    return ModelRunner(model, cache, block_size, known, device=device)
 
 
 def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 4) -> ModelRunner:

@@ -35,12 +35,12 @@ from worker_service.runner.batch import HostInputs, StepRows, lay_out, sampling_
 from worker_service.runner.device_sampler import SamplingRows
 from worker_service.runner.device_state import DeviceState, RowChanges
 from worker_service.runner.in_flight_step import (
+    CudaEvent,
     DeviceEvent,
     FetchedLogprobs,
     InFlightStep,
     LastFinishTime,
     StepBuffers,
-    event_type,
 )
 from worker_service.runner.pending_tokens import PendingTokens
 from worker_service.runner.sequence_state import SequenceState
@@ -178,14 +178,14 @@ class DeviceSteps:
         model: Model,
         cache: CacheEngine,
         state: DeviceState,
-        make_event: Callable[[], DeviceEvent] | None = None,
+        make_event: Callable[[], DeviceEvent] = CudaEvent,
     ) -> None:
-        """make_event: records an event in the device's work; None: as the cache's device does."""
+        """make_event: records an event in the device's queue of work."""
         self._model = model
         self._cache = cache
         self._state = state
         self._device = cache.device_cache.device
-        self._make_event = make_event or event_type(self._device)
+        self._make_event = make_event
         self._last_finish = LastFinishTime()
         self._steps: deque[InFlightStep] = deque()
         """Those whose buffers may still be written to or read."""

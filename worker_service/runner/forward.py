@@ -2,7 +2,6 @@
 recorded program."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +38,6 @@ class ForwardPass:
     """The LM head's output for the sampling rows, if it was part of the pass."""
 
 
-class LastLogits(NamedTuple):
-    """Logits of the sampling rows' last tokens."""
-
-    values: Tensor
-    """float32 [num_sampling, vocab_size]."""
-
-    largest: Largest | None = None
-    """Each row's largest logit, if it is known."""
-
-
 class HostForward:
     """Runs a model over one cache. Inputs are built on the host, which waits for the device."""
 
@@ -76,17 +65,20 @@ class HostForward:
         last = self._index(rows.last_states(ends)) if is_plain else None
         return self._pass(inputs, last, np.append(0, ends[:-1]), ends)
 
-    def last_logits(self, rows: StepRows, forward: ForwardPass) -> LastLogits | None:
-        """Logits to sample from; None if no row samples."""
+    def last_logits(
+        self, rows: StepRows, forward: ForwardPass
+    ) -> tuple[Tensor, Largest | None] | None:
+        """Logits to sample from, float32 [num_sampling, vocab_size], and the largest of each row if
+        they are known. None if no row samples."""
         if len(rows.sampling) == 0:
             return None
         if (head := forward.head) is not None:
-            return LastLogits(head.logits, Largest(head.best.numpy(), head.largest.numpy()))
+            return head.logits, Largest(head.best.numpy(), head.largest.numpy())
         last = rows.last_states(forward.ends)
         if len(rows.forks) == 0:
-            return LastLogits(self._logits_at(last, forward.hidden))
+            return self._logits_at(last, forward.hidden), None
         distinct, inverse = np.unique(last, return_inverse=True)
-        return LastLogits(self._logits_at(distinct, forward.hidden)[self._index(inverse)])
+        return self._logits_at(distinct, forward.hidden)[self._index(inverse)], None
 
     def _pass(
         self, inputs: ForwardInputs, last: Tensor | None, starts: Int64Array, ends: Int64Array

@@ -71,28 +71,6 @@ class CudaEvent:
         return round(earlier._event.elapsed_time(self._event) * 1000)
 
 
-class HostEvent:
-    """An event on a CPU, which is reached when it is created."""
-
-    is_reached = True
-
-    def __init__(self) -> None:
-        self._time_us = monotonic_us()
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def us_since(self, earlier: DeviceEvent) -> int:
-        """Microseconds between the two."""
-        assert isinstance(earlier, HostEvent)
-        return self._time_us - earlier._time_us
-
-
-def event_type(device: torch.device) -> Callable[[], DeviceEvent]:
-    """The event class of a device."""
-    return CudaEvent if device.type == "cuda" else HostEvent
-
-
 _INITIAL_ROWS = 512
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
@@ -27,14 +28,14 @@ from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings, monotonic_us
 from worker_service.runner.batch import StepRows, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.forward import ForwardPass, HostForward, LastLogits
+from worker_service.runner.forward import ForwardPass, HostForward
 from worker_service.runner.micro_batches import micro_batches
 from worker_service.runner.pending_tokens import RankOutcomes
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.runner.step_outcome import StepOutcome, StepStart
 from worker_service.sampling.logprobs import prompt_logprobs
-from worker_service.sampling.sampler import NO_TOKEN, sample
+from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
 from worker_service.structured.masks import MaskedRows
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class ModelRunner:
             self._add_prompt_logprobs(outcome, rows, forward)
         rows.advance(table)
         if logits is not None and layout.samples:
-            self._sample(outcome, logits, rows, masks)
+            self._sample(outcome, *logits, rows, masks)
         self._ranks.exchange(plan.step_id, rows, outcome, table, sequences.pending)
         return outcome
 
@@ -214,14 +215,15 @@ class ModelRunner:
     def _sample(
         self,
         outcome: StepOutcome,
-        logits: LastLogits,
+        logits: Tensor,
+        largest: Largest | None,
         rows: StepRows,
         masks: "Future[MaskedRows] | None",
     ) -> None:
         table, sampling = self._sequences.table, rows.sampling
         masked = masks.result() if masks is not None else None
         batch = sampling_batch(rows.row_ids[sampling], table, masked)
-        samples = sample(logits.values, batch, table.sampling, logits.largest)
+        samples = sample(logits, batch, table.sampling, largest)
         errors = outcome.errors
         if masked is not None:
             failed = sampling[masked.rows[masked.failed]].tolist()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.counting_model import CountingModel
+from tests.support.runners import HostEvent
 from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -45,7 +46,9 @@ def test_a_model_that_cannot_be_recorded_is_served_without(
 
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         state = DeviceState(model, cache, block_size, recorder, [1, 2])
-        return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
+        return ModelRunner(
+            model, cache, block_size, device=DeviceSteps(model, cache, state, HostEvent)
+        )
 
     with caplog.at_level(logging.WARNING):
         bench = Bench(make_runner=make_runner)
@@ -78,7 +81,7 @@ def test_recordings_outlive_an_epoch() -> None:
     state = DeviceState(model, cache, 4, recorder, [1, 2, 4])
     assert recorder.num_recorded == 6
     for _ in range(2):
-        device = DeviceSteps(model, cache, state)
+        device = DeviceSteps(model, cache, state, HostEvent)
         bench = Bench(
             make_runner=lambda *_, device=device: ModelRunner(model, cache, 4, device=device)
         )
