@@ -1,30 +1,16 @@
-"""A scheduler core that records its input.
-
-`RecordingCore` stands between the driver and the core. The core does not know it, and a deployment
-that does not record does not use it.
-"""
+"""A scheduler core that records its inputs; a deployment that does not record does not use it."""
 
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import wraps
 from typing import Any, Protocol
 
-from scheduler_service.core import (
-    CoreSnapshot,
-    EngineOutputs,
-    Inspection,
-    InspectionDetail,
-    Request,
-    SchedulerConfig,
-    SchedulerCore,
-    StepPlan,
-    StepResult,
-    WorkerGroupCapacity,
-)
-from scheduler_service.core.stats.request_timing import TracedRequest
-from scheduler_service.core.stats.throughput import StepWork
+from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.recording import (
     CODEC,
+    INPUTS,
     PARAMETERS,
     Header,
     Outcomes,
@@ -52,8 +38,8 @@ class Lines(Protocol):
         """No line follows."""
 
 
-class RecordingCore:
-    """Has the interface of `SchedulerCore`; see there for what the methods do."""
+class RecordingCore(SchedulerCore):
+    """A core that records the calls of INPUTS and their outcomes."""
 
     def __init__(
         self,
@@ -64,7 +50,7 @@ class RecordingCore:
         codec: Codec = CODEC,
     ) -> None:
         """`with_plans`: record whole plans, not only their hashes."""
-        self._core = SchedulerCore(config)
+        super().__init__(config)
         self._with_plans = with_plans
         self._codec = codec
         self._encoders = {
@@ -73,98 +59,13 @@ class RecordingCore:
         }
         self._outcomes = Outcomes(codec)
         self._lines = lines
+        self._is_in_call = False
+        """Whether a recorded call is in progress; calls from within the core are not inputs."""
         lines.write(to_text(encode_header(codec, _header(config))))
 
     def close(self) -> None:
         """Complete the recording. The core is not used after this."""
         self._lines.close()
-
-    # Inputs.
-
-    def add_worker_group(self, capacity: WorkerGroupCapacity, now: float) -> None:
-        self._call("add_worker_group", capacity=capacity, now=now)
-
-    def remove_worker_group(self, worker_group_id: str, now: float) -> None:
-        self._call("remove_worker_group", worker_group_id=worker_group_id, now=now)
-
-    def drain_worker_group(self, worker_group_id: str, now: float) -> None:
-        self._call("drain_worker_group", worker_group_id=worker_group_id, now=now)
-
-    def submit(self, request: Request, now: float) -> None:
-        self._call("submit", request=request, now=now)
-
-    def cancel(self, frontend_id: str, handle: int, now: float) -> None:
-        self._call("cancel", frontend_id=frontend_id, handle=handle, now=now)
-
-    def abort(self, tenant: str, request_id: str, now: float) -> None:
-        self._call("abort", tenant=tenant, request_id=request_id, now=now)
-
-    def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
-        self._call(
-            "stop_choice", frontend_id=frontend_id, handle=handle, num_tokens=num_tokens, now=now
-        )
-
-    def remove_frontend(self, frontend_id: str, now: float) -> None:
-        self._call("remove_frontend", frontend_id=frontend_id, now=now)
-
-    def expire(self, now: float) -> None:
-        self._call("expire", now=now)
-
-    def add_plan_time(self, worker_group_id: str, seconds: float) -> None:
-        self._call("add_plan_time", worker_group_id=worker_group_id, seconds=seconds)
-
-    def update(self, worker_group_id: str, result: StepResult, now: float) -> None:
-        self._call("update", worker_group_id=worker_group_id, result=result, now=now)
-
-    def schedule(self, worker_group_id: str, now: float) -> StepPlan | None:
-        plan: StepPlan | None = self._call("schedule", worker_group_id=worker_group_id, now=now)
-        return plan
-
-    def take_outboxes(self) -> dict[str, EngineOutputs]:
-        news: dict[str, EngineOutputs] = self._call("take_outboxes")
-        return news
-
-    # Methods that change nothing that a plan depends on.
-
-    def take_traced(self) -> list[TracedRequest]:
-        return self._core.take_traced()
-
-    def take_woken(self) -> set[str]:
-        return self._core.take_woken()
-
-    def is_drained(self, worker_group_id: str) -> bool:
-        return self._core.is_drained(worker_group_id)
-
-    def next_deadline(self) -> float | None:
-        return self._core.next_deadline()
-
-    def newest_work(self, worker_group_id: str) -> StepWork:
-        return self._core.newest_work(worker_group_id)
-
-    def num_requests(self) -> int:
-        return self._core.num_requests()
-
-    def snapshot(self) -> CoreSnapshot:
-        return self._core.snapshot()
-
-    def inspect(self, detail: InspectionDetail) -> Inspection:
-        return self._core.inspect(detail)
-
-    def check(self) -> None:
-        self._core.check()
-
-    # Inside.
-
-    def _call(self, method: str, **arguments: Any) -> Any:
-        try:
-            returned = getattr(self._core, method)(**arguments)
-        except Exception as error:
-            self._record(method, arguments, None, error)
-            raise
-        # Most calls find no outputs, and change nothing.
-        if returned or method != "take_outboxes":
-            self._record(method, arguments, returned, None)
-        return returned
 
     def _record(
         self, method: str, arguments: dict[str, Any], returned: Any, error: Exception | None
@@ -197,3 +98,33 @@ class RecordingCore:
 def _header(config: SchedulerConfig) -> Header:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(software_version=VERSION, recorded_at=now, config=config)
+
+
+def _recorded(method: str) -> Callable[..., Any]:
+    """The core's method, with its calls recorded."""
+    inner = getattr(SchedulerCore, method)
+    names = tuple(PARAMETERS[method])
+
+    @wraps(inner)
+    def call(core: RecordingCore, *args: Any, **kwargs: Any) -> Any:
+        if core._is_in_call:
+            return inner(core, *args, **kwargs)
+        arguments = dict(zip(names, args, strict=False), **kwargs)
+        core._is_in_call = True
+        try:
+            returned = inner(core, *args, **kwargs)
+        except Exception as error:
+            core._record(method, arguments, None, error)
+            raise
+        finally:
+            core._is_in_call = False
+        # Most calls find no outputs, and change nothing.
+        if returned or method != "take_outboxes":
+            core._record(method, arguments, returned, None)
+        return returned
+
+    return call
+
+
+for _method in INPUTS:
+    setattr(RecordingCore, _method, _recorded(_method))

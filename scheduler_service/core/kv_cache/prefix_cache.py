@@ -1,14 +1,14 @@
 """The prefix cache: sequences that share a prefix share its KV blocks.
 
 The KV of a token depends on all tokens before it. So a full block has a key that stands for its
-tokens and all before them: a 128-bit hash of the key of the block before and its own tokens.
+tokens and all before them: a 128-bit hash of the previous block's key and its own tokens.
 
 A block gets its key once the result of the step that filled it is in. Plans are executed in order,
-so an earlier use would find the right KV too, unless that step fails; the wait keeps what was
-never confirmed from being found. A sequence of which most is just being computed by another waits
-for it, so that among many simultaneous requests only the first one computes a shared prefix.
-The last token of a sequence is always computed, whatever is found, for its logits; so nothing is
-ever written to a block with a key.
+so an earlier use would find the right KV too, unless that step fails; because of the wait, blocks
+that were never confirmed are never found. A sequence whose tokens are mostly being computed for
+another one waits for it, so that among many simultaneous requests only the first one computes a
+shared prefix. The last token of a sequence is always computed, for its logits, even if all blocks
+are found; so nothing is ever written to a block with a key.
 """
 
 from array import array
@@ -26,7 +26,7 @@ _TOKEN_BYTES = array(_TOKEN).itemsize
 
 
 def root_key(salt: bytes = b"") -> BlockKey:
-    """What the key of a sequence's first block follows; what differs in salt shares nothing."""
+    """The parent of the first block's key; sequences with different salts share nothing."""
     return xxhash.xxh3_128_digest(salt)
 
 
@@ -43,9 +43,13 @@ def extend_keys(
 
 
 class PrefixCache:
-    """Finds the blocks that hold a sequence's first tokens, and has its own blocks found."""
+    """Finds the blocks that hold a sequence's first tokens, and offers its own blocks to others."""
 
-    def __init__(self, blocks: BlockManager, *, isolate_tenants: bool = False) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, enabled: bool = True, isolate_tenants: bool = False
+    ) -> None:
+        """enabled: if not, nothing is found, and every sequence is computed on its own."""
+        self._enabled = enabled
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._isolate_tenants = isolate_tenants
@@ -65,8 +69,8 @@ class PrefixCache:
         return self._blocks.find_on_host(keys)
 
     def is_to_come(self, seq: Sequence, num_found: int) -> bool:
-        """Whether most of what a waiting sequence would compute after its first `num_found` blocks
-        is just being computed for another, and will be found soon."""
+        """Whether most of the tokens that a waiting sequence would compute after its first
+        `num_found` blocks are being computed for another one, and will be found soon."""
         num_blocks = self._most_reusable_blocks(seq)
         if num_blocks <= num_found:
             return False
@@ -82,39 +86,41 @@ class PrefixCache:
         return 2 * most_shared * self._block_size > num_missing
 
     def note_admission(self, seq: Sequence) -> None:
-        """A sequence begins to run: its first tokens will be computed."""
+        """Note that a sequence begins to run: its first tokens will be computed."""
         self._unconfirmed = dict.fromkeys(filter(_is_unconfirmed, self._unconfirmed))
         self._unconfirmed[seq] = None
 
     def note_departure(self, seq: Sequence) -> None:
-        """A running sequence goes to another worker group: nothing will be computed here."""
+        """Note that a running sequence moves to another worker group."""
         self._unconfirmed.pop(seq, None)
 
     def note_arrival(self, seq: Sequence) -> None:
-        """What was found on the host for a running sequence is on the device now."""
+        """Offer blocks that were swapped in for a running sequence, and are on the device now."""
         self._offer(seq, seq.num_computed)
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
-        """The result is in of a step that computed a running sequence's first tokens so far."""
+        """Offer a running sequence's first tokens: the step that computed them has succeeded."""
         seq.confirm_prefill(is_complete=is_last)
         self._offer(seq, num_tokens)
 
     def note_decodes(self, seq: Sequence) -> None:
-        """A running sequence fills another block, or leaves: what is filled may be found."""
+        """Offer the full blocks of a running sequence that fills another one, or leaves."""
         if seq.is_prefilled:
             self._offer(seq, seq.num_known - 1)  # the last known token was sampled, not computed
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence failed: nothing that it may have computed is to be found again."""
+        """Withdraw all blocks that a failed sequence may have computed."""
         seq.confirm_prefill(is_complete=False)
         self._blocks.forget_keys(seq.block_keys.get(self._block_size, []))
 
     def _most_reusable_blocks(self, seq: Sequence) -> int:
+        if not self._enabled:
+            return 0
         return min(seq.num_known - 1, _most_reusable(seq)) // self._block_size
 
     def _offer(self, seq: Sequence, num_tokens: int) -> None:
         first, num_blocks = seq.num_offered_blocks, num_tokens // self._block_size
-        if num_blocks > first:
+        if self._enabled and num_blocks > first:
             keys = self._keys(seq, num_blocks)[first:num_blocks]
             self._blocks.set_keys(seq.seq_id, first, keys)
             seq.offer_blocks(num_blocks)
@@ -132,43 +138,6 @@ class PrefixCache:
 
     def _root(self, seq: Sequence) -> BlockKey:
         return root_key(seq.seq_group.tenant.name.encode() if self._isolate_tenants else b"")
-
-
-class NoPrefixCache:
-    """Finds nothing: every sequence is computed on its own."""
-
-    def find(self, seq: Sequence) -> list[int]:
-        """No blocks."""
-        del seq
-        return []
-
-    def find_on_host(self, seq: Sequence, num_found: int) -> list[int]:
-        """No blocks."""
-        del seq, num_found
-        return []
-
-    def is_to_come(self, seq: Sequence, num_found: int) -> bool:
-        """No."""
-        del seq, num_found
-        return False
-
-    def note_admission(self, seq: Sequence) -> None:
-        """No effect."""
-
-    def note_departure(self, seq: Sequence) -> None:
-        """No effect."""
-
-    def note_arrival(self, seq: Sequence) -> None:
-        """No effect."""
-
-    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
-        """No effect."""
-
-    def note_decodes(self, seq: Sequence) -> None:
-        """No effect."""
-
-    def forget(self, seq: Sequence) -> None:
-        """No effect."""
 
 
 def _is_unconfirmed(seq: Sequence) -> bool:

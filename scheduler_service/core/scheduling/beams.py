@@ -16,7 +16,7 @@ from scheduler_service.columns import to_column, to_float_column
 from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.request import ChoiceFinished
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.pipeline import Pipeline
@@ -50,7 +50,7 @@ class BeamScheduler:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         pipeline: Pipeline,
         preemption: Preemption,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.preemption import (
     SwapManager,
@@ -40,7 +40,7 @@ class CapacityProbe:
         config: SchedulerConfig,
         capacity: WorkerGroupCapacity,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         swapping: SwapManager,
         rates: StepRates,

@@ -3,7 +3,7 @@
 from functools import partial
 
 from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.preemption import Preemption
@@ -17,7 +17,7 @@ class DecodeScheduler:
     def __init__(
         self,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         preemption: Preemption,
         beams: BeamScheduler,

@@ -8,7 +8,7 @@ taken for the result of a row that it gets elsewhere.
 
 from collections.abc import Iterator
 
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import SwapManager
 from scheduler_service.core.scheduling.running_set import RunningSet
@@ -21,7 +21,7 @@ class MigratingGroups:
 
     def __init__(
         self,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         swapping: SwapManager,
         pipeline: Pipeline,

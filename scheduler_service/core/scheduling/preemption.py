@@ -31,7 +31,7 @@ from itertools import chain
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
@@ -60,7 +60,7 @@ class SwapManager:
         self,
         max_num_seqs: int,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         pipeline: Pipeline,
     ) -> None:
@@ -166,7 +166,7 @@ class Preemption:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         waiting: WaitingQueue,
         swapping: SwapManager,
         running: RunningSet,
@@ -313,7 +313,7 @@ class VictimSelector:
         config: SchedulerConfig,
         policy: Policy,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
 from scheduler_service.core.scheduling.beams import BeamScheduler
@@ -102,7 +102,7 @@ class BatchAdmitter:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         pipeline: Pipeline,
         prefill: PrefillScheduler,

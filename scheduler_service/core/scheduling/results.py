@@ -4,7 +4,7 @@ Computed blocks can be found in the prefix cache, tokens and log probabilities a
 frontends, and sequences finish.
 """
 
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request import ChoiceFinished, RequestFinished, RequestTimings
 from scheduler_service.core.request_queue import WaitingQueue
@@ -129,7 +129,7 @@ class SequenceFinisher:
 
     def __init__(
         self,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         running: RunningSet,
         swapping: SwapManager,
         migrating: MigratingGroups,
@@ -216,7 +216,7 @@ class ResultProcessor:
     def __init__(
         self,
         policy: Policy,
-        prefixes: PrefixCache | NoPrefixCache,
+        prefixes: PrefixCache,
         pipeline: Pipeline,
         beams: BeamScheduler,
         finisher: SequenceFinisher,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.block_pool import BlockMap
-from scheduler_service.core.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch
@@ -52,10 +52,10 @@ class Scheduler:
             block_size=capacity.block_size,
             watermark=config.watermark,
         )
-        self._prefixes = (
-            PrefixCache(self.blocks, isolate_tenants=config.isolate_tenants)
-            if config.enable_prefix_caching
-            else NoPrefixCache()
+        self._prefixes = PrefixCache(
+            self.blocks,
+            enabled=config.enable_prefix_caching,
+            isolate_tenants=config.isolate_tenants,
         )
         self.waiting = WaitingQueue()
         self.ahead = WaitingQueue()
