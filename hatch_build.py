@@ -21,12 +21,12 @@ class NativeKernelsHook(BuildHookInterface):
         build = _load_build()
         cxx = build.compiler()
         if cxx is None:
-            self.app.display_warning("no C++ compiler found: numba replaces the CPU kernels")
+            self.app.display_warning("no C++ compiler found: torch replaces the CPU kernels")
             return
         try:
             libraries, failed = build.build(cxx)
         except CalledProcessError as error:
-            self.app.display_warning(f"no CPU kernels were built, numba replaces them: {error}")
+            self.app.display_warning(f"no CPU kernels were built, torch replaces them: {error}")
             return
         if failed:
             self.app.display_warning(f"{cxx} cannot build CPU kernels for {', '.join(failed)}")

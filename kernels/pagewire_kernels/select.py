@@ -124,13 +124,15 @@ def _order(
         yield "flash", partial(_flash, device, any_block_size=True)
         yield "triton", partial(_triton, batch_invariant)
         yield "flash", partial(_flash, device, any_block_size=False)
-    yield "reference", _reference
+    yield "reference", partial(_reference, device)
 
 
 def _cpu() -> Iterator[AttentionBackend]:
-    from pagewire_kernels.cpu import cpu_backend, library
+    from pagewire_kernels.cpu import NativeBackend, library
 
-    yield cpu_backend(library())
+    found = library()
+    if found is not None:
+        yield NativeBackend(found)
 
 
 def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
@@ -151,8 +153,8 @@ def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionB
             yield FlashBackend(call, write_rows)
 
 
-def _reference() -> Iterator[AttentionBackend]:
-    yield ReferenceBackend()
+def _reference(device: torch.device) -> Iterator[AttentionBackend]:
+    yield ReferenceBackend(batch_invariant=device.type == "cpu")
 
 
 Embed = Callable[[Tensor, Tensor], Tensor]

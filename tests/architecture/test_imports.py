@@ -20,7 +20,7 @@ PACKAGES = {
     "conformance": ROOT / "conformance",
 }
 OURS = set(PACKAGES)
-TENSOR_LIBRARIES = {"torch", "triton", "numba", "transformers", "safetensors"}
+TENSOR_LIBRARIES = {"torch", "triton", "transformers", "safetensors"}
 WIRE_LIBRARIES = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status"}
 
 FORBIDDEN = {

@@ -1,10 +1,10 @@
 """CPU kernels in C++, built with the package if there is a compiler.
 
-They need control over the instructions, which numba does not give: the processor's dot product of
-bfloat16 pairs, with a fixed order of summation. They have a plain C interface and no dependency,
-not even on a C++ runtime or OpenMP, so that one build runs with any torch. If they were not built,
-or the processor lacks the instructions, `library()` is None and oneDNN and numba replace them.
+They have a plain C interface and no dependency, not even on a C++ runtime or OpenMP, so that one
+build runs with any torch. If they were not built, or the processor lacks the instructions,
+`library()` is None; oneDNN and the torch reference replace them.
 
+    src/vectors.h   vector arithmetic; avx2.h, avx512.h and neon.h hold one instruction set each
     src/team.h      what a kernel is, and how threads share its work
     src/batch.h     the layout of one step's batch, as kernels see it
     src/attention*  paged attention; attention.h explains the algorithm
@@ -25,21 +25,9 @@ or the processor lacks the instructions, `library()` is None and oneDNN and numb
     recorded_model.py  `RecordedModel`: a model as such a program
     checks.py       argument checks of the attention backends
     threads.py      runs a kernel on torch's own threads
-    numba/          attention by numba, if no C++ kernels were built for the processor
 """
 
 from pagewire_kernels.cpu.attention import NativeBackend
-from pagewire_kernels.cpu.native_library import Library, library
-from pagewire_kernels.interface import AttentionBackend
+from pagewire_kernels.cpu.native_library import library
 
-
-def cpu_backend(native: Library | None) -> AttentionBackend:
-    """The faster of the `cpu` backends, given the native kernels for this processor, if any."""
-    if native is not None:
-        return NativeBackend(native)
-    from pagewire_kernels.cpu.numba import NumbaBackend  # numba is loaded only where it is used
-
-    return NumbaBackend()
-
-
-__all__ = ["cpu_backend", "library"]
+__all__ = ["NativeBackend", "library"]

@@ -7,12 +7,15 @@ from pagewire_kernels.interface import Abilities
 
 
 class ReferenceBackend:
-    """Plain torch, on any device; slow, since it takes sequence after sequence."""
+    """Plain torch, on any device; several times slower than kernels made for one."""
 
     name = "reference"
-    abilities = Abilities(devices=(), fp8_cache=True)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        """batch_invariant: whether the device's products of equal shapes compute rows equally."""
+        self.abilities = Abilities(devices=(), fp8_cache=True, batch_invariant=batch_invariant)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Nothing to prepare."""

@@ -39,14 +39,6 @@ def _put(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, scale: floa
     cache[block, offset] = rows
 
 
-def gather_sequence(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """One sequence's keys or values in order: float32 [context_len, num_kv_heads, head_dim]."""
-    block_size = cache.shape[1]
-    num_blocks = -(-context_len // block_size)
-    blocks = cache[block_table[:num_blocks].long()]
-    return blocks.flatten(0, 1)[:context_len].float()
-
-
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks from one cache to another, on another device or not, or within one cache.
 

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire_kernels import reference
+from pagewire_kernels.cpu.attention import NativeBackend
 from pagewire_kernels.interface import AttentionBackend
-from tests.support import cpu_backends
+from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Per dtype: float32 sums differ in order only; the others also in the output's rounding."""
 
-BACKENDS = {name: cpu_backends.make(name) for name in cpu_backends.names()}
+BACKENDS = {each.instruction_set: NativeBackend(each) for each in native_libraries()}
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 

@@ -1,5 +1,6 @@
-"""The promise of the CPU backends: a row's bits depend on the row and its sequence alone."""
+"""The promise of the backends on CPUs: a row's bits depend on the row and its sequence alone."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire_kernels.cpu import threads
-from tests.support import cpu_backends
+from pagewire_kernels.cpu.attention import NativeBackend
+from pagewire_kernels.interface import AttentionBackend
+from pagewire_kernels.reference.backend import ReferenceBackend
+from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
 
 LENGTHS = [140, 40, 7, 90]
@@ -27,8 +31,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cap": {"soft_cap": 3.0},
 }
 
-each_backend = pytest.mark.parametrize("backend", cpu_backends.names())
+BACKENDS: dict[str, AttentionBackend] = {
+    "reference": ReferenceBackend(),
+    **{each.instruction_set: NativeBackend(each) for each in native_libraries()},
+}
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs torch's many small operations on one thread, which is faster."""
+    before = torch.get_num_threads()
+    if request.node.callspec.params["backend"] == "reference":
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Attention:
@@ -36,7 +55,7 @@ class Attention:
 
     def __init__(self, backend: str, shape: Shape, **options: Any) -> None:
         self.sequences = PagedSequences(shape, LENGTHS)
-        self.backend = cpu_backends.make(backend)
+        self.backend = BACKENDS[backend]
         self.options = options
 
     def run(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:

@@ -180,7 +180,7 @@ def test_a_cost_that_cannot_be(value: float) -> None:
 
 WITHOUT_TORCH = """
 import runpy, sys
-for name in ("torch", "numba", "transformers", "safetensors", "triton"):
+for name in ("torch", "transformers", "safetensors", "triton"):
     sys.modules[name] = None  # importing it fails
 runpy.run_module("worker_service", run_name="__main__")
 """

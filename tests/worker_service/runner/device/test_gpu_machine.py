@@ -21,8 +21,6 @@ ABSENT = (
     "httptools",
     "hypothesis",
     "llguidance",
-    "llvmlite",
-    "numba",
     "openai",
     "opentelemetry",
     "pydantic",
