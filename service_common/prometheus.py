@@ -16,11 +16,12 @@ import asyncio
 import concurrent.futures
 import threading
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from operator import attrgetter
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -104,6 +105,31 @@ class Metric:
         for labels, histogram in values:
             family.add_metric(labels, histogram.buckets(), histogram.sum)
         return family
+
+
+def counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Metric:
+    """A number that only grows; its name ends with `_total`."""
+    return Metric(name, Kind.COUNTER, help_text, labels)
+
+
+def gauge(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Metric:
+    """A number that grows and falls."""
+    return Metric(name, Kind.GAUGE, help_text, labels)
+
+
+def histogram(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Metric:
+    """The distribution of a quantity."""
+    return Metric(name, Kind.HISTOGRAM, help_text, labels)
+
+
+def families(
+    metrics: Mapping[str, Metric], sources: Mapping[LabelValues, object]
+) -> Iterator[Family]:
+    """The samples of counters and gauges that are named by the attribute of a source that each
+    reads, such as `totals.num_preemptions`."""
+    for path, metric in metrics.items():
+        read = attrgetter(path)
+        yield metric.family({labels: read(source) for labels, source in sources.items()})
 
 
 OTHER = "other"

@@ -4,251 +4,198 @@ Read from the core when Prometheus scrapes, so that they cost a step nothing. `c
 would otherwise be gone by then.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, WorkerGroupSnapshot
-from scheduler_service.core_service.counters import CoreCounters, EventCounters
+from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
+from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.core_service.worker_registry import WorkerRegistry
-from service_common.prometheus import BoundedLabel, Kind, Metric
+from service_common.prometheus import (
+    BoundedLabel,
+    LabelValues,
+    counter,
+    families,
+    gauge,
+    histogram,
+)
 
 MODEL = ("model_name",)
 GROUP = ("model_name", "group")
 
+# Keys of tables are the attributes that the metrics are read from.
 
-OF_MODEL: Mapping[Metric, Callable[[ModelSnapshot], float]] = {
-    Metric("vllm:num_requests_running", Kind.GAUGE, "Requests in a batch.", MODEL): lambda model: (
-        model.num_running
-    ),
-    Metric(
+OF_MODEL = {
+    "num_running": gauge("vllm:num_requests_running", "Requests in a batch.", MODEL),
+    "num_waiting": gauge(
         "vllm:num_requests_waiting",
-        Kind.GAUGE,
         "Requests waiting for a first or renewed place in a batch.",
         MODEL,
-    ): lambda model: model.num_waiting,
-    Metric(
-        "vllm:num_requests_swapped",
-        Kind.GAUGE,
-        "Requests whose KV blocks are in host memory.",
-        MODEL,
-    ): lambda model: model.num_swapped,
-    Metric(
+    ),
+    "num_swapped": gauge(
+        "vllm:num_requests_swapped", "Requests whose KV blocks are in host memory.", MODEL
+    ),
+    "totals.num_preemptions": counter(
         "vllm:num_preemptions_total",
-        Kind.COUNTER,
         "Times that a running request lost its place to others.",
         MODEL,
-    ): lambda model: model.totals.num_preemptions,
-    Metric(
+    ),
+    "totals.num_prefix_queries": counter(
         "vllm:prefix_cache_queries_total",
-        Kind.COUNTER,
         "Prompt tokens looked up in the prefix cache, of requests that have ended.",
         MODEL,
-    ): lambda model: model.totals.num_prefix_queries,
-    Metric(
-        "vllm:prefix_cache_hits_total",
-        Kind.COUNTER,
-        "Of these, tokens that were found.",
-        MODEL,
-    ): lambda model: model.totals.num_prefix_hits,
-    Metric(
+    ),
+    "totals.num_prefix_hits": counter(
+        "vllm:prefix_cache_hits_total", "Of these, tokens that were found.", MODEL
+    ),
+    "totals.num_prefill_tokens": counter(
         "pagewire_prefill_tokens_total",
-        Kind.COUNTER,
         "Tokens computed by prefills, including recomputation after preemptions and losses.",
         MODEL,
-    ): lambda model: model.totals.num_prefill_tokens,
-    Metric(
-        "pagewire_delivered_tokens_total",
-        Kind.COUNTER,
-        "Output tokens delivered to frontends.",
-        MODEL,
-    ): lambda model: model.totals.num_generated_tokens,
-    Metric(
-        "pagewire_swapped_out_blocks_total",
-        Kind.COUNTER,
-        "KV blocks moved from devices to host memory.",
-        MODEL,
-    ): lambda model: model.totals.num_swapped_out_blocks,
-    Metric(
-        "pagewire_swapped_in_blocks_total",
-        Kind.COUNTER,
-        "KV blocks moved from host memory to devices.",
-        MODEL,
-    ): lambda model: model.totals.num_swapped_in_blocks,
-    Metric(
+    ),
+    "totals.num_generated_tokens": counter(
+        "pagewire_delivered_tokens_total", "Output tokens delivered to frontends.", MODEL
+    ),
+    "totals.num_swapped_out_blocks": counter(
+        "pagewire_swapped_out_blocks_total", "KV blocks moved from devices to host memory.", MODEL
+    ),
+    "totals.num_swapped_in_blocks": counter(
+        "pagewire_swapped_in_blocks_total", "KV blocks moved from host memory to devices.", MODEL
+    ),
+    "totals.num_copied_blocks": counter(
         "pagewire_copied_blocks_total",
-        Kind.COUNTER,
         "KV blocks copied because a sequence wrote to a block that it shared.",
         MODEL,
-    ): lambda model: model.totals.num_copied_blocks,
-    Metric(
+    ),
+    "totals.num_recovered": counter(
         "pagewire_requests_recovered_total",
-        Kind.COUNTER,
         "Requests that lost their worker group and were queued again with their tokens.",
         MODEL,
-    ): lambda model: model.totals.num_recovered,
-    Metric(
+    ),
+    "totals.num_inexact_recoveries": counter(
         "pagewire_inexact_recoveries_total",
-        Kind.COUNTER,
         "Requests with output that were resumed on a worker group of another arithmetic.",
         MODEL,
-    ): lambda model: model.totals.num_inexact_recoveries,
+    ),
 }
 
-KV_USAGE = Metric(
+KV_USAGE = gauge(
     "vllm:kv_cache_usage_perc",
-    Kind.GAUGE,
     "Share of a worker group's device KV blocks in use, 0 to 1.",
     ("model_name", "engine"),
 )
 
-OF_GROUP: Mapping[Metric, Callable[[WorkerGroupSnapshot], float]] = {
-    Metric(
-        "pagewire_group_running_sequences", Kind.GAUGE, "Sequences in a group's batch.", GROUP
-    ): lambda group: group.num_running_sequences,
-    Metric(
-        "pagewire_group_gpu_blocks", Kind.GAUGE, "KV blocks on a group's device.", GROUP
-    ): lambda group: group.num_gpu_blocks,
-    Metric(
+OF_GROUP = {
+    "num_running_sequences": gauge(
+        "pagewire_group_running_sequences", "Sequences in a group's batch.", GROUP
+    ),
+    "num_gpu_blocks": gauge("pagewire_group_gpu_blocks", "KV blocks on a group's device.", GROUP),
+    "num_free_gpu_blocks": gauge(
         "pagewire_group_free_gpu_blocks",
-        Kind.GAUGE,
         "KV blocks on a group's device that are not in use.",
         GROUP,
-    ): lambda group: group.num_free_gpu_blocks,
-    Metric(
-        "pagewire_group_cpu_blocks", Kind.GAUGE, "KV blocks in a group's host memory.", GROUP
-    ): lambda group: group.num_cpu_blocks,
-    Metric(
+    ),
+    "num_cpu_blocks": gauge(
+        "pagewire_group_cpu_blocks", "KV blocks in a group's host memory.", GROUP
+    ),
+    "num_free_cpu_blocks": gauge(
         "pagewire_group_free_cpu_blocks",
-        Kind.GAUGE,
         "KV blocks in a group's host memory that are not in use.",
         GROUP,
-    ): lambda group: group.num_free_cpu_blocks,
+    ),
 }
 
-GROUP_TIME = Metric(
+GROUP_TIME = counter(
     "pagewire_group_time_seconds_total",
-    Kind.COUNTER,
     "Seconds since a group became ready, by use: `forward`, `sample`, `plan` (time in which the "
     "worker waited for plans) and `wire` (the rest, idle time included).",
     (*GROUP, "part"),
 )
 
-OF_REGISTERED: Mapping[Metric, Callable[[WorkerGroup], float]] = {
-    Metric(
-        "pagewire_group_ranks", Kind.GAUGE, "Registered workers of a group.", GROUP
-    ): lambda group: len(group.workers),
-    Metric(
-        "pagewire_group_world_size",
-        Kind.GAUGE,
-        "Number of workers that make a group complete.",
-        GROUP,
-    ): lambda group: group.world_size,
-    Metric(
-        "pagewire_group_epoch", Kind.GAUGE, "Epoch of a group's current step stream.", GROUP
-    ): lambda group: group.epoch,
-    Metric(
-        "pagewire_group_steps_total", Kind.COUNTER, "Steps executed by a group.", GROUP
-    ): lambda group: group.num_steps,
+OF_REGISTERED = {
+    "num_workers": gauge("pagewire_group_ranks", "Registered workers of a group.", GROUP),
+    "world_size": gauge(
+        "pagewire_group_world_size", "Number of workers that make a group complete.", GROUP
+    ),
+    "epoch": gauge("pagewire_group_epoch", "Epoch of a group's current step stream.", GROUP),
+    "num_steps": counter("pagewire_group_steps_total", "Steps executed by a group.", GROUP),
 }
 
-GROUP_STATE = Metric(
+GROUP_STATE = gauge(
     "pagewire_group_state",
-    Kind.GAUGE,
     "1 for the current state of a registered group: starting, ready, draining, lost or hung.",
     (*GROUP, "state"),
 )
-HEARTBEAT_AGE = Metric(
+HEARTBEAT_AGE = gauge(
     "pagewire_group_heartbeat_age_seconds",
-    Kind.GAUGE,
     "Seconds since the last heartbeat of the group's worker with the oldest one.",
     GROUP,
 )
 
-STEP_DURATION = Metric(
+STEP_DURATION = histogram(
     "pagewire_step_duration_seconds",
-    Kind.HISTOGRAM,
     "Duration of a step in seconds, from sending its plan, or the end of the step before, to its "
     "result.",
     MODEL,
 )
-STEP_TOKENS = Metric(
+STEP_TOKENS = histogram(
     "vllm:iteration_tokens_total",
-    Kind.HISTOGRAM,
     "Tokens computed in a step, prefills and decodes together.",
     MODEL,
 )
-PLAN_BYTES = Metric(
-    "pagewire_plan_bytes", Kind.HISTOGRAM, "Size of a step's plan on the wire, in bytes.", MODEL
-)
-PLANNING = Metric(
+PLAN_BYTES = histogram("pagewire_plan_bytes", "Size of a step's plan on the wire, in bytes.", MODEL)
+PLANNING = counter(
     "pagewire_planning_seconds_total",
-    Kind.COUNTER,
     "Seconds that the core's thread spent on planning steps and applying their results.",
     MODEL,
 )
 
-OF_SERVICE: Mapping[Metric, Callable[[EventCounters], float]] = {
-    Metric(
-        "pagewire_worker_registrations_total", Kind.COUNTER, "Registrations of workers."
-    ): lambda counts: counts.num_registrations,
-    Metric(
-        "pagewire_lease_expiries_total",
-        Kind.COUNTER,
-        "Leases that expired because no heartbeat arrived.",
-    ): lambda counts: counts.num_lease_expiries,
-    Metric(
-        "pagewire_drains_total", Kind.COUNTER, "Worker groups that started to drain."
-    ): lambda counts: counts.num_drains,
-    Metric(
-        "pagewire_link_failures_total",
-        Kind.COUNTER,
-        "Failed sessions with worker groups, which are retried.",
-    ): lambda counts: counts.num_link_failures,
-    Metric(
+OF_SERVICE = {
+    "num_registrations": counter(
+        "pagewire_worker_registrations_total", "Registrations of workers."
+    ),
+    "num_lease_expiries": counter(
+        "pagewire_lease_expiries_total", "Leases that expired because no heartbeat arrived."
+    ),
+    "num_drains": counter("pagewire_drains_total", "Worker groups that started to drain."),
+    "num_link_failures": counter(
+        "pagewire_link_failures_total", "Failed sessions with worker groups, which are retried."
+    ),
+    "num_steps_overdue": counter(
         "pagewire_steps_overdue_total",
-        Kind.COUNTER,
         "Steps whose results were overdue although the workers sent heartbeats.",
-    ): lambda counts: counts.num_steps_overdue,
-    Metric(
+    ),
+    "num_groups_hung": counter(
         "pagewire_groups_hung_total",
-        Kind.COUNTER,
         "Worker groups no longer used because several of their steps hung in a row.",
-    ): lambda counts: counts.num_groups_hung,
-    Metric(
-        "pagewire_frontend_attaches_total", Kind.COUNTER, "Streams opened by frontends."
-    ): lambda counts: counts.num_attaches,
+    ),
+    "num_attaches": counter("pagewire_frontend_attaches_total", "Streams opened by frontends."),
 }
 
-UPTIME = Metric("pagewire_core_uptime_seconds", Kind.GAUGE, "Seconds since the core started.")
-FRONTENDS = Metric("pagewire_frontends", Kind.GAUGE, "Attached frontends.")
-WORKER_LOSSES = Metric(
-    "pagewire_worker_losses_total",
-    Kind.COUNTER,
-    "Workers whose registration ended without a request to leave.",
+UPTIME = gauge("pagewire_core_uptime_seconds", "Seconds since the core started.")
+FRONTENDS = gauge("pagewire_frontends", "Attached frontends.")
+WORKER_LOSSES = counter(
+    "pagewire_worker_losses_total", "Workers whose registration ended without a request to leave."
 )
-TENANT_REQUESTS = Metric(
-    "pagewire_tenant_requests",
-    Kind.GAUGE,
-    "Live requests, running or waiting.",
-    ("tenant",),
+TENANT_REQUESTS = gauge(
+    "pagewire_tenant_requests", "Live requests, running or waiting.", ("tenant",)
 )
 
 ALL = (
     UPTIME,
     FRONTENDS,
     WORKER_LOSSES,
-    *OF_SERVICE,
-    *OF_MODEL,
+    *OF_SERVICE.values(),
+    *OF_MODEL.values(),
     TENANT_REQUESTS,
     KV_USAGE,
-    *OF_GROUP,
+    *OF_GROUP.values(),
     GROUP_TIME,
-    *OF_REGISTERED,
+    *OF_REGISTERED.values(),
     GROUP_STATE,
     HEARTBEAT_AGE,
     STEP_DURATION,
@@ -293,11 +240,9 @@ class CoreMetrics:
         yield UPTIME.family(self._driver.clock() - self._started_at)
         yield FRONTENDS.family(len(self._frontends))
         yield WORKER_LOSSES.family(self._registry.num_losses)
-        for each, count in OF_SERVICE.items():
-            yield each.family(count(self._counters.counts))
+        yield from families(OF_SERVICE, {(): self._counters.counts})
         snapshot = self._driver.core.snapshot()
-        for each, of_model in OF_MODEL.items():
-            yield each.family({(model.name,): of_model(model) for model in snapshot.models})
+        yield from families(OF_MODEL, {(model.name,): model for model in snapshot.models})
         yield self._tenants(snapshot.num_by_tenant)
         yield from self._groups(snapshot.worker_groups)
         yield from self._registered()
@@ -311,15 +256,16 @@ class CoreMetrics:
         return TENANT_REQUESTS.family(counts)
 
     def _groups(self, groups: list[WorkerGroupSnapshot]) -> Iterator[Family]:
-        labels = {(group.model, group.worker_group_id): group for group in groups}
+        labels: dict[LabelValues, WorkerGroupSnapshot] = {
+            (group.model, group.worker_group_id): group for group in groups
+        }
         yield KV_USAGE.family(
             {
                 label: 1 - group.num_free_gpu_blocks / group.num_gpu_blocks
                 for label, group in labels.items()
             }
         )
-        for each, of_group in OF_GROUP.items():
-            yield each.family({label: of_group(group) for label, group in labels.items()})
+        yield from families(OF_GROUP, labels)
         yield GROUP_TIME.family(
             {
                 (*label, part): getattr(group, f"{part}_us") / 1e6
@@ -329,11 +275,10 @@ class CoreMetrics:
         )
 
     def _registered(self) -> Iterator[Family]:
-        labels = {
+        labels: dict[LabelValues, WorkerGroup] = {
             (group.registration.model.name, group.group_id): group for group in self._registry
         }
-        for each, of_group in OF_REGISTERED.items():
-            yield each.family({label: of_group(group) for label, group in labels.items()})
+        yield from families(OF_REGISTERED, labels)
         yield GROUP_STATE.family(
             {
                 (*label, name): group.state == state

@@ -81,6 +81,11 @@ class WorkerGroup:
         self._session_lock = asyncio.Lock()
 
     @property
+    def num_workers(self) -> int:
+        """Registered workers."""
+        return len(self._workers)
+
+    @property
     def workers(self) -> list[Worker]:
         """The registered ranks, in order."""
         return [self._workers[rank] for rank in sorted(self._workers)]

@@ -1,7 +1,7 @@
 """A frontend's metrics: names, meanings and buckets, and what is counted for them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric as Family
@@ -10,7 +10,16 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import PagewireError
 from scheduler_service.frontend.timings import PARTS, Stopwatch
 from scheduler_service.status_codes import status_code
-from service_common.prometheus import BoundedLabel, Histogram, Kind, LabelValues, Metric
+from service_common.prometheus import (
+    BoundedLabel,
+    Histogram,
+    LabelValues,
+    Metric,
+    counter,
+    families,
+    gauge,
+    histogram,
+)
 
 MODEL = ("model_name",)
 TENANT = ("tenant", "priority")
@@ -33,131 +42,101 @@ CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
-OPEN_REQUESTS = Metric("pagewire_frontend_open_requests", Kind.GAUGE, "Open requests of clients.")
-ATTACHED = Metric(
+OPEN_REQUESTS = gauge("pagewire_frontend_open_requests", "Open requests of clients.")
+ATTACHED = gauge(
     "pagewire_frontend_attached",
-    Kind.GAUGE,
     "Whether the frontend's stream to the core is open (1) or not (0).",
 )
-CORE_LOSSES = Metric(
+CORE_LOSSES = counter(
     "pagewire_frontend_core_losses_total",
-    Kind.COUNTER,
     "Number of times that the stream to the core broke; open requests continue on the next one.",
 )
-REQUESTS = Metric(
+REQUESTS = counter(
     "pagewire_requests_total",
-    Kind.COUNTER,
     "Requests ended: `ok`, or the status code they ended or were refused with, such as "
     "`deadline_exceeded`; `cancelled`: by their client.",
     (*TENANT, "outcome"),
 )
-TENANT_TOKENS = Metric(
+TENANT_TOKENS = counter(
     "pagewire_tenant_tokens_total",
-    Kind.COUNTER,
     "Tokens of requests that ended well: `prompt`, of it `cached_prompt` apart, and `generated`.",
     (*TENANT, "kind"),
 )
-TENANT_FIRST_TOKEN = Metric(
+TENANT_FIRST_TOKEN = histogram(
     "pagewire_tenant_time_to_first_token_seconds",
-    Kind.HISTOGRAM,
     "As vllm:time_to_first_token_seconds, of requests that ended well.",
     TENANT,
 )
 
-COUNTED: Mapping[Metric, Callable[["ModelCounts"], float]] = {
-    Metric(
+COUNTED = {
+    "num_prompt_tokens": counter(
         "vllm:prompt_tokens_total",
-        Kind.COUNTER,
         "Prompt tokens of requests that have a first token, cached ones included.",
         MODEL,
-    ): lambda counts: counts.num_prompt_tokens,
-    Metric(
+    ),
+    "num_cached_tokens": counter(
         "pagewire_cached_prompt_tokens_total",
-        Kind.COUNTER,
         "Prompt tokens that were found in the prefix cache, of requests that ended well.",
         MODEL,
-    ): lambda counts: counts.num_cached_tokens,
-    Metric(
-        "vllm:generation_tokens_total", Kind.COUNTER, "Output tokens, as they come.", MODEL
-    ): lambda counts: counts.num_generated_tokens,
-    Metric(
+    ),
+    "num_generated_tokens": counter(
+        "vllm:generation_tokens_total", "Output tokens, as they come.", MODEL
+    ),
+    "num_worker_losses": counter(
         "pagewire_request_worker_losses_total",
-        Kind.COUNTER,
         "Times that a request's worker was lost while computing it; the request continued.",
         MODEL,
-    ): lambda counts: counts.num_worker_losses,
+    ),
 }
-"""Counters with the model as their only label."""
+"""By the attribute of `ModelCounts`."""
 
-FINISHED = Metric(
+FINISHED = counter(
     "vllm:request_success_total",
-    Kind.COUNTER,
     "Choices that ended, by `stop` or `length`; requests that ended before, as `abort` by their "
     "client's wish and as `error` otherwise.",
     (*MODEL, "finished_reason"),
 )
-FIRST_TOKEN = Metric(
-    "vllm:time_to_first_token_seconds",
-    Kind.HISTOGRAM,
-    "From a request's arrival to its first token.",
-    MODEL,
+FIRST_TOKEN = histogram(
+    "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", MODEL
 )
-TOKEN_GAP = Metric(
+TOKEN_GAP = histogram(
     "vllm:inter_token_latency_seconds",
-    Kind.HISTOGRAM,
     "Between two tokens of a choice; of several that came at once, each took an equal share.",
     MODEL,
 )
 
 # Each is observed once per request, when it has ended well.
-TIME_PER_OUTPUT_TOKEN = Metric(
+TIME_PER_OUTPUT_TOKEN = histogram(
     "vllm:request_time_per_output_token_seconds",
-    Kind.HISTOGRAM,
     "From a request's first token to its last, by token.",
     MODEL,
 )
-END_TO_END = Metric(
-    "vllm:e2e_request_latency_seconds",
-    Kind.HISTOGRAM,
-    "From a request's arrival to its last token.",
-    MODEL,
+END_TO_END = histogram(
+    "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", MODEL
 )
-QUEUE = Metric(
-    "vllm:request_queue_time_seconds",
-    Kind.HISTOGRAM,
-    "Waiting for a first place in a batch.",
-    MODEL,
-)
-PREFILL = Metric(
+QUEUE = histogram("vllm:request_queue_time_seconds", "Waiting for a first place in a batch.", MODEL)
+PREFILL = histogram(
     "vllm:request_prefill_time_seconds",
-    Kind.HISTOGRAM,
     "From a request's first place in a batch to its first token.",
     MODEL,
 )
-DECODE = Metric(
-    "vllm:request_decode_time_seconds",
-    Kind.HISTOGRAM,
-    "From a request's first token to its last.",
-    MODEL,
+DECODE = histogram(
+    "vllm:request_decode_time_seconds", "From a request's first token to its last.", MODEL
 )
-INFERENCE = Metric(
+INFERENCE = histogram(
     "vllm:request_inference_time_seconds",
-    Kind.HISTOGRAM,
     "From a request's first place in a batch to its last token.",
     MODEL,
 )
-PROMPT_TOKENS_OF_REQUEST = Metric(
-    "vllm:request_prompt_tokens", Kind.HISTOGRAM, "Prompt tokens of a request.", MODEL
+PROMPT_TOKENS_OF_REQUEST = histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens of a request.", MODEL
 )
-GENERATED_TOKENS_OF_REQUEST = Metric(
+GENERATED_TOKENS_OF_REQUEST = histogram(
     "vllm:request_generation_tokens",
-    Kind.HISTOGRAM,
     "Output tokens of a request, of all its choices together.",
     MODEL,
 )
-CHOICES_OF_REQUEST = Metric(
-    "vllm:request_params_n", Kind.HISTOGRAM, "Choices that a request asked for.", MODEL
-)
+CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Choices that a request asked for.", MODEL)
 
 PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
     END_TO_END: REQUEST_BOUNDS,
@@ -172,9 +151,8 @@ PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
 }
 """Histograms observed once per request, with their buckets."""
 
-REQUEST_PARTS = Metric(
+REQUEST_PARTS = histogram(
     "pagewire_request_part_seconds",
-    Kind.HISTOGRAM,
     "Where a request's time went, part by part, as in its `timings`; the parts add up to "
     "the time that its client waited.",
     (*MODEL, "part"),
@@ -187,7 +165,7 @@ ALL = (
     REQUESTS,
     TENANT_TOKENS,
     TENANT_FIRST_TOKEN,
-    *COUNTED,
+    *COUNTED.values(),
     FINISHED,
     FIRST_TOKEN,
     TOKEN_GAP,
@@ -234,8 +212,8 @@ class ModelCounts:
         """Count a request that got all its tokens; `finishes`: finish reasons of its choices."""
         self.num_cached_tokens += usage.cached_tokens
         self.finishes.update(FINISH_LABELS[reason] for reason in finishes)
-        for part, histogram in self.parts.items():
-            histogram.observe(getattr(timings, f"{part}_us") / 1e6)
+        for part, durations in self.parts.items():
+            durations.observe(getattr(timings, f"{part}_us") / 1e6)
         self._observe_times(stopwatch, timings.queue_us / 1e6)
         seen = self.per_request
         seen[PROMPT_TOKENS_OF_REQUEST].observe(usage.prompt_tokens)
@@ -339,8 +317,7 @@ class FrontendMetrics:
         yield REQUESTS.family(self._requests)
         yield TENANT_TOKENS.family(self._tokens)
         yield TENANT_FIRST_TOKEN.histograms(self._tenant_first_token.items())
-        for each, count in COUNTED.items():
-            yield each.family({(name,): count(counts) for name, counts in self._models.items()})
+        yield from families(COUNTED, {(name,): counts for name, counts in self._models.items()})
         yield FINISHED.family(
             {
                 (name, reason): counts.finishes[reason]
@@ -351,17 +328,13 @@ class FrontendMetrics:
         yield from self._latencies()
 
     def _latencies(self) -> Iterator[Family]:
-        yield self._by_model(FIRST_TOKEN, lambda counts: counts.first_token)
-        yield self._by_model(TOKEN_GAP, lambda counts: counts.token_gap)
+        models = [((name,), counts) for name, counts in self._models.items()]
+        yield FIRST_TOKEN.histograms((label, counts.first_token) for label, counts in models)
+        yield TOKEN_GAP.histograms((label, counts.token_gap) for label, counts in models)
         for each in PER_REQUEST:
-            yield each.histograms(
-                ((name,), counts.per_request[each]) for name, counts in self._models.items()
-            )
+            yield each.histograms((label, counts.per_request[each]) for label, counts in models)
         yield REQUEST_PARTS.histograms(
-            ((name, part), histogram)
+            ((name, part), durations)
             for name, counts in self._models.items()
-            for part, histogram in counts.parts.items()
+            for part, durations in counts.parts.items()
         )
-
-    def _by_model(self, each: Metric, find: Callable[[ModelCounts], Histogram]) -> Family:
-        return each.histograms(((name,), find(counts)) for name, counts in self._models.items())

@@ -9,87 +9,69 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from service_common.prometheus import Kind, Metric
+from service_common.prometheus import counter, families, gauge, histogram
 from worker_service.engine.step_stats import StepMeter
 
 COUNTERS = {
-    "num_steps": Metric(
-        "pagewire_worker_steps_total", Kind.COUNTER, "Steps executed, of all step streams."
+    "num_steps": counter("pagewire_worker_steps_total", "Steps executed, of all step streams."),
+    "num_tokens": counter(
+        "pagewire_worker_tokens_total", "Tokens computed, of prefills and decodes."
     ),
-    "num_tokens": Metric(
-        "pagewire_worker_tokens_total", Kind.COUNTER, "Tokens computed, of prefills and decodes."
-    ),
-    "num_sampled": Metric("pagewire_worker_sampled_tokens_total", Kind.COUNTER, "Tokens sampled."),
-    "num_row_errors": Metric(
+    "num_sampled": counter("pagewire_worker_sampled_tokens_total", "Tokens sampled."),
+    "num_row_errors": counter(
         "pagewire_worker_row_errors_total",
-        Kind.COUNTER,
         "Rows that could not be computed or sampled; each ended its request.",
     ),
-    "num_swapped_out_blocks": Metric(
-        "pagewire_worker_swapped_out_blocks_total",
-        Kind.COUNTER,
-        "KV blocks copied from device to host.",
+    "num_swapped_out_blocks": counter(
+        "pagewire_worker_swapped_out_blocks_total", "KV blocks copied from device to host."
     ),
-    "num_swapped_in_blocks": Metric(
-        "pagewire_worker_swapped_in_blocks_total",
-        Kind.COUNTER,
-        "KV blocks copied from host to device.",
+    "num_swapped_in_blocks": counter(
+        "pagewire_worker_swapped_in_blocks_total", "KV blocks copied from host to device."
     ),
-    "num_copied_blocks": Metric(
-        "pagewire_worker_copied_blocks_total", Kind.COUNTER, "KV blocks copied on the device."
+    "num_copied_blocks": counter(
+        "pagewire_worker_copied_blocks_total", "KV blocks copied on the device."
     ),
 }
 """By the `StepMeter`'s attribute."""
 
-STEP_TIME = Metric(
+STEP_TIME = counter(
     "pagewire_worker_step_time_seconds_total",
-    Kind.COUNTER,
     "Time of steps, by what it was spent on: `cache_ops`, `forward`, `sample` and `other`. Cache "
     "operations that ran beside the forward pass are in that, too.",
     ("part",),
 )
-IDLE = Metric(
+IDLE = counter(
     "pagewire_worker_idle_seconds_total",
-    Kind.COUNTER,
     "Time between the steps of a stream: `no_plan` until the next plan arrived, `plan_ready` from "
     "then on. While there are no requests it is the former.",
     ("reason",),
 )
-STEP_DURATION = Metric(
+STEP_DURATION = histogram(
     "pagewire_worker_step_seconds",
-    Kind.HISTOGRAM,
     "Time from the start of work on a step until its result was ready.",
 )
 
 GAUGES = {
-    "is_registered": Metric(
-        "pagewire_worker_registered", Kind.GAUGE, "Whether the worker is registered with a core."
+    "is_registered": gauge(
+        "pagewire_worker_registered", "Whether the worker is registered with a core."
     ),
-    "is_streaming": Metric(
-        "pagewire_worker_streaming", Kind.GAUGE, "Whether a step stream is open."
+    "is_streaming": gauge("pagewire_worker_streaming", "Whether a step stream is open."),
+    "is_draining": gauge(
+        "pagewire_worker_draining", "Whether the worker takes no new step streams."
     ),
-    "is_draining": Metric(
-        "pagewire_worker_draining", Kind.GAUGE, "Whether the worker takes no new step streams."
-    ),
-    "last_epoch": Metric(
-        "pagewire_worker_epoch", Kind.GAUGE, "The greatest epoch that the worker has seen."
-    ),
-    "busy_s": Metric(
+    "last_epoch": gauge("pagewire_worker_epoch", "The greatest epoch that the worker has seen."),
+    "busy_s": gauge(
         "pagewire_worker_busy_seconds",
-        Kind.GAUGE,
         "Time that the model's present operation, such as one step, has taken so far; 0 when idle.",
     ),
-    "num_weight_loads": Metric(
-        "pagewire_worker_weight_loads",
-        Kind.GAUGE,
-        "Times that the process has loaded its weights.",
+    "num_weight_loads": gauge(
+        "pagewire_worker_weight_loads", "Times that the process has loaded its weights."
     ),
 }
 """By the attribute of `WorkerFacts`."""
 
-INFO = Metric(
+INFO = gauge(
     "pagewire_worker_info",
-    Kind.GAUGE,
     "1; its labels identify the worker, its group, and what it runs.",
     ("worker_id", "group", "rank", "model_name", "device", "dtype", "attention_backend", "version"),
 )
@@ -127,10 +109,8 @@ class WorkerCollector(Collector):
         """All samples as of now."""
         facts, meter = self._facts(), self._meter
         yield INFO.family({facts.labels: 1})
-        for name, each in GAUGES.items():
-            yield each.family(getattr(facts, name))
-        for name, each in COUNTERS.items():
-            yield each.family(getattr(meter, name))
+        yield from families(GAUGES, {(): facts})
+        yield from families(COUNTERS, {(): meter})
         parts = ("cache_ops", "forward", "sample", "other")
         yield STEP_TIME.family({(part,): getattr(meter, f"{part}_us") / 1e6 for part in parts})
         idle = {"no_plan": meter.idle_without_plan_us, "plan_ready": meter.idle_with_plan_us}
