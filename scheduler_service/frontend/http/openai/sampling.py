@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from google.protobuf.message import Message
@@ -303,40 +302,35 @@ def _set_structured_output(params: sampling_pb2.SamplingParams, fields: Sampling
         raise InvalidArgument(
             asked[1][0], f"only one constraint is allowed, and {asked[0][0]} is given"
         )
-    for _, write in asked:
-        write(params)
+    for _, kind, value in asked:
+        if kind == "choice":
+            params.choice.choices.extend(value)
+            params.choice.SetInParent()
+        else:
+            setattr(params, kind, value)
 
 
 def constraint_field(fields: SamplingFields) -> str | None:
     """The field that constrains the output, as the client names it."""
-    return next((name for name, _ in _constraints(fields)), None)
+    return next((name for name, _, _ in _constraints(fields)), None)
 
 
-Writer = Callable[[sampling_pb2.SamplingParams], None]
-
-
-def _constraints(fields: SamplingFields) -> list[tuple[str, Writer]]:
-    """The requested constraints by field."""
-    own = fields.structured_outputs
-    asked = [
-        ("response_format", _write_json(_format_schema(fields))),
-        ("guided_json", _write_json(fields.guided_json)),
-        ("guided_regex", _write_text("regex", fields.guided_regex)),
-        ("guided_choice", _write_choice(fields.guided_choice)),
-        ("guided_grammar", _write_text("grammar", fields.guided_grammar)),
+def _constraints(fields: SamplingFields) -> list[tuple[str, str, Any]]:
+    """The requested constraints: the field of the body, the field of the message and its value."""
+    own = fields.structured_outputs or StructuredOutputs.model_validate({})
+    rows = [
+        ("response_format", "json_schema", _json_text(_format_schema(fields))),
+        ("guided_json", "json_schema", _json_text(fields.guided_json)),
+        ("guided_regex", "regex", fields.guided_regex),
+        ("guided_choice", "choice", fields.guided_choice),
+        ("guided_grammar", "grammar", fields.guided_grammar),
+        ("structured_outputs.json", "json_schema", _json_text(own.json_)),
+        ("structured_outputs.regex", "regex", own.regex),
+        ("structured_outputs.choice", "choice", own.choice),
+        ("structured_outputs.grammar", "grammar", own.grammar),
+        ("structured_outputs.json_object", "json_schema", ANY_OBJECT if own.json_object else None),
     ]
-    if own is not None:
-        asked += [
-            ("structured_outputs.json", _write_json(own.json_)),
-            ("structured_outputs.regex", _write_text("regex", own.regex)),
-            ("structured_outputs.choice", _write_choice(own.choice)),
-            ("structured_outputs.grammar", _write_text("grammar", own.grammar)),
-            (
-                "structured_outputs.json_object",
-                _write_json(ANY_OBJECT if own.json_object else None),
-            ),
-        ]
-    return [(name, write) for name, write in asked if write is not None]
+    return [row for row in rows if row[2] is not None]
 
 
 def _format_schema(fields: SamplingFields) -> Any:
@@ -346,34 +340,6 @@ def _format_schema(fields: SamplingFields) -> Any:
     return ANY_OBJECT if isinstance(wanted, JsonObjectFormat) else None
 
 
-def _write_json(schema: Any) -> Writer | None:
-    """`schema` is JSON text or its value."""
-    if schema is None:
-        return None
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-
-    def write(params: sampling_pb2.SamplingParams) -> None:
-        params.json_schema = text
-
-    return write
-
-
-def _write_text(kind: str, text: str | None) -> Writer | None:
-    if text is None:
-        return None
-
-    def write(params: sampling_pb2.SamplingParams) -> None:
-        setattr(params, kind, text)
-
-    return write
-
-
-def _write_choice(texts: list[str] | None) -> Writer | None:
-    if texts is None:
-        return None
-
-    def write(params: sampling_pb2.SamplingParams) -> None:
-        params.choice.choices.extend(texts)
-        params.choice.SetInParent()
-
-    return write
+def _json_text(schema: Any) -> str | None:
+    """A schema, which is JSON text or its value, as text."""
+    return schema if schema is None or isinstance(schema, str) else json.dumps(schema)

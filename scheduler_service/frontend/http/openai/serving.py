@@ -163,19 +163,29 @@ def _event(data: Any) -> bytes:
     return b"data: " + to_json(data) + b"\n\n"
 
 
-class UsageSum:
-    """The tokens used by all requests of one call, from their first response on."""
+class Envelope:
+    """The parts of an answer around its choices: its id and model, and the tokens used by all
+    requests of the call, from their first response on."""
 
-    def __init__(self, *, has_output: bool) -> None:
+    def __init__(self, request: SamplingFields, answer_id: str, *, has_output: bool = True) -> None:
         """`has_output`: whether output tokens were requested, and are counted."""
+        options = request.stream_options
+        self.includes_usage = options is not None and options.include_usage
+        self._includes_usage_so_far = options is not None and options.continuous_usage_stats
         self._has_output = has_output
-        self._by_request: dict[int, inference_pb.Usage] = {}
+        self._usages: dict[int, inference_pb.Usage] = {}
+        self.head: AnswerHead = {
+            "id": answer_id,
+            "created": int(time.time()),
+            "model": request.model or "",
+        }
 
     def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Count the next response of request `index`. Its final usage replaces the sum of its
         tokens, because candidates that are not returned count too."""
-        usage = self._by_request.setdefault(index, inference_pb.Usage())
+        usage = self._usages.setdefault(index, inference_pb.Usage())
         if response.HasField("started"):
+            self.head["model"] = response.started.model
             usage.prompt_tokens = len(response.started.prompt_token_ids)
         usage.completion_tokens += sum(len(delta.token_ids) for delta in response.choices)
         if response.HasField("usage"):
@@ -183,10 +193,10 @@ class UsageSum:
         if not self._has_output:
             usage.completion_tokens = 0
 
-    def body(self) -> UsageBody:
-        """The `usage` of answers and chunks."""
+    def usage(self) -> UsageBody:
+        """The usage so far."""
         prompt, cached, completion = (
-            sum(getattr(usage, name) for usage in self._by_request.values())
+            sum(getattr(usage, name) for usage in self._usages.values())
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
         )
         return {
@@ -196,36 +206,11 @@ class UsageSum:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-
-class Envelope:
-    """The parts of an answer around its choices: its id, model and usage."""
-
-    def __init__(self, request: SamplingFields, answer_id: str, *, has_output: bool = True) -> None:
-        options = request.stream_options
-        self.includes_usage = options is not None and options.include_usage
-        self._includes_usage_so_far = options is not None and options.continuous_usage_stats
-        self._usage = UsageSum(has_output=has_output)
-        self.head: AnswerHead = {
-            "id": answer_id,
-            "created": int(time.time()),
-            "model": request.model or "",
-        }
-
-    def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Count the next response of request `index`."""
-        if response.HasField("started"):
-            self.head["model"] = response.started.model
-        self._usage.take(index, response)
-
-    def usage(self) -> UsageBody:
-        """The usage so far."""
-        return self._usage.body()
-
     def chunk_usage(self) -> ChunkUsage:
         """The usage in a chunk that has choices."""
         if not self.includes_usage:
             return {}
-        return {"usage": self._usage.body() if self._includes_usage_so_far else None}
+        return {"usage": self.usage() if self._includes_usage_so_far else None}
 
 
 FINISH_REASONS: Mapping[int, Literal["stop", "length"] | None] = {

@@ -2,8 +2,9 @@
 
 import json
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -47,7 +48,6 @@ from scheduler_service.frontend.http.openai.serving import (
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.tool_parsers.base import (
-    CallArguments,
     CallStart,
     Content,
     Event,
@@ -196,27 +196,13 @@ class AssistantMessage:
         return {"tool_calls": [{"index": len(self._calls) - 1, "function": function}]}
 
 
-def _merged(events: Iterable[Event]) -> list[Event]:
+def _merged(events: Iterable[Event]) -> Iterator[Event]:
     """The events, with consecutive pieces of arguments, and of text, joined."""
-    merged: list[Event] = []
-    run: list[str] = []
-    for event in events:
-        former = merged[-1] if merged else None
-        if isinstance(event, CallArguments | Content) and type(event) is type(former):
-            run.append(event.text)
-            continue
-        _close_run(merged, run)
-        merged.append(event)
-        if isinstance(event, CallArguments | Content):
-            run.append(event.text)
-    _close_run(merged, run)
-    return merged
-
-
-def _close_run(merged: list[Event], run: list[str]) -> None:
-    if run:
-        merged[-1] = type(merged[-1])("".join(run))
-        run.clear()
+    for kind, run in groupby(events, type):
+        if kind is CallStart:
+            yield from run
+        else:
+            yield kind("".join(each.text for each in run if not isinstance(each, CallStart)))
 
 
 def _draw_call_id() -> str:
