@@ -45,7 +45,6 @@ class Engine:
         """Blocks that fit beside the largest batch, by its sequences and tokens."""
         self._stream: StepStream | None = None
         self._stream_epoch = 0
-        self._num_steps_before = 0
         self._is_loading = False
         self.is_draining = False
         """Whether new epochs are refused."""
@@ -75,11 +74,6 @@ class Engine:
     def busy_s(self) -> float:
         """How long the present job, such as one step, has been running; 0 when idle."""
         return self._thread.busy_s
-
-    @property
-    def num_steps(self) -> int:
-        """Steps executed since the process started."""
-        return self._num_steps_before + (self._stream.num_steps if self._stream else 0)
 
     async def load(self) -> None:
         """Load the model on the model thread; raises what the executor raises."""
@@ -247,8 +241,6 @@ class Engine:
         self.last_epoch = max(self.last_epoch, epoch)
 
     def _forget_stream(self) -> None:
-        assert self._stream is not None
-        self._num_steps_before += self._stream.num_steps
         self._stream = None
         self._busy.clear()
         self._idle.set()

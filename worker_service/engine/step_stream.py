@@ -47,8 +47,6 @@ class StepStream:
     ) -> None:
         self.epoch = epoch
         self.is_closed = False
-        self.num_steps = 0
-        """Steps executed."""
         self._has_failed = False
         """Whether nothing more is collected. Used by the follow-up thread."""
         self._held: list[StepResult] = []
@@ -123,7 +121,6 @@ class StepStream:
             failure = _failure(plan, error)
             self._thread.post(lambda: self._end(failure))
         else:
-            self.num_steps += 1
             self._held.append(result)
             if not self._may_wait(plan):
                 self._put_held()

@@ -61,7 +61,7 @@ class Worker:
         )
         pb_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.server)
         self._membership = Membership(
-            registration=self._registration, num_steps=lambda: self._engine.num_steps
+            registration=self._registration, num_steps=lambda: self._engine.meter.num_steps
         )
         self._registrar: Registrar | None = None
         self._grace_s: float | None = config.grace_period_s

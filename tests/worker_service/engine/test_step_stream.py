@@ -122,15 +122,15 @@ async def collected_together(stream: StepStream) -> tuple[list[list[int]], Worke
 
 
 async def test_steps_are_launched_while_an_earlier_one_is_under_way(thread: ModelThread) -> None:
-    runner = Launcher()
-    stream = StepStream(1, runner, thread, StepMeter())
+    runner, meter = Launcher(), StepMeter()
+    stream = StepStream(1, runner, thread, meter)
     await submit(stream, thread, 3)
     assert len(runner.steps) == 3
     for step in reversed(runner.steps):
         step.is_done.set()
     stream.finish()
     assert await collected(stream) == ([1, 2, 3], None)
-    assert stream.num_steps == 3
+    assert meter.num_steps == 3
     assert runner.num_resets == 1
 
 
