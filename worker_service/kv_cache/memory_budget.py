@@ -94,11 +94,19 @@ def run_batch(
     cache = torch.zeros(shape, dtype=spec.dtype, device=device)
     lengths = _spread(num_seqs, num_tokens, model.max_model_len)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    block_tables_shape = (len(lengths), -(-max(lengths) // block_size))
     hidden = model.forward(
         torch.zeros_like(positions),
         positions,
         cache,
-        _synthetic_metadata(lengths, block_size, device),
+        AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+            context_lens=torch.tensor(lengths).int().to(device),
+            block_tables=torch.zeros(block_tables_shape, dtype=torch.int32, device=device),
+            slot_mapping=positions % block_size,
+            max_query_len=max(lengths),
+            max_context_len=max(lengths),
+        ),
     )
     # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.
     logits = torch.zeros_like(model.compute_logits(hidden[: len(lengths)]))
@@ -189,23 +197,3 @@ def _spread(num_seqs: int, num_tokens: int, max_model_len: int) -> list[int]:
     num_seqs = min(num_seqs, num_tokens)
     lengths = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
     return [min(length, max_model_len) for length in lengths]
-
-
-def _synthetic_metadata(
-    lengths: list[int], block_size: int, device: torch.device
-) -> AttentionMetadata:
-    """Metadata of prefills whose block tables contain block 0 only."""
-    context_lens = torch.tensor(lengths, dtype=torch.int32)
-    query_start = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    query_start[1:] = torch.cumsum(context_lens, 0)
-    longest = max(lengths)
-    offsets = torch.cat([torch.arange(length) % block_size for length in lengths])
-    max_blocks = -(-longest // block_size)
-    return AttentionMetadata(
-        query_start=query_start.to(device),
-        context_lens=context_lens.to(device),
-        block_tables=torch.zeros((len(lengths), max_blocks), dtype=torch.int32, device=device),
-        slot_mapping=offsets.to(device),
-        max_query_len=longest,
-        max_context_len=longest,
-    )
