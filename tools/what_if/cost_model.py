@@ -12,6 +12,7 @@ few of them would distort plain least squares.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ _TINY_S = 1e-12
 """Smaller than any measured time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSize:
+class StepSize(NamedTuple):
     """The work of a step."""
 
     num_rows: int
@@ -41,12 +41,9 @@ class StepSize:
     @classmethod
     def of(cls, plan: StepPlan) -> "StepSize":
         """The work of a plan."""
-        tokens = plan.num_tokens or ()
-        return cls(
-            num_rows=len(plan.seq_ids),
-            num_further_tokens=sum(count - 1 for count in tokens if count > 1),
-            num_moved_blocks=(len(plan.swap_out) + len(plan.swap_in)) // 2,
-        )
+        num_further = sum(count - 1 for count in plan.num_tokens or () if count > 1)
+        num_moved = (len(plan.swap_out) + len(plan.swap_in)) // 2
+        return cls(len(plan.seq_ids), num_further, num_moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +55,7 @@ class StepSample:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostModel:
+class CostModel(NamedTuple):
     """Costs in seconds; none is negative."""
 
     base: float
@@ -69,12 +65,7 @@ class CostModel:
 
     def seconds(self, size: StepSize) -> float:
         """A step's predicted time."""
-        return (
-            self.base
-            + self.per_row * size.num_rows
-            + self.per_token * size.num_further_tokens
-            + self.per_block * size.num_moved_blocks
-        )
+        return self.base + sum(cost * count for cost, count in zip(self[1:], size, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,21 +95,16 @@ def fit_groups(samples: Sequence[StepSample]) -> dict[str, Fit]:
 
 def fit(samples: Sequence[StepSample]) -> Fit:
     """The costs that fit these steps best, none of them below zero."""
-    sizes = np.array([_features(sample.size) for sample in samples], dtype=float)
+    sizes = np.array([(1, *sample.size) for sample in samples], dtype=float)
     seconds = np.array([sample.seconds for sample in samples])
     costs = _costs_above_zero(sizes, seconds)
     errors = np.abs(sizes @ costs - seconds)
-    base, per_row, per_token, per_block = map(float, costs)
     return Fit(
-        model=CostModel(base=base, per_row=per_row, per_token=per_token, per_block=per_block),
+        model=CostModel(*map(float, costs)),
         num_steps=len(samples),
         mean_seconds=float(seconds.mean()),
         mean_error=float(errors.mean()),
     )
-
-
-def _features(size: StepSize) -> tuple[int, int, int, int]:
-    return 1, size.num_rows, size.num_further_tokens, size.num_moved_blocks
 
 
 def _costs_above_zero(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:

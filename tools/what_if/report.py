@@ -52,9 +52,7 @@ def population_line(comparison: Comparison) -> str:
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     """A line per configuration."""
-    table = Table(caption="milliseconds, as p50 / p90 / p99", caption_justify="left")
-    table.add_column("configuration", no_wrap=True)
-    _add_columns(table)
+    table = _table("configuration")
     table.add_column("preemptions", justify="right")
     for row in rows:
         preemptions = "" if row.num_preemptions is None else str(row.num_preemptions)
@@ -64,10 +62,7 @@ def comparison_table(rows: Sequence[Row]) -> Table:
 
 def tenants_table(rows: Sequence[Row]) -> Table:
     """A line per tenant and configuration."""
-    table = Table(caption="milliseconds, as p50 / p90 / p99", caption_justify="left")
-    table.add_column("tenant", no_wrap=True)
-    table.add_column("configuration", no_wrap=True)
-    _add_columns(table)
+    table = _table("tenant", "configuration")
     for tenant in rows[0].by_tenant:
         for row in rows:
             table.add_row(tenant or "(none)", row.name, *_cells(row.by_tenant[tenant]))
@@ -75,9 +70,13 @@ def tenants_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _add_columns(table: Table) -> None:
+def _table(*names: str) -> Table:
+    table = Table(caption="milliseconds, as p50 / p90 / p99", caption_justify="left")
+    for name in names:
+        table.add_column(name, no_wrap=True)
     for name in ("first token", "between tokens", "end to end", "tokens/s", "ended well"):
         table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _cells(latencies: Latencies) -> list[str]:

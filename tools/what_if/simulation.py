@@ -14,10 +14,9 @@ from functools import partial
 from scheduler_service.core import SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
-from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import CostModel, StepSize
-from tools.what_if.trace import Histories, RequestHistory, Script, Stop, Trace
+from tools.what_if.trace import Histories, RequestHistory, Script, Stop, Trace, num_resumed
 
 
 @dataclass(slots=True)
@@ -69,9 +68,8 @@ class VirtualWorker:
             if new.parent_seq_id is not None:
                 num_output = self._sequences[new.parent_seq_id].num_output
             else:
-                brought = script.request.generated.get(new.choice_index)
                 num_known = len(new.token_ids) - new.num_prompt_tokens
-                num_output = num_known - (len(brought.token_ids) if brought is not None else 0)
+                num_output = num_known - num_resumed(script.request, new.choice_index)
             self._sequences[new.seq_id] = _Sequence(script, new.choice_index, num_output)
         samples = plan.sample or itertools.repeat(True)
         return [
@@ -92,9 +90,7 @@ class Simulated:
     """At the end."""
 
 
-def simulate(
-    trace: Trace, core: SchedulerCore | RecordingCore, costs: Mapping[str, CostModel]
-) -> Simulated:
+def simulate(trace: Trace, core: SchedulerCore, costs: Mapping[str, CostModel]) -> Simulated:
     """Run a trace on a new core until nothing is left to do; `costs` by worker group.
 
     Raises ValueError if a worker group cannot work with the core's configuration.
@@ -103,9 +99,7 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(
-        self, trace: Trace, core: SchedulerCore | RecordingCore, costs: Mapping[str, CostModel]
-    ) -> None:
+    def __init__(self, trace: Trace, core: SchedulerCore, costs: Mapping[str, CostModel]) -> None:
         self._core = core
         self._costs = costs
         self._any_costs = next(iter(costs.values()))
@@ -125,7 +119,7 @@ class _Simulation:
     def run(self) -> Simulated:
         while self._step():
             self._plan()
-            self._tell()
+            self._read_outputs()
         return Simulated(
             lives=self._lives.all, num_refused=self._num_refused, state=self._core.snapshot()
         )
@@ -181,8 +175,7 @@ class _Simulation:
 
     def _stop_later(self, life: RequestHistory, index: int, stop: Stop) -> None:
         request = life.request
-        brought = request.generated.get(index)
-        num_tokens = stop.num_tokens + (len(brought.token_ids) if brought is not None else 0)
+        num_tokens = stop.num_tokens + num_resumed(request, index)
 
         def stop_now() -> None:
             if self._lives.find(request.frontend_id, request.handle + index) is not None:
@@ -196,7 +189,7 @@ class _Simulation:
     # Planning.
 
     def _plan(self) -> None:
-        """Plan all that can be planned now, also what a group gets after it has planned."""
+        """Plan all steps that can be planned now, also of groups that are woken meanwhile."""
         due = list(self._workers)
         while due:
             for group_id in due:
@@ -213,7 +206,7 @@ class _Simulation:
         if self._workers.get(group_id) is worker:  # else it was lost with its results
             self._core.update(group_id, result, self._now)
 
-    def _tell(self) -> None:
+    def _read_outputs(self) -> None:
         for life, index in self._lives.read(self._core.take_outboxes(), self._now):
             stop = self._stops[life.number][index]
             if stop is not None and len(life.choices[index].tokens) == stop.num_tokens:

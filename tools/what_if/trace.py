@@ -139,7 +139,7 @@ class Stop:
     """When the last of them was reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Script:
     """One arrival, and the tokens of its choices."""
 
@@ -151,8 +151,19 @@ class Script:
     """Tokens per choice, without those that the request resumed with."""
     stops: list[Stop | None]
     """Per choice; None: it ends by its tokens or their number."""
-    is_assumed: bool
+    is_assumed: bool = False
     """Whether the end was not recorded, and its length is assumed."""
+
+    def assume_ends(self, life: RequestHistory | None, usual_length: int) -> None:
+        """Give choices whose end was not recorded the typical number of tokens, at least those
+        that they already got; `life`: None if the request was refused."""
+        for index in range(self.request.num_choices):
+            generated = self.request.generated.get(index)
+            has_ended = life is not None and life.choices[index].has_ended
+            if not has_ended and not (generated is not None and generated.finished):
+                length = max(usual_length, len(self.tokens[index]))
+                self.stops[index] = Stop(num_tokens=length, delay_s=0.0)
+                self.is_assumed = True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,26 +177,17 @@ class Trace:
     steps: list[StepSample]
 
 
-@dataclass(slots=True)
-class _Arrival:
-    number: int
-    request: Request
-    now: float
-    life: RequestHistory | None = None
-    stops: dict[int, Stop] = field(default_factory=dict)
-
-
 class TraceReader:
     """Observes an exact replay; its results are complete at the end."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._lives = Histories()
-        self._arrivals: list[_Arrival] = []
+        self._scripts: list[Script] = []
         self._accepted_ids: set[tuple[str, str]] = set()
         """With their tenants."""
         self._burst_at: float | None = None
-        """When the first came of the requests that came since the last plan."""
+        """Arrival of the first request since the last plan."""
         self._interventions: list[Entry] = []
         self._clock = _StepClock()
 
@@ -207,9 +209,12 @@ class TraceReader:
             len(choice.tokens) for life in lives for choice in life.choices if choice.has_ended
         ]
         usual = round(median(lengths)) if lengths else 1
+        by_number = {life.number: life for life in lives}
+        for script in self._scripts:
+            script.assume_ends(by_number.get(script.number), max(1, usual))
         return Trace(
             lives=lives,
-            scripts=[_script(arrival, max(1, usual)) for arrival in self._arrivals],
+            scripts=self._scripts,
             interventions=self._without_shutdown(),
             steps=self._clock.samples,
         )
@@ -222,19 +227,27 @@ class TraceReader:
             return self._interventions
         return [entry for entry in self._interventions if entry.now is None or entry.now <= last]
 
-    def _arrive(self, request: Request) -> _Arrival:
+    def _arrive(self, request: Request) -> Script:
         if self._burst_at is None:
             self._burst_at = self._now
-        self._arrivals.append(_Arrival(len(self._arrivals), request, self._burst_at))
-        return self._arrivals[-1]
+        script = Script(
+            number=len(self._scripts),
+            request=request,
+            submitted=self._burst_at,
+            tokens=[[] for _ in range(request.num_choices)],
+            stops=[None] * request.num_choices,
+        )
+        self._scripts.append(script)
+        return script
 
     def _on_submit(self, request: Request, now: float) -> None:
-        arrival = self._arrive(request)
+        script = self._arrive(request)
         self._accepted_ids.add((request.tenant, request.request_id))
-        arrival.life = self._lives.begin(arrival.number, request, now)
+        life = self._lives.begin(script.number, request, now)
+        script.tokens = [choice.tokens for choice in life.choices]
 
     def _on_refusal(self, request: Request) -> None:
-        """Elsewhere it might be accepted, unless it is one that was accepted here before."""
+        """Another configuration might accept it, unless it was accepted here before."""
         if (request.tenant, request.request_id) not in self._accepted_ids:
             self._arrive(request)
 
@@ -250,10 +263,10 @@ class TraceReader:
             return
         life, choice = found
         index = handle - life.request.handle
-        num_new = max(0, num_tokens - _num_brought(life.request, index))
-        told = choice.times[num_new - 1] if 0 < num_new <= len(choice.times) else life.submitted
-        stop = Stop(num_tokens=num_new, delay_s=now - told)
-        self._arrivals[life.number].stops[index] = stop
+        num_new = max(0, num_tokens - num_resumed(life.request, index))
+        reported = choice.times[num_new - 1] if 0 < num_new <= len(choice.times) else life.submitted
+        stop = Stop(num_tokens=num_new, delay_s=now - reported)
+        self._scripts[life.number].stops[index] = stop
         del choice.tokens[num_new:], choice.times[num_new:]
         choice.has_ended = True
 
@@ -298,32 +311,7 @@ class _StepClock:
         self._last_result.pop(group_id, None)
 
 
-def _num_brought(request: Request, index: int) -> int:
+def num_resumed(request: Request, index: int) -> int:
     """Tokens that a choice of the request resumed with."""
     generated = request.generated.get(index)
     return len(generated.token_ids) if generated is not None else 0
-
-
-def _script(arrival: _Arrival, usual_length: int) -> Script:
-    """A choice whose end was not recorded gets the typical number of tokens, at least those that
-    it already got."""
-    request, life = arrival.request, arrival.life
-    choices = life.choices if life else [ChoiceHistory() for _ in range(request.num_choices)]
-    stops = [arrival.stops.get(index) for index in range(len(choices))]
-    brought = {index for index, tokens in request.generated.items() if tokens.finished}
-    open_choices = [
-        index
-        for index, choice in enumerate(choices)
-        if not choice.has_ended and index not in brought
-    ]
-    for index in open_choices:
-        length = max(usual_length, len(choices[index].tokens))
-        stops[index] = Stop(num_tokens=length, delay_s=0.0)
-    return Script(
-        number=arrival.number,
-        request=request,
-        submitted=arrival.now,
-        tokens=[choice.tokens for choice in choices],
-        stops=stops,
-        is_assumed=bool(open_choices),
-    )
