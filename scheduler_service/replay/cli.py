@@ -46,8 +46,8 @@ def replay_exactly(
 
 
 def _print_differences(console: Console, summary: Summary) -> None:
-    if summary.news_difference is not None:
-        lines = difference_lines("first outputs that differ", summary.news_difference)
+    if summary.output_difference is not None:
+        lines = difference_lines("first outputs that differ", summary.output_difference)
         console.print("\n".join(lines), markup=False)
     if summary.difference is not None:
         lines = difference_lines("first difference", summary.difference)

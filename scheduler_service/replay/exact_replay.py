@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler_service.core import SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.recording import NEWS, Entry, Header, Outcomes
+from scheduler_service.replay.recording import Entry, FrontendOutputs, Header, Outcomes
 
 Observer = Callable[[Entry, Any], None]
 """Called with each input and what the core returned for it."""
@@ -18,11 +18,11 @@ class Difference:
 
     entry: Entry
     number: int
-    """Of the input, from 1."""
+    """Number of the input, from 1."""
     seconds: float
     """Since the recording's first input."""
     plan: StepPlan | None
-    """The replayed one."""
+    """The replayed plan."""
     chain: str | None
     raised: list[str] | None
 
@@ -35,23 +35,23 @@ class Summary:
     num_requests: int = 0
     """Accepted ones."""
     num_plans: int = 0
-    """Plans that are equal; the replay ends at the first that is not."""
-    num_news: int = 0
+    """Equal plans; the replay ends at the first that differs."""
+    num_outputs: int = 0
     """Sets of outputs that are equal."""
-    is_news_incomparable: bool = False
+    are_outputs_incomparable: bool = False
     """Whether outputs were compared only up to the first failed request: in format version 1
     their hashes depend on the messages of errors."""
     seconds: float = 0.0
     """From the first input to the last, on the recording's clock."""
     difference: Difference | None = None
-    """In a plan, or in an error that was raised; nothing after it can be compared."""
-    news_difference: Difference | None = None
-    """In outputs for frontends; later plans may be equal."""
+    """The first difference of a plan or of a raised error; nothing after it can be compared."""
+    output_difference: Difference | None = None
+    """The first difference of outputs for frontends; later plans may be equal."""
 
     @property
     def is_exact(self) -> bool:
         """Whether everything was equal."""
-        return self.difference is None and self.news_difference is None
+        return self.difference is None and self.output_difference is None
 
 
 class ExactReplay:
@@ -86,7 +86,7 @@ class ExactReplay:
         plan = returned if isinstance(returned, StepPlan) else None
         chain = self._chain(returned)
         if entry.do == "take_outboxes":
-            self._compare_news(entry, chain, returned or {})
+            self._compare_outputs(entry, chain, returned or {})
         elif chain != entry.chain or _class_of(raised) != _class_of(entry.raised):
             summary.difference = self._difference(entry, plan, chain, raised)
         summary.num_plans += plan is not None and summary.difference is None
@@ -104,17 +104,17 @@ class ExactReplay:
             return None
         if isinstance(returned, StepPlan):
             return self._outcomes.of_plan(returned)
-        return self._outcomes.of_news(returned)
+        return self._outcomes.of_outputs(returned)
 
-    def _compare_news(self, entry: Entry, chain: str | None, news: NEWS) -> None:
-        if self._hashes_messages and any(outputs.requests_failed for outputs in news.values()):
-            self.summary.is_news_incomparable = True
-        if self.summary.is_news_incomparable:
+    def _compare_outputs(self, entry: Entry, chain: str | None, outputs: FrontendOutputs) -> None:
+        if self._hashes_messages and any(each.requests_failed for each in outputs.values()):
+            self.summary.are_outputs_incomparable = True
+        if self.summary.are_outputs_incomparable:
             return
         if chain == entry.chain:
-            self.summary.num_news += 1
-        elif self.summary.news_difference is None:
-            self.summary.news_difference = self._difference(entry, None, chain, None)
+            self.summary.num_outputs += 1
+        elif self.summary.output_difference is None:
+            self.summary.output_difference = self._difference(entry, None, chain, None)
 
     def _difference(
         self, entry: Entry, plan: StepPlan | None, chain: str | None, raised: list[str] | None

@@ -74,7 +74,7 @@ class RecordingCore(SchedulerCore):
             return
         try:
             self._lines.write(self._line(method, arguments, returned, error))
-        except Exception as problem:  # a bug of the recorder is no reason to fail a request
+        except Exception as problem:  # a bug of the recorder must not fail a request
             logger.exception("input cannot be recorded do=%s", method)
             self._lines.fail(problem)
 
@@ -91,7 +91,7 @@ class RecordingCore(SchedulerCore):
             if self._with_plans:
                 data["plan"] = self._codec.encode(StepPlan, returned)
         elif returned:
-            data["chain"] = self._outcomes.of_news(returned)
+            data["chain"] = self._outcomes.of_outputs(returned)
         return to_text(data)
 
 

@@ -58,8 +58,8 @@ FORMER_INPUTS = {
     "drain_group": "drain_worker_group",
 }
 FORMER_ARGUMENTS = {"group": "capacity", "group_id": "worker_group_id"}
-"""Names in recordings of version 0.1.0, and what they are called now. The second also holds for
-the fields of a capacity."""
+"""Names in recordings of version 0.1.0, and the present ones. The second also holds for the fields
+of a capacity."""
 
 _MARSHAL_VERSION = 2
 """The last without references between objects, which would let equal values differ."""
@@ -73,7 +73,8 @@ def _parameters_of(method: str) -> dict[str, Any]:
 PARAMETERS = {method: _parameters_of(method) for method in INPUTS}
 """Names and types of each input's arguments."""
 
-NEWS = dict[str, EngineOutputs]
+FrontendOutputs = dict[str, EngineOutputs]
+"""Outputs by frontend id."""
 
 
 def _encode_sampling(sampling: Any) -> str:
@@ -100,7 +101,7 @@ class Header:
     format_version: int = FORMAT_VERSION
     software_version: str
     recorded_at: str
-    """UTC, ISO 8601; entries have the core's clock, whose zero is arbitrary."""
+    """UTC, ISO 8601; entries use the core's clock, whose zero is arbitrary."""
     config: SchedulerConfig
 
 
@@ -143,14 +144,14 @@ def encode_header(codec: Codec, header: Header) -> dict[str, Any]:
 def decode_header(codec: Codec, data: Any) -> Header:
     """Decode the first line's JSON; raises Unreadable."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise Unreadable(f"this is no recording: expected an object with the format {FORMAT!r}")
+        raise Unreadable(f"not a recording: expected an object with the format {FORMAT!r}")
     if data.get("format_version") not in READABLE_VERSIONS:
         raise Unreadable(
             f"format version {data.get('format_version')!r} is unknown: this software "
             f"({VERSION}) reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
     if isinstance(config := data.get("config"), dict):
-        # Of version 0.1.0, which expected lost worker groups back for ever.
+        # Recordings of version 0.1.0, which waited for lost worker groups without a limit.
         data = data | {"config": {"max_outgrown_wait_s": None} | config}
     header: Header = codec.decode(Header, data)
     return header
@@ -216,15 +217,15 @@ class Outcomes:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._plans = HashChain()
-        self._news = HashChain()
+        self._outputs = HashChain()
 
     def of_plan(self, plan: StepPlan) -> str:
         """The chain's value with this plan."""
         return self._plans.add(self._codec.encode(StepPlan, plan))
 
-    def of_news(self, news: NEWS) -> str:
+    def of_outputs(self, outputs: FrontendOutputs) -> str:
         """The chain's value with these outputs."""
-        return self._news.add(self._codec.encode(NEWS, news))
+        return self._outputs.add(self._codec.encode(FrontendOutputs, outputs))
 
     @staticmethod
     def of_error(error: Exception) -> list[str]:

@@ -34,17 +34,17 @@ GZIP_LEVEL = 3
 
 
 class RecordingWriter:
-    """Takes lines and writes them soon. An error ends the recording, and nothing else."""
+    """Writes lines to a file on a thread of its own. An error ends the recording, nothing else."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file, readable by its owner alone. If it is there, the next free name is taken:
+        """Create the file, readable by its owner only. If it exists, the next free name is used:
         `trace.2.jsonl` for `trace.jsonl`. Raises CannotRecord."""
         self.path, self._file = _create(path)
         self._sink: BinaryIO | gzip.GzipFile = self._file
         if path.suffix == COMPRESSED:
             self._sink = gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=GZIP_LEVEL)
         self.is_open = True
-        """Whether lines still count; False for good after an error."""
+        """Whether lines are still written; False after an error."""
         self._lines: deque[str] = deque()
         # Each number has one writer, so neither needs a lock.
         self._num_taken = 0
@@ -65,13 +65,13 @@ class RecordingWriter:
         self._lines.append(line)
 
     def fail(self, why: object) -> None:
-        """End the recording here: input after a gap could not be replayed."""
+        """End the recording here: inputs after a gap could not be replayed."""
         if self.is_open:
             self.is_open = False
             logger.error("recording ended early path=%s reason=%s", self.path, why)
 
     def close(self) -> None:
-        """Write what has been taken, and close the file."""
+        """Write all queued lines, and close the file."""
         self._closing.set()
         self._thread.join()
 
@@ -125,7 +125,7 @@ class BadRecording(Exception):
 
 
 class RecordingReader:
-    """A recording's header, and its entries as they are asked for."""
+    """A recording's header, and its entries, read on demand."""
 
     def __init__(self, path: Path, codec: Codec = CODEC) -> None:
         """Read the header; raises BadRecording and OSError."""
@@ -141,7 +141,7 @@ class RecordingReader:
             self.header: Header = self._decode(1, first, decode_header)
 
     def entries(self) -> Iterator[Entry]:
-        """All inputs, from the first; raises BadRecording at the line that is wrong."""
+        """All inputs, from the first; raises BadRecording at an invalid line."""
         with _open(self.path) as file:
             for number, text in enumerate(self._lines(file), start=1):
                 if number > 1:
@@ -150,7 +150,7 @@ class RecordingReader:
                     )
 
     def _lines(self, file: gzip.GzipFile | BinaryIO) -> Iterator[bytes]:
-        """Complete lines. The last may be cut off; it is left out then."""
+        """Complete lines; a last line that is cut off is left out."""
         self.is_truncated = False
         number = 0
         while True:

@@ -52,7 +52,7 @@ def _tuples(column: list[int], width: int) -> Iterator[tuple[int, ...]]:
     return zip(*(column[i::width] for i in range(width)), strict=True)
 
 
-TRUNCATED = "the file ends within a line, as when a core is killed: that line is left out"
+TRUNCATED = "the file ends within a line, as if the core was killed; that line is left out"
 
 
 def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> list[str]:
@@ -64,9 +64,9 @@ def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> l
         f"inputs:   {summary.num_inputs} in {summary.seconds:.3f} s, "
         f"replayed in {took_s:.2f} s ({summary.seconds / took_s:.1f} seconds per second)",
         f"plans:    {summary.num_plans} equal{' until the difference' * bool(summary.difference)}",
-        f"outputs:  {summary.num_news} equal",
+        f"outputs:  {summary.num_outputs} equal",
     ]
-    if summary.is_news_incomparable:
+    if summary.are_outputs_incomparable:
         lines[-1] += " until the first failed request; later ones depend on messages of errors"
     if reader.is_truncated:
         lines.append(f"notice:   {TRUNCATED}")
@@ -97,7 +97,7 @@ def _outcome(do: str, chain: str | None, raised: list[str] | None, plan: StepPla
 
 
 def plans_table(difference: Difference) -> Table:
-    """The plans side by side, a line each that says the same; recorded ones only if kept."""
+    """The plans side by side; the recorded one only if the recording has plans."""
     recorded = difference.entry.plan
     table = Table("", "recorded", "replayed")
     left = show_plan(recorded) if recorded or difference.entry.chain is None else ["not recorded"]

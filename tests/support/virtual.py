@@ -65,7 +65,9 @@ def script(
 
 def make_trace(*scripts: Script, interventions: Sequence[Entry] = ()) -> Trace:
     """Requests for one worker group that is there from the start."""
-    return Trace(lives=[], scripts=list(scripts), interventions=[join(), *interventions], steps=[])
+    return Trace(
+        histories=[], scripts=list(scripts), interventions=[join(), *interventions], steps=[]
+    )
 
 
 def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> Recording:

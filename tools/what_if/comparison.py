@@ -34,26 +34,28 @@ class Latencies:
     """Throughput of these requests, from the first submission to the last end."""
 
     @classmethod
-    def of(cls, lives: Iterable[RequestHistory]) -> "Latencies":
+    def of(cls, histories: Iterable[RequestHistory]) -> "Latencies":
         """The latencies of finished requests."""
-        finished = [life for life in lives if life.is_finished]
-        ends = [life.ended for life in finished if life.ended is not None]
-        span = max(ends) - min(life.submitted for life in finished) if finished else 0.0
+        finished = [history for history in histories if history.is_finished]
+        ends = [history.ended for history in finished if history.ended is not None]
+        span = max(ends) - min(history.submitted for history in finished) if finished else 0.0
         return cls(
             num_requests=len(finished),
             first_token=[
-                life.first_token - life.submitted
-                for life in finished
-                if life.first_token is not None
+                history.first_token - history.submitted
+                for history in finished
+                if history.first_token is not None
             ],
             between_tokens=[
                 later - earlier
-                for life in finished
-                for choice in life.choices
+                for history in finished
+                for choice in history.choices
                 for earlier, later in pairwise(choice.times)
             ],
-            end_to_end=[end - life.submitted for life, end in zip(finished, ends, strict=True)],
-            tokens_per_s=sum(life.num_tokens for life in finished) / span if span else 0.0,
+            end_to_end=[
+                end - history.submitted for history, end in zip(finished, ends, strict=True)
+            ],
+            tokens_per_s=sum(history.num_tokens for history in finished) / span if span else 0.0,
         )
 
 
@@ -99,12 +101,14 @@ def compare(
     """
     fits = fit_groups(trace.steps)
     costs = {group_id: fit.model for group_id, fit in fits.items()}
-    numbers = {life.number for life in trace.lives if life.is_finished}
-    tenants = sorted({life.request.tenant for life in trace.lives if life.number in numbers})
-    rows = [_row(RECORDED, trace.lives, numbers, tenants, None)]
+    numbers = {history.number for history in trace.histories if history.is_finished}
+    tenants = sorted(
+        {history.request.tenant for history in trace.histories if history.number in numbers}
+    )
+    rows = [_row(RECORDED, trace.histories, numbers, tenants, None)]
     for name, config in {PREDICTED: recorded, **others}.items():
         went = simulate(trace, SchedulerCore(config), costs)
-        rows.append(_row(name, went.lives, numbers, tenants, went.state.num_preemptions))
+        rows.append(_row(name, went.histories, numbers, tenants, went.state.num_preemptions))
     return Comparison(
         fits=fits,
         rows=rows,
@@ -115,14 +119,14 @@ def compare(
 
 def _row(
     name: str,
-    lives: Iterable[RequestHistory],
+    histories: Iterable[RequestHistory],
     numbers: set[int],
     tenants: Sequence[str],
     num_preemptions: int | None,
 ) -> Row:
-    kept = [life for life in lives if life.number in numbers]
+    kept = [history for history in histories if history.number in numbers]
     by_tenant = {
-        tenant: Latencies.of(life for life in kept if life.request.tenant == tenant)
+        tenant: Latencies.of(history for history in kept if history.request.tenant == tenant)
         for tenant in tenants
     }
     return Row(

@@ -83,9 +83,8 @@ class VirtualWorker:
 class Simulated:
     """The outcome of a simulation."""
 
-    lives: list[RequestHistory]
+    histories: list[RequestHistory]
     """Of accepted requests."""
-    num_refused: int
     state: CoreSnapshot
     """At the end."""
 
@@ -104,9 +103,8 @@ class _Simulation:
         self._costs = costs
         self._any_costs = next(iter(costs.values()))
         self._workers: dict[str, VirtualWorker] = {}
-        self._lives = Histories()
+        self._histories = Histories()
         self._stops: dict[int, list[Stop | None]] = {}
-        self._num_refused = 0
         self._now = 0.0
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -120,9 +118,7 @@ class _Simulation:
         while self._step():
             self._plan()
             self._read_outputs()
-        return Simulated(
-            lives=self._lives.all, num_refused=self._num_refused, state=self._core.snapshot()
-        )
+        return Simulated(histories=self._histories.all, state=self._core.snapshot())
 
     def _at(self, time: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._order), do))
@@ -153,9 +149,9 @@ class _Simulation:
             case "remove_worker_group":
                 self._workers.pop(arguments["worker_group_id"], None)
             case "cancel":
-                self._lives.cancel(**arguments)
+                self._histories.cancel(**arguments)
             case "remove_frontend":
-                self._lives.remove_frontend(**arguments)
+                self._histories.remove_frontend(**arguments)
         with suppress(PagewireError):  # may abort a request that has already ended
             getattr(self._core, entry.do)(**arguments)
 
@@ -165,23 +161,22 @@ class _Simulation:
             request = replace(script.request, sampling=script, beam_search=None)
             self._core.submit(request, self._now)
         except PagewireError:
-            self._num_refused += 1
             return
-        life = self._lives.begin(script.number, script.request, self._now)
-        self._stops[life.number] = script.stops
+        history = self._histories.begin(script.number, script.request, self._now)
+        self._stops[history.number] = script.stops
         for index, stop in enumerate(script.stops):
             if stop is not None and stop.num_tokens == 0:
-                self._stop_later(life, index, stop)
+                self._stop_later(history, index, stop)
 
-    def _stop_later(self, life: RequestHistory, index: int, stop: Stop) -> None:
-        request = life.request
+    def _stop_later(self, history: RequestHistory, index: int, stop: Stop) -> None:
+        request = history.request
         num_tokens = stop.num_tokens + num_resumed(request, index)
 
         def stop_now() -> None:
-            if self._lives.find(request.frontend_id, request.handle + index) is not None:
+            if self._histories.find(request.frontend_id, request.handle + index) is not None:
                 handle = request.handle + index
                 self._core.stop_choice(request.frontend_id, handle, num_tokens, self._now)
-                choice = life.choices[index]
+                choice = history.choices[index]
                 del choice.tokens[stop.num_tokens :], choice.times[stop.num_tokens :]
 
         self._at(self._now + stop.delay_s, stop_now)
@@ -207,7 +202,7 @@ class _Simulation:
             self._core.update(group_id, result, self._now)
 
     def _read_outputs(self) -> None:
-        for life, index in self._lives.read(self._core.take_outboxes(), self._now):
-            stop = self._stops[life.number][index]
-            if stop is not None and len(life.choices[index].tokens) == stop.num_tokens:
-                self._stop_later(life, index, stop)
+        for history, index in self._histories.read(self._core.take_outboxes(), self._now):
+            stop = self._stops[history.number][index]
+            if stop is not None and len(history.choices[index].tokens) == stop.num_tokens:
+                self._stop_later(history, index, stop)

@@ -60,11 +60,11 @@ class Histories:
     def begin(self, number: int, request: Request, now: float) -> RequestHistory:
         """A request was accepted."""
         choices = [ChoiceHistory() for _ in range(request.num_choices)]
-        life = RequestHistory(number=number, request=request, submitted=now, choices=choices)
-        self.all.append(life)
-        for key, choice in zip(_keys(life), choices, strict=True):
-            self._live[key] = life, choice
-        return life
+        history = RequestHistory(number=number, request=request, submitted=now, choices=choices)
+        self.all.append(history)
+        for key, choice in zip(_keys(history), choices, strict=True):
+            self._live[key] = history, choice
+        return history
 
     def find(self, frontend_id: str, handle: int) -> tuple[RequestHistory, ChoiceHistory] | None:
         """The live request and its choice with a frontend's handle."""
@@ -78,21 +78,23 @@ class Histories:
 
     def remove_frontend(self, frontend_id: str, now: float) -> None:
         """Note that all of a frontend's clients disconnected."""
-        for life in [life for (name, _), (life, _) in self._live.items() if name == frontend_id]:
-            self._end(life, now)
+        for history in [
+            history for (name, _), (history, _) in self._live.items() if name == frontend_id
+        ]:
+            self._end(history, now)
 
     def read(
-        self, news: Mapping[str, EngineOutputs], now: float
+        self, outputs: Mapping[str, EngineOutputs], now: float
     ) -> Iterator[tuple[RequestHistory, int]]:
-        """Read outputs; yields each life and the index of the choice that got a token."""
-        for frontend_id, outbox in news.items():
+        """Read outputs; yields each history and the index of the choice that got a token."""
+        for frontend_id, outbox in outputs.items():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
                 found = self.find(frontend_id, handle)
                 if found is not None:
-                    life, choice = found
+                    history, choice = found
                     choice.tokens.append(token)
                     choice.times.append(now)
-                    yield life, handle - life.request.handle
+                    yield history, handle - history.request.handle
             for finished in outbox.choices_finished:
                 found = self.find(frontend_id, finished.handle)
                 if found is not None:
@@ -105,15 +107,15 @@ class Histories:
             for handle, _ in outbox.requests_failed:
                 self.cancel(frontend_id, handle, now)
 
-    def _end(self, life: RequestHistory, now: float) -> None:
-        if life.ended is None:
-            life.ended = now
-            for key in _keys(life):
+    def _end(self, history: RequestHistory, now: float) -> None:
+        if history.ended is None:
+            history.ended = now
+            for key in _keys(history):
                 self._live.pop(key, None)
 
 
-def _keys(life: RequestHistory) -> Iterator[tuple[str, int]]:
-    request = life.request
+def _keys(history: RequestHistory) -> Iterator[tuple[str, int]]:
+    request = history.request
     for index in range(request.num_choices):
         yield request.frontend_id, request.handle + index
 
@@ -154,12 +156,12 @@ class Script:
     is_assumed: bool = False
     """Whether the end was not recorded, and its length is assumed."""
 
-    def assume_ends(self, life: RequestHistory | None, usual_length: int) -> None:
+    def assume_ends(self, history: RequestHistory | None, usual_length: int) -> None:
         """Give choices whose end was not recorded the typical number of tokens, at least those
-        that they already got; `life`: None if the request was refused."""
+        that they already got; `history`: None if the request was refused."""
         for index in range(self.request.num_choices):
             generated = self.request.generated.get(index)
-            has_ended = life is not None and life.choices[index].has_ended
+            has_ended = history is not None and history.choices[index].has_ended
             if not has_ended and not (generated is not None and generated.finished):
                 length = max(usual_length, len(self.tokens[index]))
                 self.stops[index] = Stop(num_tokens=length, delay_s=0.0)
@@ -170,7 +172,7 @@ class Script:
 class Trace:
     """The load of a recording."""
 
-    lives: list[RequestHistory]
+    histories: list[RequestHistory]
     """Of accepted requests, as recorded."""
     scripts: list[Script]
     interventions: list[Entry]
@@ -182,7 +184,7 @@ class TraceReader:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._lives = Histories()
+        self._histories = Histories()
         self._scripts: list[Script] = []
         self._accepted_ids: set[tuple[str, str]] = set()
         """With their tenants."""
@@ -204,16 +206,19 @@ class TraceReader:
 
     def trace(self) -> Trace:
         """What was observed."""
-        lives = self._lives.all
+        histories = self._histories.all
         lengths = [
-            len(choice.tokens) for life in lives for choice in life.choices if choice.has_ended
+            len(choice.tokens)
+            for history in histories
+            for choice in history.choices
+            if choice.has_ended
         ]
         usual = round(median(lengths)) if lengths else 1
-        by_number = {life.number: life for life in lives}
+        by_number = {history.number: history for history in histories}
         for script in self._scripts:
             script.assume_ends(by_number.get(script.number), max(1, usual))
         return Trace(
-            lives=lives,
+            histories=histories,
             scripts=self._scripts,
             interventions=self._without_shutdown(),
             steps=self._clock.samples,
@@ -221,7 +226,7 @@ class TraceReader:
 
     def _without_shutdown(self) -> list[Entry]:
         """Omit the shutdown of the deployment at the end, which is not part of the load."""
-        ends = [life.ended for life in self._lives.all]
+        ends = [history.ended for history in self._histories.all]
         last = max((end for end in ends if end is not None), default=None)
         if last is None or None in ends:
             return self._interventions
@@ -243,8 +248,8 @@ class TraceReader:
     def _on_submit(self, request: Request, now: float) -> None:
         script = self._arrive(request)
         self._accepted_ids.add((request.tenant, request.request_id))
-        life = self._lives.begin(script.number, request, now)
-        script.tokens = [choice.tokens for choice in life.choices]
+        history = self._histories.begin(script.number, request, now)
+        script.tokens = [choice.tokens for choice in history.choices]
 
     def _on_refusal(self, request: Request) -> None:
         """Another configuration might accept it, unless it was accepted here before."""
@@ -252,21 +257,23 @@ class TraceReader:
             self._arrive(request)
 
     def _on_cancel(self, frontend_id: str, handle: int, now: float) -> None:
-        self._lives.cancel(frontend_id, handle, now)
+        self._histories.cancel(frontend_id, handle, now)
 
     def _on_remove_frontend(self, frontend_id: str, now: float) -> None:
-        self._lives.remove_frontend(frontend_id, now)
+        self._histories.remove_frontend(frontend_id, now)
 
     def _on_stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
-        found = self._lives.find(frontend_id, handle)
+        found = self._histories.find(frontend_id, handle)
         if found is None or found[1].has_ended:
             return
-        life, choice = found
-        index = handle - life.request.handle
-        num_new = max(0, num_tokens - num_resumed(life.request, index))
-        reported = choice.times[num_new - 1] if 0 < num_new <= len(choice.times) else life.submitted
+        history, choice = found
+        index = handle - history.request.handle
+        num_new = max(0, num_tokens - num_resumed(history.request, index))
+        reported = (
+            choice.times[num_new - 1] if 0 < num_new <= len(choice.times) else history.submitted
+        )
         stop = Stop(num_tokens=num_new, delay_s=now - reported)
-        self._scripts[life.number].stops[index] = stop
+        self._scripts[history.number].stops[index] = stop
         del choice.tokens[num_new:], choice.times[num_new:]
         choice.has_ended = True
 
@@ -284,7 +291,7 @@ class TraceReader:
         self._clock.lose(worker_group_id)
 
     def _on_take_outboxes(self, returned: Any = ()) -> None:
-        for _ in self._lives.read(returned or {}, self._now):
+        for _ in self._histories.read(returned or {}, self._now):
             pass
 
 

@@ -84,8 +84,8 @@ def test_a_recording_of_format_version_1_comes_out_again() -> None:
     summary = ExactReplay(reader.header, SYMBOLIC).run(reader.entries())
     assert summary.is_exact
     assert (summary.num_inputs, summary.num_requests, summary.num_plans) == (1585, 71, 329)
-    assert summary.num_news > 0
-    assert summary.is_news_incomparable, "its hashes of failures depend on their messages"
+    assert summary.num_outputs > 0
+    assert summary.are_outputs_incomparable, "its hashes of failures depend on their messages"
 
 
 def test_reworded_messages_of_errors_are_no_difference() -> None:
@@ -126,8 +126,8 @@ def test_a_changed_token_shows_in_the_first_plan_that_depends_on_it() -> None:
     recording.change(index, lambda data: data["result"].update(token_ids=[31]))
     summary = recording.replay()
     assert not summary.is_exact
-    assert summary.news_difference is not None
-    assert summary.news_difference.entry.line == index + 2
+    assert summary.output_difference is not None
+    assert summary.output_difference.entry.line == index + 2
     next_plan = recording.find("schedule", lambda data: "chain" in data and data["now"] >= now)
     assert summary.num_plans == 4
     assert summary.difference is not None
@@ -151,8 +151,8 @@ def test_a_token_that_only_frontends_see_leaves_the_plans_equal() -> None:
     assert not summary.is_exact
     assert summary.difference is None
     assert summary.num_plans == 8
-    assert summary.news_difference is not None
-    assert summary.news_difference.entry.line == index + 2
+    assert summary.output_difference is not None
+    assert summary.output_difference.entry.line == index + 2
 
 
 def test_recorded_plans_are_shown_beside_the_replayed_ones() -> None:

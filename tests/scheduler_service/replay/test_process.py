@@ -116,7 +116,7 @@ def test_files_that_cannot_be_read_or_made_end_with_exit_code_2(tmp_path: Path) 
     (tmp_path / "bad").write_text("{}\n")
     shown = replay(str(tmp_path / "bad"))
     assert shown.returncode == 2
-    assert f"error: {tmp_path}/bad, line 1: this is no recording" in shown.stderr
+    assert f"error: {tmp_path}/bad, line 1: not a recording" in shown.stderr
     shown = replay(str(tmp_path / "none"))
     assert shown.returncode == 2
     assert "No such file" in shown.stderr

@@ -102,7 +102,7 @@ def gzip_text(path: Path) -> list[bytes]:
 @pytest.mark.parametrize(
     ("number", "line", "message"),
     [
-        (1, b"[]", "this is no recording"),
+        (1, b"[]", "not a recording"),
         (1, b'{"format":"pagewire recording","format_version":3}', "format version 3 is unknown"),
         (2, b"{", "not JSON"),
         (2, b"\xff", "not JSON"),

@@ -22,61 +22,61 @@ STEP = CostModel(base=0.01, per_row=0.0, per_token=0.0, per_block=0.0)
 def run(
     trace: Trace, config: SchedulerConfig = CONFIG, costs: CostModel = STEP
 ) -> list[RequestHistory]:
-    return simulate(trace, SchedulerCore(config), {"g0": costs}).lives
+    return simulate(trace, SchedulerCore(config), {"g0": costs}).histories
 
 
 def test_a_step_takes_its_rows_and_further_tokens() -> None:
-    (life,) = run(make_trace(script(0, prompt=5, num_tokens=3)), costs=COSTS)
-    assert life.is_finished
+    (history,) = run(make_trace(script(0, prompt=5, num_tokens=3)), costs=COSTS)
+    assert history.is_finished
     # 10 ms, 1 ms for the row, and 0.1 ms for each token of the prompt beyond the first.
-    assert life.choices[0].times == pytest.approx([0.0114, 0.0224, 0.0334])
-    assert life.ended == pytest.approx(0.0334)
+    assert history.choices[0].times == pytest.approx([0.0114, 0.0224, 0.0334])
+    assert history.ended == pytest.approx(0.0334)
 
 
 def test_with_one_place_the_second_request_waits_for_the_first() -> None:
     trace = make_trace(script(0, num_tokens=5), script(1, num_tokens=2))
     together = run(trace)
-    assert [life.first_token for life in together] == pytest.approx([0.01, 0.01])
+    assert [history.first_token for history in together] == pytest.approx([0.01, 0.01])
     alone = run(trace, replace(CONFIG, max_num_seqs=1))
-    assert [life.first_token for life in alone] == pytest.approx([0.01, 0.06])
-    assert [life.ended for life in alone] == pytest.approx([0.05, 0.07])
+    assert [history.first_token for history in alone] == pytest.approx([0.01, 0.06])
+    assert [history.ended for history in alone] == pytest.approx([0.05, 0.07])
 
 
 def test_plans_that_leave_ahead_are_executed_one_after_the_other() -> None:
-    lives = run(make_trace(script(0, num_tokens=4)), replace(CONFIG, pipeline_depth=3))
-    assert lives[0].choices[0].times == pytest.approx([0.01, 0.02, 0.03, 0.04])
+    histories = run(make_trace(script(0, num_tokens=4)), replace(CONFIG, pipeline_depth=3))
+    assert histories[0].choices[0].times == pytest.approx([0.01, 0.02, 0.03, 0.04])
 
 
 def test_a_choice_gets_its_recorded_tokens_and_stops_by_them() -> None:
     tokens = [7, 9, 3]
     stops_early = script(0, tokens=tokens, stop_token_ids=frozenset({3}), max_tokens=50)
-    (life,) = run(make_trace(stops_early))
-    assert life.choices[0].tokens == tokens
-    assert life.is_finished
+    (history,) = run(make_trace(stops_early))
+    assert history.choices[0].tokens == tokens
+    assert history.is_finished
 
 
 def test_a_frontend_ends_a_choice_as_late_as_in_the_recording() -> None:
     stop = Stop(num_tokens=2, delay_s=0.015)
-    (life,) = run(make_trace(script(0, num_tokens=2, max_tokens=50, stop=stop)))
-    assert life.is_finished
-    assert life.choices[0].tokens == [5, 5]
-    assert life.ended == pytest.approx(0.02 + 0.015)
+    (history,) = run(make_trace(script(0, num_tokens=2, max_tokens=50, stop=stop)))
+    assert history.is_finished
+    assert history.choices[0].tokens == [5, 5]
+    assert history.ended == pytest.approx(0.02 + 0.015)
 
 
 def test_tokens_that_a_request_brings_along_are_not_given_again() -> None:
     generated = {0: GeneratedTokens(token_ids=[8, 8])}
     resumed = script(0, tokens=[5, 6], max_tokens=4, generated=generated)
-    (life,) = run(make_trace(resumed))
-    assert life.is_finished
-    assert life.choices[0].tokens == [5, 6]
+    (history,) = run(make_trace(resumed))
+    assert history.is_finished
+    assert history.choices[0].tokens == [5, 6]
 
 
 def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan() -> None:
     small = make_capacity("small", num_gpu_blocks=4)
     short, long = script(0, num_tokens=2), script(1, num_tokens=20)
-    lives = run(make_trace(short, long, interventions=[join(small)]))
-    assert [life.is_finished for life in lives] == [True, True]
-    assert [life.num_tokens for life in lives] == [2, 20]
+    histories = run(make_trace(short, long, interventions=[join(small)]))
+    assert [history.is_finished for history in histories] == [True, True]
+    assert [history.num_tokens for history in histories] == [2, 20]
 
 
 def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
@@ -112,10 +112,10 @@ def test_clients_and_workers_go_when_they_went() -> None:
 
 
 def test_a_deadline_ends_a_request_in_virtual_time() -> None:
-    (life,) = run(make_trace(script(0, num_tokens=40, deadline=0.055)))
-    assert not life.is_finished
-    assert life.ended == pytest.approx(0.055)
-    assert len(life.choices[0].tokens) == 5
+    (history,) = run(make_trace(script(0, num_tokens=40, deadline=0.055)))
+    assert not history.is_finished
+    assert history.ended == pytest.approx(0.055)
+    assert len(history.choices[0].tokens) == 5
 
 
 def test_a_recording_of_exact_workers_is_predicted_exactly() -> None:
@@ -163,7 +163,7 @@ def test_a_trace_says_again_what_was_put_into_it() -> None:
     assert cancelled.is_assumed
     assert cancelled.stops == [Stop(num_tokens=5, delay_s=0.0)]
     assert [entry.do for entry in trace.interventions] == ["add_worker_group", "cancel"]
-    assert [life.is_finished for life in trace.lives] == [True, True, False]
+    assert [history.is_finished for history in trace.histories] == [True, True, False]
     assert sum(step.size.num_rows for step in trace.steps) >= 12
 
 
@@ -177,10 +177,10 @@ def test_a_refused_request_is_put_to_other_configurations_once() -> None:
     trace = replace(trace, interventions=[join(now=0.005)])
     recorded = read_trace(record(trace, config, STEP))
     # All three come before the worker does; r1 is retried without success, and finally accepted.
-    assert len(recorded.lives) == 2
+    assert len(recorded.histories) == 2
     assert len(recorded.scripts) == 4
-    lives = run(recorded, CONFIG)
-    assert [life.number for life in lives] == [0, 1, 3]
+    histories = run(recorded, CONFIG)
+    assert [history.number for history in histories] == [0, 1, 3]
 
 
 def test_what_ends_a_deployment_is_no_part_of_the_load() -> None:
