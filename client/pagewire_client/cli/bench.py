@@ -28,7 +28,7 @@ from pagewire_client.bench import (
 )
 from pagewire_client.bench.load_generator import OnEnd, RequestRecord
 from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_client.cli.options import CONNECTION, Connection, group_of, with_options
 from pagewire_client.retry import NO_RETRIES
 
 Lines = Sequence[tuple[float, Summary]]
@@ -118,49 +118,81 @@ def _lengths(text: str) -> Lengths:
         raise typer.BadParameter(str(error)) from None
 
 
-@with_options(connection=CONNECTION)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What to measure."""
+
+    rate: list[Any] = dataclasses.field(default_factory=lambda: ["inf"])
+    """Mean arrivals per second, or `inf` for all at once; several in turn."""
+    num_requests: int = 100
+    """Requests at each rate."""
+    input_tokens: Any = "128"
+    """Tokens of a prompt."""
+    output_tokens: Any = "128"
+    """Tokens of an answer."""
+    prefix_tokens: int = 0
+    """Length of a prefix that all prompts share, in tokens."""
+    concurrency: int | None = None
+    """Most requests sent and unfinished."""
+    ttft_limit_ms: Any = "1000"
+    """Goodput: latest arrival of the first token."""
+    itl_limit_ms: Any = "100"
+    """Goodput: longest mean time between tokens."""
+    warmup: int = 2
+    """Warm-up requests, which are not counted."""
+    seed: int = 0
+    """Seed of prompts and arrival times."""
+    model: str | None = None
+    """Which of the served models."""
+
+    def workload(self, model: ModelInfo) -> Workload:
+        """The requests, all at once. Raises ValueError if one is too long for the model."""
+        workload = Workload(
+            num_requests=self.num_requests,
+            rate=math.inf,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
+            prefix_tokens=self.prefix_tokens,
+            vocab_size=model.vocab_size,
+        )
+        if workload.max_total_tokens > model.max_model_len:
+            raise ValueError(
+                "prefix_tokens, input_tokens and output_tokens together must be at most the "
+                f"model's length of {model.max_model_len}, not {workload.max_total_tokens}"
+            )
+        return workload
+
+    @property
+    def limits(self) -> Limits:
+        """The limits for goodput."""
+        return Limits(
+            first_token_s=self.ttft_limit_ms / 1000, inter_token_s=self.itl_limit_ms / 1000
+        )
+
+
+_MILLISECONDS = {"parser": _positive, "metavar": "MS"}
+_LENGTHS = {"parser": _lengths, "metavar": "N|LOW-HIGH"}
+LOAD = group_of(
+    Load,
+    {
+        "rate": {"parser": _positive, "metavar": "RATE"},
+        "num_requests": {"min": 1},
+        "input_tokens": _LENGTHS,
+        "output_tokens": _LENGTHS,
+        "prefix_tokens": {"min": 0},
+        "concurrency": {"min": 1},
+        "ttft_limit_ms": _MILLISECONDS,
+        "itl_limit_ms": _MILLISECONDS,
+        "warmup": {"min": 0},
+    },
+    has_variables=False,
+)
+
+
+@with_options(load=LOAD, connection=CONNECTION)
 def bench(
     connection: Connection,
-    rate: Annotated[
-        list[Any],
-        typer.Option(
-            parser=_positive,
-            metavar="RATE",
-            help="Mean arrivals per second, or `inf` for all at once; several in turn.",
-        ),
-    ] = ["inf"],  # noqa: B006  typer's way to say a list's default; never changed
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 100,
-    input_tokens: Annotated[
-        Any, typer.Option(parser=_lengths, metavar="N|LOW-HIGH", help="Tokens of a prompt.")
-    ] = "128",
-    output_tokens: Annotated[
-        Any, typer.Option(parser=_lengths, metavar="N|LOW-HIGH", help="Tokens of an answer.")
-    ] = "128",
-    prefix_tokens: Annotated[
-        int, typer.Option(min=0, help="Length of a prefix that all prompts share, in tokens.")
-    ] = 0,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests sent and unfinished.")
-    ] = None,
-    ttft_limit_ms: Annotated[
-        Any,
-        typer.Option(
-            parser=_positive, metavar="MS", help="Goodput: latest arrival of the first token."
-        ),
-    ] = "1000",
-    itl_limit_ms: Annotated[
-        Any,
-        typer.Option(
-            parser=_positive,
-            metavar="MS",
-            help="Goodput: longest mean time between tokens.",
-        ),
-    ] = "100",
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Warm-up requests, which are not counted.")
-    ] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
-    model: Annotated[str | None, typer.Option(help="Which of the served models.")] = None,
+    load: Load,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures to this file, as JSON.")
     ] = None,
@@ -170,85 +202,48 @@ def bench(
     Requests arrive as a Poisson process, whether or not earlier ones have finished. Ctrl-C ends the
     run and shows what was measured so far.
     """
-    limits = Limits(first_token_s=ttft_limit_ms / 1000, inter_token_s=itl_limit_ms / 1000)
-    load = _Load(
-        workload=Workload(
-            num_requests=num_requests,
-            rate=math.inf,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            prefix_tokens=prefix_tokens,
-            vocab_size=2**31,
-        ),
-        rates=rate,
-        concurrency=concurrency,
-        num_warmup=warmup,
-        seed=seed,
-    )
-    bench = _Bench(load, connection, model)
+    bench = _Bench(load, connection)
     try:
         asyncio.run(bench.run())
     finally:
-        _report(bench, limits, json_file)
+        _report(bench, json_file)
     if not any(record.is_complete for run in bench.runs for record in run.records):
         raise typer.Exit(EXIT_NONE_COMPLETE)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Load:
-    """What to measure."""
-
-    workload: Workload
-    """The workload at an infinite rate, for any vocabulary."""
-    rates: Sequence[float]
-    concurrency: int | None
-    num_warmup: int
-    seed: int
 
 
 class _Bench:
     """One run for each rate, finished or not."""
 
-    def __init__(self, load: _Load, connection: Connection, model: str | None) -> None:
+    def __init__(self, load: Load, connection: Connection) -> None:
         self.load = load
         self.runs: list[LoadRun] = []
         self.model = ModelInfo()
         self._connection = connection
-        self._name = model
 
     async def run(self) -> None:
         """All rates, one after the other."""
+        load = self.load
         # A refused request is counted, not retried.
         async with self._connection.async_client(NO_RETRIES) as client:
-            self.model = await client.get_model(self._name)
-            workload = self._fitting()
+            self.model = await client.get_model(load.model)
+            workload = load.workload(self.model)
             await self._warm_up(client, workload)
-            for index, rate in enumerate(self.load.rates):
+            for index, rate in enumerate(load.rate):
                 at_rate = dataclasses.replace(workload, rate=rate)
-                await self._run(client, at_rate, self.load.seed + index)
-
-    def _fitting(self) -> Workload:
-        """The workload in the model's vocabulary. Raises ValueError if it is too long for it."""
-        workload, most = self.load.workload, self.model.max_model_len
-        if workload.max_total_tokens > most:
-            raise ValueError(
-                "prefix_tokens, input_tokens and output_tokens together must be at most the "
-                f"model's length of {most}, not {workload.max_total_tokens}"
-            )
-        return dataclasses.replace(workload, vocab_size=self.model.vocab_size)
+                await self._run(client, at_rate, load.seed + index)
 
     async def _warm_up(self, client: AsyncClient, workload: Workload) -> None:
-        if self.load.num_warmup == 0:
+        if self.load.warmup == 0:
             return
-        few = dataclasses.replace(workload, num_requests=self.load.num_warmup)
-        target = PagewireTarget(client, self._name)
+        few = dataclasses.replace(workload, num_requests=self.load.warmup)
+        target = PagewireTarget(client, self.load.model)
         # A seed that no run has, so that no run finds these prompts in the prefix cache.
         await asyncio.gather(*(_read(target, asked) for asked in few.arrivals(self.load.seed - 1)))
 
     async def _run(self, client: AsyncClient, workload: Workload, seed: int) -> None:
         with progress_bar(workload) as on_end:
             run = LoadRun(
-                PagewireTarget(client, self._name),
+                PagewireTarget(client, self.load.model),
                 workload.arrivals(seed),
                 concurrency=self.load.concurrency,
                 on_end=on_end,
@@ -262,13 +257,13 @@ async def _read(target: PagewireTarget, arrival: Arrival) -> None:
         pass
 
 
-def _report(bench: _Bench, limits: Limits, json_file: Path | None) -> None:
+def _report(bench: _Bench, json_file: Path | None) -> None:
     """Print the table and write the file; nothing if no run was started."""
     if not bench.runs:
         return
-    load, rates = bench.load, bench.load.rates
+    load, limits = bench.load, bench.load.limits
     summaries = [Summary.of(run, limits) for run in bench.runs]
-    lines = list(zip(rates, summaries, strict=False))  # fewer if interrupted
+    lines = list(zip(load.rate, summaries, strict=False))  # fewer if interrupted
     Console().print(render_table(bench.model.name, limits, lines))
     for _, summary in lines:
         for error, count in summary.errors.items():
@@ -277,10 +272,10 @@ def _report(bench: _Bench, limits: Limits, json_file: Path | None) -> None:
         return
     figures = {
         "model": bench.model.name,
-        "num_requests": load.workload.num_requests,
-        "input_tokens": str(load.workload.input_tokens),
-        "output_tokens": str(load.workload.output_tokens),
-        "prefix_tokens": load.workload.prefix_tokens,
+        "num_requests": load.num_requests,
+        "input_tokens": str(load.input_tokens),
+        "output_tokens": str(load.output_tokens),
+        "prefix_tokens": load.prefix_tokens,
         "concurrency": load.concurrency,
         "seed": load.seed,
         "limits": dataclasses.asdict(limits),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 import typer
@@ -89,21 +90,25 @@ def _option(
     )
 
 
-def _group_of(record: type[T], metavars: Mapping[str, str]) -> OptionGroup[T]:
-    """A dataclass's fields as options; each may be given by an environment variable instead."""
+def group_of(
+    record: type[T],
+    settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    *,
+    has_variables: bool = True,
+) -> OptionGroup[T]:
+    """A dataclass's fields as options, with their docstrings as help texts.
+
+    `settings`: more arguments of `typer.Option`, by field. `has_variables`: each option may be
+    given by an environment variable instead.
+    """
     kinds, texts = get_type_hints(record), _field_docs(record)
-    parameters = tuple(
-        _option(
-            each.name,
-            kinds[each.name],
-            _default(each),
-            texts[each.name],
-            envvar=f"PAGEWIRE_{each.name.upper()}",
-            metavar=metavars.get(each.name),
-        )
-        for each in fields(record)  # type: ignore[arg-type]
-    )
-    return OptionGroup(parameters, record)
+
+    def option(each: Field[Any]) -> inspect.Parameter:
+        own: dict[str, Any] = {"envvar": f"PAGEWIRE_{each.name.upper()}"} if has_variables else {}
+        own |= settings.get(each.name, {})
+        return _option(each.name, kinds[each.name], _default(each), texts[each.name], **own)
+
+    return OptionGroup(tuple(map(option, fields(record))), record)  # type: ignore[arg-type]
 
 
 def _field_docs(record: type) -> dict[str, str]:
@@ -286,18 +291,16 @@ def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:
         name,
         envvar=f"PAGEWIRE_{flag.name.upper()}",
         show_default=False,
-        rich_help_panel=(
-            flag.services[0].capitalize() if len(flag.services) == 1 else "All services"
-        ),
+        rich_help_panel=("All services" if flag.service == "all" else flag.service.capitalize()),
     )
 
 
 _OFFERED = [each.name for each in fields(SamplingParams) if each.name not in _NO_OPTIONS]
-_FILES = dict.fromkeys((each.name for each in fields(Membership)), "FILE")
+_FILES = {each.name: {"metavar": "FILE"} for each in fields(Membership)}
 
-CONNECTION = _group_of(Connection, {})
-CORE_CONNECTION = _group_of(CoreConnection, _FILES | {"core": "ADDRESS"})
-MEMBERSHIP = _group_of(Membership, _FILES)
+CONNECTION = group_of(Connection)
+CORE_CONNECTION = group_of(CoreConnection, {**_FILES, "core": {"metavar": "ADDRESS"}})
+MEMBERSHIP = group_of(Membership, _FILES)
 SAMPLING = _sampling_group(name for name in _OFFERED if name not in _ANSWERS)
 """Of a conversation, which has one answer at a time."""
 SAMPLING_AND_ANSWERS = _sampling_group(_OFFERED)

@@ -4,13 +4,14 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from pagewire_client.cli import terminal
-from pagewire_client.cli.options import ENGINE, with_options
+from pagewire_client.cli.options import ENGINE, group_of, with_options
 from pagewire_client.connection import DEFAULT_ADDRESS
 from pagewire_client.local import LocalServices
 
@@ -20,48 +21,41 @@ _WAIT_S = 3600.0
 """On some platforms a signal cannot interrupt a wait without a timeout."""
 
 
-@with_options(engine=ENGINE)
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What to start."""
+
+    model: str = "embedded"
+    """Checkpoint directory, Hugging Face hub id, or `embedded`."""
+    listen: str = DEFAULT_ADDRESS
+    """HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports."""
+    http: str = DEFAULT_HTTP_ADDRESS
+    """Address of the OpenAI-compatible HTTP API, shared by all frontends."""
+    metrics_port: str | None = None
+    """Port of the core's /metrics for Prometheus; the frontends and then the workers use the next
+    ports."""
+    frontends: int = 1
+    """Number of frontends."""
+    workers: int = 1
+    """Number of workers."""
+
+
+DEPLOYMENT = group_of(
+    Deployment,
+    {
+        "http": {"metavar": "HOST:PORT|off"},
+        "metrics_port": {"metavar": "[HOST:]PORT"},
+        "frontends": {"min": 1},
+        "workers": {"min": 1},
+    },
+)
+
+
+@with_options(deployment=DEPLOYMENT, engine=ENGINE)
 def serve(
+    deployment: Deployment,
     engine: dict[str, Any],
     checkpoint: Annotated[str | None, typer.Argument(hidden=True)] = None,
-    *,
-    model: Annotated[
-        str,
-        typer.Option(
-            envvar="PAGEWIRE_MODEL",
-            help="Checkpoint directory, Hugging Face hub id, or `embedded`.",
-        ),
-    ] = "embedded",
-    listen: Annotated[
-        str,
-        typer.Option(
-            envvar="PAGEWIRE_LISTEN",
-            help="HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports.",
-        ),
-    ] = DEFAULT_ADDRESS,
-    http: Annotated[
-        str,
-        typer.Option(
-            envvar="PAGEWIRE_HTTP",
-            metavar="HOST:PORT|off",
-            help="Address of the OpenAI-compatible HTTP API, shared by all frontends.",
-        ),
-    ] = DEFAULT_HTTP_ADDRESS,
-    metrics_port: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PAGEWIRE_METRICS_PORT",
-            metavar="[HOST:]PORT",
-            help="Port of the core's /metrics for Prometheus; the frontends and then the workers "
-            "use the next ports.",
-        ),
-    ] = None,
-    frontends: Annotated[
-        int, typer.Option(min=1, envvar="PAGEWIRE_FRONTENDS", help="Number of frontends.")
-    ] = 1,
-    workers: Annotated[
-        int, typer.Option(min=1, envvar="PAGEWIRE_WORKERS", help="Number of workers.")
-    ] = 1,
 ) -> None:
     """Serve a model: one scheduler core, frontends and workers on this machine.
 
@@ -71,19 +65,20 @@ def serve(
     if checkpoint is not None:
         raise typer.BadParameter(f"--model names the model: pagewire serve --model {checkpoint}")
     services = LocalServices(
-        model,
+        deployment.model,
         engine_flags=engine,
-        num_frontends=frontends,
-        num_workers=workers,
-        listen=listen,
-        http=None if http == "off" else http,
-        metrics_port=None if metrics_port == "off" else metrics_port,
+        num_frontends=deployment.frontends,
+        num_workers=deployment.workers,
+        listen=deployment.listen,
+        http=None if deployment.http == "off" else deployment.http,
+        metrics_port=None if deployment.metrics_port == "off" else deployment.metrics_port,
         on_line=terminal.log_line,
     )
     with _signals_raise():
         try:
             services.start()
-            terminal.note(f"serving {model} on {', '.join(services.addresses)}", style="bold")
+            where = ", ".join(services.addresses)
+            terminal.note(f"serving {deployment.model} on {where}", style="bold")
             if services.http_address is not None:
                 url = _url(services.http_address, engine)
                 terminal.note(f"HTTP for OpenAI clients: {url}/v1")

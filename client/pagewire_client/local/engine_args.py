@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_ALL = ("worker", "scheduler", "frontend")
-
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -17,10 +15,15 @@ class Flag:
 
     name: str
     kind: type
-    services: tuple[str, ...]
+    service: str
+    """The service that takes it, or `all`."""
     help: str
     negatable: bool = False
     """A switch that also has a `--no-…` form."""
+
+    def is_for(self, service: str) -> bool:
+        """Whether a service takes it."""
+        return self.service in (service, "all")
 
     @property
     def option(self) -> str:
@@ -37,106 +40,100 @@ class Flag:
 
 
 FLAGS = (
-    Flag("revision", str, ("worker",), "Branch, tag or commit of a model on the hub."),
-    Flag("served_model_name", str, ("worker",), "Name by which clients ask for the model."),
-    Flag("device", str, ("worker",), "auto, cpu or cuda."),
-    Flag("dtype", str, ("worker",), "auto, float32, bfloat16 or float16."),
-    Flag("max_model_len", int, ("worker",), "Most tokens of prompt and output together."),
-    Flag("block_size", int, ("worker",), "Tokens per KV block."),
-    Flag("kv_cache_memory", str, ("worker",), "Memory for the KV cache, such as 4GiB."),
-    Flag("swap_space", str, ("worker",), "Host memory for swapped blocks, such as 4GiB."),
-    Flag("gpu_memory_utilization", float, ("worker",), "Share of the GPU's memory to use."),
-    Flag("load_format", str, ("worker",), "safetensors, or dummy for random weights."),
-    Flag("tensor_parallel_size", int, ("worker",), "Ranks that share each layer of the model."),
-    Flag("pipeline_parallel_size", int, ("worker",), "Stages that the layers are spread over."),
-    Flag("attention_backend", str, ("worker",), "Attention kernels to use."),
-    Flag("kv_cache_dtype", str, ("worker",), "auto, or fp8 for a byte per key and value."),
-    Flag(
-        "batch_invariant", bool, ("worker",), "Make tokens independent of the batch, on GPUs too."
-    ),
-    Flag("cuda_graphs", bool, ("worker",), "Record decode steps at start (GPUs).", True),
-    Flag("max_graph_batch_size", int, ("worker",), "Largest batch of decodes recorded."),
-    Flag("compile", bool, ("worker",), "Compile the model's layers by torch.compile (GPUs)."),
-    Flag("threads", int, ("worker",), "CPU threads of one worker."),
-    Flag("cpu_affinity", str, ("worker",), "CPUs to pin one worker's threads to, as 0,2-5."),
-    Flag("trust_remote_code", bool, ("worker",), "Run code that comes with the model."),
-    Flag("simulate", bool, ("worker",), "Simulate a worker: check plans, generate random tokens."),
-    Flag("simulate_gpu_blocks", int, ("worker",), "KV blocks on the simulated device."),
-    Flag("simulate_cpu_blocks", int, ("worker",), "KV blocks on the simulated host."),
-    Flag("simulate_vocab_size", int, ("worker",), "Vocabulary size of the simulated model."),
-    Flag(
-        "simulate_eos_token_id", int, ("worker",), "End-of-sequence token of the simulated model."
-    ),
-    Flag("simulate_step_us", float, ("worker",), "Microseconds per simulated step."),
-    Flag(
-        "simulate_token_us", float, ("worker",), "Microseconds per token of a row beyond its first."
-    ),
-    Flag("simulate_sequence_us", float, ("worker",), "Microseconds per row."),
-    Flag("simulate_block_us", float, ("worker",), "Microseconds per swapped block."),
-    Flag("max_num_seqs", int, ("scheduler",), "Most sequences in a batch."),
-    Flag("max_num_batched_tokens", int, ("scheduler",), "Most tokens computed in one step."),
+    Flag("revision", str, "worker", "Branch, tag or commit of a model on the hub."),
+    Flag("served_model_name", str, "worker", "Name by which clients ask for the model."),
+    Flag("device", str, "worker", "auto, cpu or cuda."),
+    Flag("dtype", str, "worker", "auto, float32, bfloat16 or float16."),
+    Flag("max_model_len", int, "worker", "Most tokens of prompt and output together."),
+    Flag("block_size", int, "worker", "Tokens per KV block."),
+    Flag("kv_cache_memory", str, "worker", "Memory for the KV cache, such as 4GiB."),
+    Flag("swap_space", str, "worker", "Host memory for swapped blocks, such as 4GiB."),
+    Flag("gpu_memory_utilization", float, "worker", "Share of the GPU's memory to use."),
+    Flag("load_format", str, "worker", "safetensors, or dummy for random weights."),
+    Flag("tensor_parallel_size", int, "worker", "Ranks that share each layer of the model."),
+    Flag("pipeline_parallel_size", int, "worker", "Stages that the layers are spread over."),
+    Flag("attention_backend", str, "worker", "Attention kernels to use."),
+    Flag("kv_cache_dtype", str, "worker", "auto, or fp8 for a byte per key and value."),
+    Flag("batch_invariant", bool, "worker", "Make tokens independent of the batch, on GPUs too."),
+    Flag("cuda_graphs", bool, "worker", "Record decode steps at start (GPUs).", True),
+    Flag("max_graph_batch_size", int, "worker", "Largest batch of decodes recorded."),
+    Flag("compile", bool, "worker", "Compile the model's layers by torch.compile (GPUs)."),
+    Flag("threads", int, "worker", "CPU threads of one worker."),
+    Flag("cpu_affinity", str, "worker", "CPUs to pin one worker's threads to, as 0,2-5."),
+    Flag("trust_remote_code", bool, "worker", "Run code that comes with the model."),
+    Flag("simulate", bool, "worker", "Simulate a worker: check plans, generate random tokens."),
+    Flag("simulate_gpu_blocks", int, "worker", "KV blocks on the simulated device."),
+    Flag("simulate_cpu_blocks", int, "worker", "KV blocks on the simulated host."),
+    Flag("simulate_vocab_size", int, "worker", "Vocabulary size of the simulated model."),
+    Flag("simulate_eos_token_id", int, "worker", "End-of-sequence token of the simulated model."),
+    Flag("simulate_step_us", float, "worker", "Microseconds per simulated step."),
+    Flag("simulate_token_us", float, "worker", "Microseconds per token of a row beyond its first."),
+    Flag("simulate_sequence_us", float, "worker", "Microseconds per row."),
+    Flag("simulate_block_us", float, "worker", "Microseconds per swapped block."),
+    Flag("max_num_seqs", int, "scheduler", "Most sequences in a batch."),
+    Flag("max_num_batched_tokens", int, "scheduler", "Most tokens computed in one step."),
     Flag(
         "enable_chunked_prefill",
         bool,
-        ("scheduler",),
+        "scheduler",
         "Compute long prompts in chunks, together with decodes.",
         negatable=True,
     ),
     Flag(
         "enable_prefix_caching",
         bool,
-        ("scheduler",),
+        "scheduler",
         "Reuse the KV blocks of prompts and answers with a common prefix.",
         negatable=True,
     ),
-    Flag("preemption_mode", str, ("scheduler",), "auto, swap or recompute."),
-    Flag("watermark", float, ("scheduler",), "Share of blocks kept free when admitting."),
-    Flag("pipeline_depth", int, ("scheduler",), "Steps planned ahead."),
-    Flag("max_steps_together", int, ("scheduler",), "Most steps that travel in one message."),
-    Flag("lease_ms", int, ("scheduler",), "Silence after which a worker counts as lost."),
-    Flag("step_timeout", float, ("scheduler",), "Most seconds of any step; 0 disables the limit."),
-    Flag("first_step_timeout", float, ("scheduler",), "Most seconds of the first steps of a size."),
+    Flag("preemption_mode", str, "scheduler", "auto, swap or recompute."),
+    Flag("watermark", float, "scheduler", "Share of blocks kept free when admitting."),
+    Flag("pipeline_depth", int, "scheduler", "Steps planned ahead."),
+    Flag("max_steps_together", int, "scheduler", "Most steps that travel in one message."),
+    Flag("lease_ms", int, "scheduler", "Silence after which a worker counts as lost."),
+    Flag("step_timeout", float, "scheduler", "Most seconds of any step; 0 disables the limit."),
+    Flag("first_step_timeout", float, "scheduler", "Most seconds of the first steps of a size."),
     Flag(
         "step_timeout_factor",
         float,
-        ("scheduler",),
+        "scheduler",
         "Most times longer than expected a step may take.",
     ),
-    Flag("max_queue_requests", int, ("scheduler",), "Most waiting requests."),
-    Flag("max_queue_tokens", int, ("scheduler",), "Most prompt tokens of waiting requests."),
-    Flag("policy", str, ("scheduler",), "Scheduling policy: fcfs, priority or fair."),
-    Flag("tenants", str, ("scheduler",), "File of tenants' weights and limits."),
-    Flag("isolate_tenants", bool, ("scheduler",), "Share no KV blocks between tenants.", True),
+    Flag("max_queue_requests", int, "scheduler", "Most waiting requests."),
+    Flag("max_queue_tokens", int, "scheduler", "Most prompt tokens of waiting requests."),
+    Flag("policy", str, "scheduler", "Scheduling policy: fcfs, priority or fair."),
+    Flag("tenants", str, "scheduler", "File of tenants' weights and limits."),
+    Flag("isolate_tenants", bool, "scheduler", "Share no KV blocks between tenants.", True),
     Flag(
         "max_worker_losses",
         int,
-        ("scheduler",),
+        "scheduler",
         "Worker crashes after which a request that ran there fails.",
     ),
     Flag(
         "max_outgrown_wait",
         float,
-        ("scheduler",),
+        "scheduler",
         "Seconds that requests too large for all other workers wait for a lost one.",
     ),
-    Flag("record", str, ("scheduler",), "File to record the schedule to, prompts included."),
-    Flag("record_plans", bool, ("scheduler",), "Record whole plans, not only hashes."),
-    Flag("api_keys", str, ("frontend",), "File of API keys."),
-    Flag("tls_cert", str, ("frontend",), "Certificate for clients (PEM)."),
-    Flag("tls_key", str, ("frontend",), "That certificate's key (PEM)."),
-    Flag("tls_client_ca", str, ("frontend",), "Authority of clients' certificates (PEM)."),
-    Flag("max_connections", int, ("frontend",), "Most connections of clients per frontend."),
-    Flag("max_concurrent_requests", int, ("frontend",), "Most open requests per frontend."),
-    Flag("max_tenant_requests", int, ("frontend",), "Most open requests of one tenant or call."),
-    Flag("default_timeout", float, ("frontend",), "Seconds for requests without a deadline."),
-    Flag("cluster_token_file", str, _ALL, "File of the token that the services send each other."),
-    Flag("cluster_ca", str, _ALL, "Authority of the services' certificates (PEM)."),
-    Flag("cluster_cert", str, _ALL, "The services' certificate (PEM)."),
-    Flag("cluster_key", str, _ALL, "That certificate's key (PEM)."),
-    Flag("otlp_endpoint", str, _ALL, "URL of the OTLP collector for spans of requests."),
-    Flag("log_level", str, _ALL, "debug, info, warning or error."),
-    Flag("log_format", str, _ALL, "text, or json for one object per line."),
-    Flag("grace_period", float, _ALL, "Seconds to finish requests at shutdown."),
+    Flag("record", str, "scheduler", "File to record the schedule to, prompts included."),
+    Flag("record_plans", bool, "scheduler", "Record whole plans, not only hashes."),
+    Flag("api_keys", str, "frontend", "File of API keys."),
+    Flag("tls_cert", str, "frontend", "Certificate for clients (PEM)."),
+    Flag("tls_key", str, "frontend", "That certificate's key (PEM)."),
+    Flag("tls_client_ca", str, "frontend", "Authority of clients' certificates (PEM)."),
+    Flag("max_connections", int, "frontend", "Most connections of clients per frontend."),
+    Flag("max_concurrent_requests", int, "frontend", "Most open requests per frontend."),
+    Flag("max_tenant_requests", int, "frontend", "Most open requests of one tenant or call."),
+    Flag("default_timeout", float, "frontend", "Seconds for requests without a deadline."),
+    Flag("cluster_token_file", str, "all", "File of the token that the services send each other."),
+    Flag("cluster_ca", str, "all", "Authority of the services' certificates (PEM)."),
+    Flag("cluster_cert", str, "all", "The services' certificate (PEM)."),
+    Flag("cluster_key", str, "all", "That certificate's key (PEM)."),
+    Flag("otlp_endpoint", str, "all", "URL of the OTLP collector for spans of requests."),
+    Flag("log_level", str, "all", "debug, info, warning or error."),
+    Flag("log_format", str, "all", "text, or json for one object per line."),
+    Flag("grace_period", float, "all", "Seconds to finish requests at shutdown."),
 )
 
 
@@ -153,6 +150,6 @@ def arguments(service: str, values: Mapping[str, Any]) -> list[str]:
     return [
         argument
         for flag in FLAGS
-        if service in flag.services and values.get(flag.name) is not None
+        if flag.is_for(service) and values.get(flag.name) is not None
         for argument in flag.arguments(values[flag.name])
     ]

@@ -8,21 +8,16 @@ from pagewire_client.errors import LocalServiceError
 
 _PACKAGES = ("scheduler_service", "worker_service", "conformance", "pagewire_kernels", "pagewire")
 
-# Modules whose presence shows that an extra is installed.
+_SCHEDULER = ("scheduler", "scheduler_service", "tokenizers", "grpc_health")
 _NEEDS = {
-    "worker": ("worker_service", "torch", "transformers"),
-    "simulated worker": ("worker_service", "numpy", "grpc_health", "grpc_reflection"),
-    "scheduler": ("scheduler_service", "tokenizers", "grpc_health"),
-    "frontend": ("scheduler_service", "tokenizers", "grpc_health"),
-    "replay": ("scheduler_service", "tokenizers", "grpc_health"),
+    "worker": ("worker", "worker_service", "torch", "transformers"),
+    "simulated worker": ("simulate", "worker_service", "numpy", "grpc_health", "grpc_reflection"),
+    "scheduler": _SCHEDULER,
+    "frontend": _SCHEDULER,
+    "replay": _SCHEDULER,
 }
-_EXTRAS = {
-    "worker": "worker",
-    "simulated worker": "simulate",
-    "scheduler": "scheduler",
-    "frontend": "scheduler",
-    "replay": "scheduler",
-}
+"""By program: the extra of the package that it needs, and modules whose presence shows that the
+extra is installed."""
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 
@@ -40,7 +35,7 @@ def require(*services: str) -> None:
     """Raise LocalServiceError unless the extras that these services need are installed."""
     missing = [service for service in services if not _is_installed(service)]
     if missing:
-        extras = ",".join(dict.fromkeys(_EXTRAS[service] for service in missing))
+        extras = ",".join(dict.fromkeys(_NEEDS[service][0] for service in missing))
         raise LocalServiceError(
             f"this needs the {' and the '.join(missing)}: pip install 'pagewire[{extras}]'"
         )
@@ -53,7 +48,7 @@ def kind_of_worker(*, simulate: bool) -> str:
 
 
 def _is_installed(service: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in _NEEDS[service])
+    return all(importlib.util.find_spec(module) for module in _NEEDS[service][1:])
 
 
 def environment() -> dict[str, str]:

@@ -376,7 +376,7 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     placed_by_us |= {"ray_address", "ray_cpus_per_rank", "ray_timeout"}
     for service, command in commands.items():
         theirs = set(inspect.signature(command).parameters) - placed_by_us
-        ours = {flag.name for flag in engine_args.FLAGS if service in flag.services}
+        ours = {flag.name for flag in engine_args.FLAGS if flag.is_for(service)}
         assert ours == theirs, service
 
 
