@@ -12,7 +12,7 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, launch, new_rows, recording
-from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask, describe_batch
+from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask, address, describe_batch
 
 MAX_ROWS = 128
 """Query rows of one KV head in a work item, unless the head has more for a single token."""
@@ -80,15 +80,11 @@ def describe_attention(
         head_dim=query.shape[2],
         tile_tokens=max(1, MAX_ROWS // group),
         window=sliding_window or 0,
-        sinks=_address(sinks),
-        alibi_slopes=_address(alibi_slopes),
+        sinks=address(sinks),
+        alibi_slopes=address(alibi_slopes),
         scale=scale,
         soft_cap=soft_cap or 0.0,
     )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def describe_cache_write(

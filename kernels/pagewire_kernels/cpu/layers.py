@@ -17,6 +17,7 @@ from pagewire_kernels.cpu.tasks import (
     NormTask,
     RotateTask,
     TakeTask,
+    address,
 )
 
 
@@ -137,10 +138,10 @@ class NativeLayerKernels:
             num_rows=count_address(num_rows),
             x=x.data_ptr(),
             x_stride=x.stride(0),
-            residual=_address(residual),
+            residual=address(residual),
             residual_stride=0 if residual is None else residual.stride(0),
-            weight=_address(weight),
-            bias=_address(bias),
+            weight=address(weight),
+            bias=address(bias),
             y=y.data_ptr(),
             y_stride=y.stride(0),
             size=size,
@@ -243,8 +244,8 @@ class NativeLayerKernels:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             table_stride=cos.shape[1],
-            query_norm=_address(query_norm),
-            key_norm=_address(key_norm),
+            query_norm=address(query_norm),
+            key_norm=address(key_norm),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -260,10 +261,6 @@ class NativeLayerKernels:
         kernel = self._library.kernel(f"{name}_{DTYPES[dtype]}")
         num_threads = torch.get_num_threads() if num_numbers > _SERIAL_NUMBERS else 1
         launch(kernel, task, num_threads)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _is_rows(rows: Tensor, num_rows: int, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import require
 from pagewire_kernels.cpu.native_library import Kernel, Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows
-from pagewire_kernels.cpu.tasks import GatherTask, LinearTask, PackTask
+from pagewire_kernels.cpu.tasks import GatherTask, LinearTask, PackTask, address
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""
@@ -112,7 +112,7 @@ class _Packed:
             x=rows.data_ptr(),
             x_stride=rows.stride(0),
             weight=self.address,
-            bias=None if bias is None else bias.data_ptr(),
+            bias=address(bias),
             y=y.data_ptr(),
             y_stride=y.stride(0),
             in_features=self.in_features,

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native_library import Kernel, Library, NativeStruct
-from pagewire_kernels.cpu.tasks import Batch
+from pagewire_kernels.cpu.tasks import Batch, address, int64s
 from pagewire_kernels.cpu.threads import NotRecordable
 
 _CACHE_LINE = _ALIGNMENT = 64
@@ -57,25 +57,13 @@ class Buffers:
 class ProgramStep(NativeStruct):
     """`ProgramStep` of src/program.cpp."""
 
-    _fields_ = (
-        ("kernel", ctypes.c_int64),
-        ("task", ctypes.c_int64),
-        ("item_cycles", ctypes.c_int64),
-    )
+    _fields_ = int64s("kernel task item_cycles")
 
 
 class ProgramTask(NativeStruct):
     """`ProgramTask` of src/program.cpp."""
 
-    _fields_ = (
-        ("steps", ctypes.c_int64),
-        ("num_steps", ctypes.c_int64),
-        ("state", ctypes.c_int64),
-        ("shares", ctypes.c_int64),
-        ("num_shares", ctypes.c_int64),
-        ("num_threads", ctypes.c_int64),
-        ("num_taken_over", ctypes.c_int64),
-    )
+    _fields_ = int64s("steps num_steps state shares num_shares num_threads num_taken_over")
 
 
 class Program:
@@ -235,9 +223,9 @@ def batch_of(
     if program is None:
         batch = _state.batch
         batch.num_rows = num_rows
-        batch.token_ids = 0 if token_ids is None else token_ids.data_ptr()
-        batch.positions = 0 if positions is None else positions.data_ptr()
-        batch.slot_mapping = 0 if slot_mapping is None else slot_mapping.data_ptr()
+        batch.token_ids = address(token_ids)
+        batch.positions = address(positions)
+        batch.slot_mapping = address(slot_mapping)
         return batch
     expected = (
         (token_ids, program.token_ids),

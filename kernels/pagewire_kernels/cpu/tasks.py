@@ -1,6 +1,5 @@
 """The C structures that kernels read, for ctypes. Addresses are int64; 0 is none."""
 
-import ctypes
 from ctypes import c_float, c_int64
 
 import torch
@@ -11,21 +10,22 @@ from pagewire_kernels.cpu.checks import require
 from pagewire_kernels.cpu.native_library import NativeStruct
 
 
+def int64s(names: str) -> list[tuple[str, type[c_int64]]]:
+    """Fields of these names, for `ctypes.Structure`."""
+    return [(name, c_int64) for name in names.split()]
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's numbers begin; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 class Batch(NativeStruct):
     """`pagewire::Batch` in src/batch.h."""
 
-    _fields_ = (
-        ("num_rows", c_int64),
-        ("num_seqs", c_int64),
-        ("token_ids", c_int64),
-        ("positions", c_int64),
-        ("slot_mapping", c_int64),
-        ("query_start", c_int64),
-        ("context_lens", c_int64),
-        ("block_tables", c_int64),
-        ("table_width", c_int64),
-        ("num_sampled", c_int64),
-        ("sampled", c_int64),
+    _fields_ = int64s(
+        "num_rows num_seqs token_ids positions slot_mapping query_start context_lens block_tables "
+        "table_width num_sampled sampled"
     )
 
 
@@ -44,45 +44,27 @@ def describe_batch(
             require(column.dtype == torch.int64 and column.is_contiguous(), "dense int64 columns")
     batch.num_rows = metadata.slot_mapping.shape[0]
     batch.num_seqs = metadata.context_lens.shape[0]
-    batch.token_ids = 0 if token_ids is None else token_ids.data_ptr()
-    batch.positions = 0 if positions is None else positions.data_ptr()
+    batch.token_ids = address(token_ids)
+    batch.positions = address(positions)
     batch.slot_mapping = metadata.slot_mapping.data_ptr()
     batch.query_start = metadata.query_start.data_ptr()
     batch.context_lens = metadata.context_lens.data_ptr()
     batch.block_tables = metadata.block_tables.data_ptr()
     batch.table_width = metadata.block_tables.shape[1]
     batch.num_sampled = 0 if sampled is None else sampled.shape[0]
-    batch.sampled = 0 if sampled is None else sampled.data_ptr()
+    batch.sampled = address(sampled)
 
 
 class AttentionTask(NativeStruct):
     """`pagewire::AttentionTask` in src/attention.h."""
 
     _fields_ = (
-        ("next_item", c_int64),
-        ("next_slot", c_int64),
-        ("num_slots", c_int64),
-        ("slot_bytes", c_int64),
-        ("scratch", c_int64),
-        ("batch", c_int64),
-        ("query", c_int64),
-        ("query_token_bytes", c_int64),
-        ("query_head_bytes", c_int64),
-        ("output", c_int64),
-        ("output_token_bytes", c_int64),
-        ("key_cache", c_int64),
-        ("value_cache", c_int64),
-        ("block_bytes", c_int64),
-        ("token_bytes", c_int64),
-        ("head_bytes", c_int64),
-        ("block_size", c_int64),
-        ("num_kv_heads", c_int64),
-        ("group", c_int64),
-        ("head_dim", c_int64),
-        ("tile_tokens", c_int64),
-        ("window", c_int64),
-        ("sinks", c_int64),
-        ("alibi_slopes", c_int64),
+        *int64s(
+            "next_item next_slot num_slots slot_bytes scratch batch query query_token_bytes "
+            "query_head_bytes output output_token_bytes key_cache value_cache block_bytes "
+            "token_bytes head_bytes block_size num_kv_heads group head_dim tile_tokens window "
+            "sinks alibi_slopes"
+        ),
         ("scale", c_float),
         ("soft_cap", c_float),
     )
@@ -91,51 +73,25 @@ class AttentionTask(NativeStruct):
 class CacheWriteTask(NativeStruct):
     """`CacheWriteTask` in src/cache_write.cpp."""
 
-    _fields_ = (
-        ("next_item", c_int64),
-        ("batch", c_int64),
-        ("key", c_int64),
-        ("value", c_int64),
-        ("key_row_bytes", c_int64),
-        ("value_row_bytes", c_int64),
-        ("key_cache", c_int64),
-        ("value_cache", c_int64),
-        ("block_bytes", c_int64),
-        ("token_bytes", c_int64),
-        ("block_size", c_int64),
-        ("copied_bytes", c_int64),
+    _fields_ = int64s(
+        "next_item batch key value key_row_bytes value_row_bytes key_cache value_cache block_bytes "
+        "token_bytes block_size copied_bytes"
     )
 
 
 class BlockCopyTask(NativeStruct):
     """`BlockCopyTask` in src/block_copy.cpp."""
 
-    _fields_ = (
-        ("next_item", c_int64),
-        ("num_threads", c_int64),
-        ("source", c_int64),
-        ("target", c_int64),
-        ("pairs", c_int64),
-        ("num_pairs", c_int64),
-        ("block_bytes", c_int64),
-    )
+    _fields_ = int64s("next_item num_threads source target pairs num_pairs block_bytes")
 
 
 class NormTask(NativeStruct):
     """`NormTask` of src/layers.h."""
 
     _fields_ = (
-        ("next_item", c_int64),
-        ("num_rows", c_int64),
-        ("x", c_int64),
-        ("x_stride", c_int64),
-        ("residual", c_int64),
-        ("residual_stride", c_int64),
-        ("weight", c_int64),
-        ("bias", c_int64),
-        ("y", c_int64),
-        ("y_stride", c_int64),
-        ("size", c_int64),
+        *int64s(
+            "next_item num_rows x x_stride residual residual_stride weight bias y y_stride size"
+        ),
         ("eps", c_float),
     )
 
@@ -143,78 +99,33 @@ class NormTask(NativeStruct):
 class ActivationTask(NativeStruct):
     """`ActivationTask` of src/layers.h."""
 
-    _fields_ = (
-        ("next_item", c_int64),
-        ("num_rows", c_int64),
-        ("x", c_int64),
-        ("x_stride", c_int64),
-        ("y", c_int64),
-        ("y_stride", c_int64),
-        ("size", c_int64),
-        ("activation", c_int64),
-    )
+    _fields_ = int64s("next_item num_rows x x_stride y y_stride size activation")
 
 
 class TakeTask(NativeStruct):
     """`TakeTask` of src/layers.h."""
 
-    _fields_ = (
-        ("next_item", c_int64),
-        ("num_rows", c_int64),
-        ("indices", c_int64),
-        ("table", c_int64),
-        ("table_row_bytes", c_int64),
-        ("y", c_int64),
-        ("y_row_bytes", c_int64),
-        ("row_bytes", c_int64),
-        ("table_rows", c_int64),
+    _fields_ = int64s(
+        "next_item num_rows indices table table_row_bytes y y_row_bytes row_bytes table_rows"
     )
 
 
 class LargestTask(NativeStruct):
     """`LargestTask` of src/layers.h."""
 
-    _fields_ = (
-        ("next_item", c_int64),
-        ("num_rows", c_int64),
-        ("x", c_int64),
-        ("x_stride", c_int64),
-        ("size", c_int64),
-        ("place", c_int64),
-        ("value", c_int64),
-    )
+    _fields_ = int64s("next_item num_rows x x_stride size place value")
 
 
 class RotateTask(NativeStruct):
     """`RotateTask` of src/layers.h."""
 
     _fields_ = (
-        ("next_item", c_int64),
-        ("batch", c_int64),
-        ("query", c_int64),
-        ("key", c_int64),
-        ("value", c_int64),
-        ("query_stride", c_int64),
-        ("query_head_stride", c_int64),
-        ("key_stride", c_int64),
-        ("key_head_stride", c_int64),
-        ("value_stride", c_int64),
-        ("value_head_stride", c_int64),
-        ("key_cache", c_int64),
-        ("value_cache", c_int64),
-        ("block_stride", c_int64),
-        ("slot_stride", c_int64),
-        ("cache_head_stride", c_int64),
-        ("block_size", c_int64),
-        ("cos", c_int64),
-        ("sin", c_int64),
-        ("table_stride", c_int64),
-        ("query_norm", c_int64),
-        ("key_norm", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("half", c_int64),
+        *int64s(
+            "next_item batch query key value query_stride query_head_stride key_stride "
+            "key_head_stride value_stride value_head_stride key_cache value_cache block_stride "
+            "slot_stride cache_head_stride block_size cos sin table_stride query_norm key_norm "
+            "num_heads num_kv_heads head_dim half"
+        ),
         ("eps", c_float),
     )
 
@@ -222,45 +133,19 @@ class RotateTask(NativeStruct):
 class PackTask(NativeStruct):
     """`PackTask` of src/linear.h."""
 
-    _fields_ = (
-        ("next_item", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("weight_stride", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("num_parts", ctypes.c_int64),
-    )
+    _fields_ = int64s("next_item weight weight_stride packed in_features out_features num_parts")
 
 
 class LinearTask(NativeStruct):
     """`LinearTask` of src/linear.h."""
 
-    _fields_ = (
-        ("next_item", ctypes.c_int64),
-        ("num_threads", ctypes.c_int64),
-        ("num_rows", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("y_stride", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("activation", ctypes.c_int64),
+    _fields_ = int64s(
+        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
+        "activation"
     )
 
 
 class GatherTask(NativeStruct):
     """`GatherTask` of src/linear.h."""
 
-    _fields_ = (
-        ("next_item", ctypes.c_int64),
-        ("batch", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("y_stride", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-    )
+    _fields_ = int64s("next_item batch packed y y_stride in_features out_features")
