@@ -5,17 +5,17 @@ the device already has is gathered by row (`device_rows.py`). Sampled tokens sta
 where the next step finds them, and are copied to the host in the background (`in_flight_step.py`).
 A batch of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
 
-What the host has to know before a launch is listed here only:
+A launch waits for the host to know tokens only in these cases:
 
 | a plan with | waits for |
 | --- | --- |
-| a fork | the tokens of its parent, which it takes over |
+| a fork | the tokens of its parent, which it inherits |
 | bad words of several tokens | the tokens of the sequences that have them |
 | more penalties than the device counts for (`device_sampler.py`) | the same |
-| constraints | the tokens of the sequences that have them, but only once its forward pass is
-  launched, which the device computes meanwhile |
-| candidates, chosen tokens, prompt log probabilities | every step launched before; and is itself
-  computed on the host (`model_runner.py`), which waits for the device |
+| constraints | the tokens of the sequences that have them, but only after its own forward pass is
+  launched, which the device computes at the same time |
+| candidates, chosen tokens, prompt log probabilities | every step launched before; the step itself
+  is computed on the host (`model_runner.py`), which waits for the device |
 """
 
 from collections import deque
@@ -171,7 +171,7 @@ class StepLaunch:
 
 
 class DeviceSteps:
-    """Launches steps over one cache, ahead of the results of those before."""
+    """Launches steps over one cache before the results of earlier ones are known."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class DeviceSteps:
             self._state.penalties.note(row_id, table.sampling)
 
     def can_launch(self, plan: StepPlan, rows: StepRows, table: SequenceTable) -> bool:
-        """Whether a step can run ahead, or the host has to compute it; see the module's table."""
+        """Whether a step can be launched ahead; if not, the host computes it."""
         row_ids = rows.row_ids[rows.computes]
         if len(row_ids) == 0 or len(plan.appended_tokens):
             return False
@@ -284,7 +284,7 @@ class DeviceSteps:
         return self._spare.pop() if self._spare else StepBuffers(self._device)
 
     def _row_ids_to_read(self, row_ids: Int64Array, table: SequenceTable) -> Int64Array:
-        """Those of the sequences whose tokens the host has to know before it edits their logits."""
+        """The sequences whose tokens the host must know before it edits their logits."""
         edits, counted = table.sampling.edits, self._state.penalties
         reading = [
             row_id
@@ -298,8 +298,8 @@ class DeviceSteps:
 
 
 def _masks_of(row_ids: Int64Array, sequences: SequenceState) -> MaskedRows | None:
-    """What constraints allow. Waits for the tokens that the steps before sample in constrained
-    rows; the device computes the forward pass launched last meanwhile."""
+    """Masks of constraints. Waits for the pending tokens of constrained rows, while the device
+    computes the forward pass launched last."""
     if sequences.masks is None:
         return None
     constrained = [row_id for _, row_id in sequences.masks.constrained(row_ids)]

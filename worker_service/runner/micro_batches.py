@@ -13,7 +13,7 @@ That needs two plans at the worker, which the core's pipelining provides.
 The slowest part sets the pace, so parts are even in tokens. A prompt's tokens are all known, and
 may be cut into pieces that follow one another in the order of the parts; the last of them samples.
 A piece beyond the sequence's own part has a price: that part of the next plan, in which it decodes
-for the first time, waits for the token. So what samples fills its own part first, then those
+for the first time, waits for the token. So a row that samples fills its own part first, then those
 before it, and only then those after it.
 """
 

@@ -248,7 +248,7 @@ class ModelRunner:
     def _fail(
         self, outcome: StepOutcome, rows: StepRows, failed: Iterable[int], reason: RowErrorReason
     ) -> None:
-        """End some rows; their sequences stand still until they are forgotten."""
+        """Fail some rows; their sequences compute nothing more until they are forgotten."""
         for row in failed:
             outcome.errors[row] = reason
             self._sequences.table.fail(int(rows.row_ids[row]), reason)

@@ -225,7 +225,7 @@ class SequenceTable:
         return list(self._row_id_of.values())
 
     def output(self, row_id: int) -> Int32Array:
-        """A sequence's output tokens so far, unknown ones among them."""
+        """A sequence's output tokens so far, including unknown ones."""
         return self.token_ids[row_id, self.num_prompt_tokens[row_id] : self.num_tokens[row_id]]
 
     def edited_rows(self, row_ids: Int64Array) -> list[EditedRow]:
