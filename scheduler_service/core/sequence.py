@@ -24,15 +24,15 @@ from scheduler_service.core.tenants import TenantUsage
 
 @dataclass(slots=True, eq=False)
 class RoutingState:
-    """What the router remembers of a request while it is in no worker group."""
+    """The router's state of a request that is in no worker group."""
 
     awaits: str | None = None
-    """Id of the worker group that keeps its room for it."""
+    """Id of the worker group whose capacity is reserved for it."""
     until_us: int | None = None
-    """Until when it may wait for a worker group although another would take it."""
+    """End of its wait for a worker group although another one has capacity."""
     refusals: dict[str, int] = field(default_factory=dict)
-    """Ids of worker groups that had no room for it, and how often each had changed by then: they
-    need not be looked at before they change again, or the request does."""
+    """Ids of worker groups that had no room for it, and their `num_changes` at that time: they are
+    not asked again before that number, or the request, has changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +51,10 @@ class Frontend:
 
 
 class SequenceStatus(IntEnum):
-    """Where a sequence stands; everything from FINISHED_STOPPED on is final."""
+    """The state of a sequence; all states from FINISHED_STOPPED on are final."""
 
     WAITING = 0
-    """For its first place in a batch, or a new one after a preemption or a worker's loss."""
+    """Waiting for a place in a batch, initially or after a preemption or a worker's loss."""
     RUNNING = 1
     """In a worker group's batch, with blocks on the device."""
     SWAPPED = 2
@@ -72,11 +72,11 @@ class SequenceStatus(IntEnum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether this is final."""
+        """Whether this state is final."""
         return self >= SequenceStatus.FINISHED_STOPPED
 
 
-# A sampled token whose value is still on its way counts in `length`, so that the next step can be
+# A sampled token whose value is still in flight counts in `length`, so that the next step can be
 # planned before the last one's result is in: the worker feeds its own token forward.
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -90,37 +90,37 @@ class Sequence:
     seq_group: SequenceGroup
     choice_index: int
     handle: int
-    """What its frontend calls it."""
+    """Its frontend's number for it."""
     stop_token_ids: frozenset[int]
     order: tuple[tuple[int, ...], int]
     """Place among running sequences: its group's rank, then the choice; the last is preempted."""
     length: int
-    """Tokens it has, those sampled but not yet known included."""
+    """Number of its tokens, including those sampled but not yet known."""
     seq_id: int = 0
-    """Its number for workers, and in logs; given when its request is accepted."""
+    """Its number for workers and in logs; assigned when its request is accepted."""
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     max_output_tokens: int = 0
     """Output tokens at which it ends; set when its group is placed in a worker group."""
     num_computed: int = 0
-    """Tokens whose computation is planned, or was not needed; kept while it prefills only."""
+    """Tokens whose computation is planned, or was not needed; used only while it prefills."""
     first_step_id: int = 0
-    """The step in which it entered the batch the last time."""
+    """The step in which it last entered the batch."""
     is_prefilled: bool = False
-    """Whether the result of the step is in that completed its prefill."""
+    """Whether the result of the last step of its prefill is in."""
     num_offered_blocks: int = 0
     """Blocks of its table that were offered to the prefix cache, or found in it."""
     block_keys: dict[int, list[BlockKey]] = field(default_factory=dict)
     """Keys of its first full blocks, by block size, which may differ among worker groups."""
     reserved_length: int = 0
-    """The length up to which it decodes without a question to the block manager: its last block's
-    end, less where that block is shared and must be copied first, or where the output ends."""
+    """The length up to which it can decode without asking the block manager: the end of its last
+    block, or less if that block is shared and must be copied first, or if the output ends."""
     forks: list[Sequence] = field(default_factory=list)
-    """Choices that start from this one's last prompt token, or sequences that no beam of its group
-    is held by. Until they fork from it they are RUNNING, that is, they have their places in the
-    batch, but the worker does not know them."""
+    """Choices that start from this one's last prompt token, or idle sequences of a beam search.
+    Until they fork from it they are RUNNING, that is, they have places in the batch, but the
+    worker does not know them."""
     frontend: Frontend = field(init=False)
-    """Its group's: a delivered token then needs no look at the group, which is cold memory."""
+    """Its group's; kept here so that delivering a token does not touch the group's memory."""
 
     tenant: TenantUsage = field(init=False)
     """Its group's, for the same reason."""
@@ -131,16 +131,16 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens whose values are known."""
+        """Number of tokens whose values are known."""
         return self.seq_group.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_in_flight(self) -> int:
-        """Sampled tokens whose values are on their way."""
+        """Number of sampled tokens whose values are in flight."""
         return self.length - self.num_known
 
     def known_tokens(self, start: int, end: int) -> list[int]:
-        """The values of its tokens from `start` on and before `end`."""
+        """The values of its tokens from `start` to `end`, exclusive."""
         num_prompt_tokens = self.seq_group.num_prompt_tokens
         first, last = start - num_prompt_tokens, end - num_prompt_tokens
         if first >= 0:
@@ -149,17 +149,17 @@ class Sequence:
         return [*self.seq_group.request.prompt_token_ids[start:end], *output]
 
     def live_forks(self) -> list[Sequence]:
-        """Choices that are still to start from this one."""
+        """The forks that are still in the batch."""
         return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
 
     # Transitions; nothing outside this module assigns a sequence's fields.
 
     def register(self, seq_id: int) -> None:
-        """Take the number by which workers and logs know it: its request is accepted."""
+        """Set the number by which workers and logs identify it: its request is accepted."""
         self.seq_id = seq_id
 
     def limit_output(self, max_tokens: int) -> None:
-        """Take the limit on output tokens in the worker group in which it is placed."""
+        """Set the limit on output tokens that holds in its worker group."""
         self.max_output_tokens = max_tokens
 
     def enter_batch(self) -> None:
@@ -173,12 +173,13 @@ class Sequence:
         self.num_offered_blocks = num_cached_blocks
 
     def advance_prefill(self, num_tokens: int) -> bool:
-        """Count tokens as computed; whether these were the last."""
+        """Count tokens as computed; return whether these were the last."""
         self.num_computed += num_tokens
         return self.num_computed == self.length
 
     def confirm_prefill(self, *, is_complete: bool) -> None:
-        """Note the result of a prefill step; incomplete: decoded blocks must not be found."""
+        """Note the result of a prefill step; until it is complete, decoded blocks are not offered
+        to the prefix cache."""
         self.is_prefilled = is_complete
 
     def offer_blocks(self, num_blocks: int) -> None:
@@ -208,11 +209,11 @@ class Sequence:
         del self.output_token_ids[num_tokens:]
 
     def hold_forks(self, forks: list[Sequence]) -> None:
-        """Keep sequences that will fork from this one, or that hold no beam."""
+        """Set the sequences that will fork from this one, or that hold no beam."""
         self.forks = forks
 
     def release_forks(self) -> list[Sequence]:
-        """Give up the forks; those that are still in the batch."""
+        """Remove and return the forks that are still in the batch."""
         forks, self.forks = self.live_forks(), []
         return forks
 
@@ -231,19 +232,19 @@ class Sequence:
         self.length = self.num_known
 
     def drop_beam(self) -> None:
-        """Hold no beam: only the prompt is left."""
+        """Give up the beam; only the prompt is left."""
         self.output_token_ids = []
         self.block_keys = {}
         self.is_prefilled = False
         self.length = self.num_known
 
     def swap_in(self) -> None:
-        """Come back from the host with all but the last token computed."""
+        """Return from host memory with all but the last token computed."""
         self.num_computed = self.length - 1
         self.is_prefilled = True
 
     def rejoin(self, step_id: int) -> None:
-        """Get rows from this step on, whose blocks were not ready when it entered the batch."""
+        """Get rows from this step on; its blocks were not ready when it entered the batch."""
         self.first_step_id = step_id
 
     def swap_out(self) -> None:
@@ -251,11 +252,11 @@ class Sequence:
         self._leave_batch(SequenceStatus.SWAPPED)
 
     def preempt(self) -> None:
-        """Leave the batch, or host memory, to be computed again."""
+        """Leave the batch or host memory, to be recomputed."""
         self._leave_batch(SequenceStatus.WAITING)
 
     def restart(self) -> None:
-        """Wait to be computed again without the tokens in flight: their worker is lost."""
+        """Wait to be recomputed, without the tokens in flight: the worker is lost."""
         self.preempt()
         self.length = self.num_known
 
@@ -305,7 +306,7 @@ class SequenceGroup:
     tenant: TenantUsage
     frontend: Frontend
     rank: tuple[int, ...]
-    """The policy's order among groups, the lowest is served first; no two are equal."""
+    """The policy's order of groups; the lowest is served first, and no two are equal."""
     clock: RequestClock
     sequences: list[Sequence] = field(default_factory=list)
     """One per choice, in order; in a beam search one per beam."""
@@ -315,29 +316,29 @@ class SequenceGroup:
     num_running: int = 0
     """Sequences that are RUNNING."""
     num_worker_losses: int = 0
-    """Times that a worker was computing it and died."""
+    """Number of workers that died while they were computing it."""
     suspect_length: int = 0
-    """Tokens up to which it is a suspect: see `is_suspect`."""
+    """The length up to which it is a suspect; see `is_suspect`."""
     prompt_logprobs_start: int = 0
-    """Prompt position up to which log probabilities were delivered; 0 if none were."""
+    """Prompt position up to which log probabilities were delivered; 0: none yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when it was first in a batch."""
     is_placed: bool = False
     """Whether it is in a worker group."""
     is_ahead: bool = False
-    """Whether it was placed there ahead of others, at whose expense it may find room."""
+    """Whether it was routed there because it may preempt others to find room."""
     routing: RoutingState = field(default_factory=RoutingState)
-    """What the router knows of it while it is in no worker group."""
+    """The router's state while it is in no worker group."""
     outgrown_tokens: int = 0
-    """Tokens of the largest KV cache that it was too large for: it goes to larger ones only."""
+    """Tokens of the largest KV cache that it has outgrown: only larger ones fit."""
     num_reserved_blocks: int = 0
-    """What its tenant may not give to others while it is in a worker group."""
+    """KV blocks that count against its tenant's limit while it is in a worker group."""
     is_charged: bool = False
-    """Whether its prompt is in its tenant's account."""
+    """Whether its prompt was charged to its tenant's account."""
     has_begun: bool = False
     """Whether it has ever been in a batch."""
     arithmetic: str = ""
-    """Arithmetic of the worker group that it was last placed in; empty if unknown."""
+    """Arithmetic of its latest worker group; empty if unknown."""
     error: Exception | None = None
     """Why it failed, if it did."""
     num_prompt_tokens: int = field(init=False)
@@ -348,23 +349,22 @@ class SequenceGroup:
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether its sequences can go on only together, so that they leave the batch together,
-        too: those of a beam search."""
+        """Whether it is a beam search: its sequences advance and leave the batch only together."""
         return self.beams is not None
 
     @property
     def patience_us(self) -> int:
-        """How long its tokens may wait on their way. A beam search goes on with them only."""
+        """How long its tokens may be held back; a beam search cannot advance without them."""
         return 0 if self.is_lockstep else self.request.max_hold_us
 
     @property
     def longest(self) -> Sequence:
-        """Its unfinished sequence with the most known tokens, the first of them."""
+        """Its unfinished sequence with the most known tokens; the first if several have."""
         return max(self.unfinished(), key=lambda seq: seq.num_known)
 
     @property
     def max_known_tokens(self) -> int:
-        """Tokens of its longest unfinished sequence: what a worker must at least hold."""
+        """Known tokens of its longest unfinished sequence, which a worker must be able to hold."""
         return self.longest.num_known
 
     @property
@@ -378,7 +378,7 @@ class SequenceGroup:
         return self.has_output and self.arithmetic not in ("", capacity.arithmetic)
 
     def enter(self, capacity: WorkerGroupCapacity) -> bool:
-        """Note the arithmetic of the worker group that takes it. Whether exactness is given up."""
+        """Note the arithmetic of its new worker group; return whether exactness is given up."""
         is_inexact = self.is_inexact_in(capacity)
         self.clock.timings.num_inexact_recoveries += is_inexact
         self.arithmetic = capacity.arithmetic
@@ -386,18 +386,18 @@ class SequenceGroup:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether another worker's death would fail it, and it has not come further than it was at
-        the last one. Computed alone, it can neither hide behind others nor be taken for them."""
+        """Whether another worker's death would fail it, and it has not passed the point that it had
+        reached at the last one. It is then computed without other suspects."""
         return self.suspect_length > 0 and self.suspect_length > min(
             seq.num_known for seq in self.going_on()
         )
 
     def choices(self) -> list[Sequence]:
-        """Those that its frontend has handles of."""
+        """The sequences for which its frontend has handles."""
         return self.sequences[: self.request.num_choices]
 
     def note(self, event: RequestEvent, now_us: int) -> None:
-        """Add to its timeline, with the tokens that its longest sequence has."""
+        """Add an event to its timeline, with the number of tokens of its longest sequence."""
         num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
         self.clock.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
@@ -409,19 +409,18 @@ class SequenceGroup:
         return self.num_unfinished * -(-num_tokens // capacity.block_size)
 
     def fits(self, capacity: WorkerGroupCapacity) -> bool:
-        """Whether its sequences can be computed in a worker group, one by one at least."""
+        """Whether a worker group can compute its sequences, at least one at a time."""
         is_in_model = self.num_prompt_tokens < capacity.max_model_len
         is_allowed = self.tenant.may_ever_hold(self.most_blocks(capacity))
         num_tokens = max(self.max_known_tokens, self.outgrown_tokens + 1)
         return is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
 
     def max_length(self, capacity: WorkerGroupCapacity) -> int:
-        """Tokens that its sequences may come to have in a worker group's model, as far as they were
-        asked for."""
+        """Most tokens that it asks for and that a worker group's model allows."""
         return min(self.num_prompt_tokens + self.request.max_tokens, capacity.max_model_len)
 
     def reach(self, capacity: WorkerGroupCapacity) -> int:
-        """The most tokens that one of its sequences can come to have in a worker group, alone."""
+        """Most tokens that one of its sequences can reach in a worker group's cache, if alone."""
         return min(self.max_length(capacity), capacity.num_cache_tokens + 1)
 
     def unfinished(self) -> Iterator[Sequence]:
@@ -429,21 +428,21 @@ class SequenceGroup:
         return (seq for seq in self.sequences if not seq.status.is_finished)
 
     def going_on(self) -> Iterable[Sequence]:
-        """The same, but for those that no beam is held by: they have come nowhere."""
+        """Its unfinished sequences without the idle ones of a beam search."""
         return self.unfinished() if self.beams is None else self.beams.held
 
     def end(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Note that one of its sequences, which must not be running, has ended."""
+        """End one of its sequences, which must not be running."""
         seq.finish(status)
         self.num_unfinished -= 1
-        self.routing.refusals.clear()  # what is left of it may find room
+        self.routing.refusals.clear()  # its other sequences may find room
 
     def waiting(self) -> list[Sequence]:
         """Its sequences that wait for a place in a batch."""
         return [seq for seq in self.sequences if seq.status is SequenceStatus.WAITING]
 
     def running(self) -> list[Sequence]:
-        """Its sequences that are in the batch."""
+        """Its sequences in the batch."""
         return [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
 
     def swapped(self) -> list[Sequence]:
@@ -455,7 +454,7 @@ class SequenceGroup:
         assert self.num_unfinished == len(list(self.unfinished())) > 0
         assert self.num_running == len(self.running())
         assert (self.clock.phase is RequestPhase.RUNNING) == (self.num_running > 0)
-        assert not (self.num_running and self.swapped()), "what leaves and returns does so together"
+        assert not (self.num_running and self.swapped()), "swapped out and in only together"
         for seq in self.unfinished():
             assert seq.num_in_flight >= 0
             assert len(seq.output_token_ids) <= self.request.max_tokens

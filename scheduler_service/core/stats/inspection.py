@@ -1,7 +1,7 @@
-"""A close look at the core's state, for status pages: requests one by one, memory block by block.
+"""The core's state in detail, for status pages: requests one by one, memory block by block.
 
-A request's snapshot shows where it stands and what happened to it, not its text. Snapshots are
-taken on demand, and once when a request ends. Taking one changes nothing.
+A request's snapshot shows its state and its events, not its text. Snapshots are taken on demand,
+and once when a request ends. Taking one changes nothing.
 """
 
 from collections import deque
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus, request_number
@@ -19,7 +18,7 @@ _FAILED = (SequenceStatus.FINISHED_ERROR, SequenceStatus.FINISHED_IGNORED)
 
 
 class RequestState(IntEnum):
-    """Where a request stands; the numbers are those of the contract (`status.proto`)."""
+    """A request's state; numbered as in `status.proto`."""
 
     QUEUED = 1
     PREFILLING = 2
@@ -56,35 +55,8 @@ class RequestSnapshot:
     ended_us: int = 0
     error_reason: str = ""
     block_tables: list[list[int]] = field(default_factory=list)
-    """Of the sequences that have one on the device."""
+    """One for each sequence with blocks on the device."""
     host_block_tables: list[list[int]] = field(default_factory=list)
-
-
-def snapshot_live(
-    seq_group: SequenceGroup, worker_group_id: str, *, prefills: bool
-) -> RequestSnapshot:
-    """A live request. `prefills`: whether it has tokens to compute besides its newest ones."""
-    return _snapshot(seq_group, _live_state(seq_group, prefills=prefills), worker_group_id)
-
-
-def snapshot_ended(seq_group: SequenceGroup, now_us: int) -> RequestSnapshot:
-    """A request whose sequences have all ended."""
-    snapshot = _snapshot(
-        seq_group, _end_state(seq_group), next(reversed(seq_group.clock.timeline.placements), "")
-    )
-    snapshot.ended_us = now_us
-    if seq_group.error is not None:
-        snapshot.error_reason = getattr(seq_group.error, "reason", "")
-    return snapshot
-
-
-def add_tables(snapshot: RequestSnapshot, seq_group: SequenceGroup, blocks: BlockManager) -> None:
-    """Add the block tables that a live request's sequences have."""
-    for seq in seq_group.sequences:
-        if blocks.holds(seq.seq_id):
-            snapshot.block_tables.append(blocks.table(seq.seq_id))
-        elif seq.status is SequenceStatus.SWAPPED:
-            snapshot.host_block_tables.append(blocks.host_table(seq.seq_id))
 
 
 def _snapshot(
@@ -112,9 +84,9 @@ def _snapshot(
     )
 
 
-def _live_state(seq_group: SequenceGroup, *, prefills: bool) -> RequestState:
+def _live_state(seq_group: SequenceGroup, *, is_prefilling: bool) -> RequestState:
     if seq_group.num_running:
-        return RequestState.PREFILLING if prefills else RequestState.DECODING
+        return RequestState.PREFILLING if is_prefilling else RequestState.DECODING
     if any(seq.status is SequenceStatus.SWAPPED for seq in seq_group.sequences):
         return RequestState.SWAPPED
     return {
@@ -134,34 +106,34 @@ def _end_state(seq_group: SequenceGroup) -> RequestState:
 
 
 MAX_ENDED = 64
-"""Requests that have ended which are remembered."""
+"""Number of ended requests that are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectionDetail:
-    """What is looked at."""
+    """What an inspection includes."""
 
     include_requests: bool = False
     include_blocks: bool = False
     max_requests: int = 256
-    """The most live requests."""
+    """Most live requests that are listed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inspection:
-    """What was asked for; the rest is empty."""
+    """The requested details; the rest is empty."""
 
     requests: list[RequestSnapshot] = field(default_factory=list)
-    """Live ones: those that run, then those swapped out, then those that wait."""
+    """Live requests: first running, then swapped-out, then waiting ones."""
     num_unlisted_requests: int = 0
     ended_requests: list[RequestSnapshot] = field(default_factory=list)
-    """The last one last."""
+    """The latest to end is last."""
     block_maps: dict[str, tuple[BlockMap, BlockMap]] = field(default_factory=dict)
     """By worker group: device and host."""
 
 
 class Inspector:
-    """Looks at a core's parts; remembers the last requests that ended."""
+    """Takes snapshots of live requests, and remembers the last requests that ended."""
 
     def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
         self._schedulers = schedulers
@@ -169,10 +141,14 @@ class Inspector:
 
     def note_end(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Remember a request whose sequences have all ended."""
-        self._ended.append(snapshot_ended(seq_group, now_us))
+        last_worker_group_id = next(reversed(seq_group.clock.timeline.placements), "")
+        snapshot = _snapshot(seq_group, _end_state(seq_group), last_worker_group_id)
+        snapshot.ended_us = now_us
+        snapshot.error_reason = getattr(seq_group.error, "reason", "")
+        self._ended.append(snapshot)
 
     def look(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
-        """What there is to see; `seq_groups` are all that are live, the longest accepted first."""
+        """The requested details; `seq_groups` are all live groups, in the order of acceptance."""
         inspection = Inspection()
         if detail.include_blocks:
             inspection.block_maps = {
@@ -186,7 +162,7 @@ class Inspector:
     def _add_requests(
         self, inspection: Inspection, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail
     ) -> None:
-        ordered = _in_order(seq_groups)
+        ordered = sorted(seq_groups, key=lambda g: 0 if g.num_running else 1 if g.swapped() else 2)
         places = {seq_group: s for s in self._schedulers.values() for seq_group in s.seq_groups}
         prefilling = {
             seq_group for s in self._schedulers.values() for seq_group in s.prefilling_seq_groups()
@@ -194,21 +170,14 @@ class Inspector:
         for seq_group in ordered[: detail.max_requests]:
             scheduler = places.get(seq_group)
             worker_group_id = scheduler.capacity.worker_group_id if scheduler is not None else ""
-            snapshot = snapshot_live(seq_group, worker_group_id, prefills=seq_group in prefilling)
+            state = _live_state(seq_group, is_prefilling=seq_group in prefilling)
+            snapshot = _snapshot(seq_group, state, worker_group_id)
             if scheduler is not None and detail.include_blocks:
-                add_tables(snapshot, seq_group, scheduler.blocks)
+                for seq in seq_group.sequences:
+                    if scheduler.blocks.holds(seq.seq_id):
+                        snapshot.block_tables.append(scheduler.blocks.table(seq.seq_id))
+                    elif seq.status is SequenceStatus.SWAPPED:
+                        snapshot.host_block_tables.append(scheduler.blocks.host_table(seq.seq_id))
             inspection.requests.append(snapshot)
         inspection.num_unlisted_requests = len(ordered) - len(inspection.requests)
         inspection.ended_requests = list(self._ended)
-
-
-def _in_order(seq_groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-    running: list[SequenceGroup] = []
-    swapped: list[SequenceGroup] = []
-    waiting: list[SequenceGroup] = []
-    for seq_group in seq_groups:
-        if seq_group.num_running:
-            running.append(seq_group)
-        else:
-            (swapped if seq_group.swapped() else waiting).append(seq_group)
-    return [*running, *swapped, *waiting]

@@ -15,9 +15,9 @@ NUM_BUCKETS = 96
 
 
 class LatencyHistogram:
-    """Numbers by bucket: bucket i holds what took up to `FIRST_BOUND_US * GROWTH**i`.
+    """Counts by bucket: bucket i counts durations up to `FIRST_BOUND_US * GROWTH**i`.
 
-    They only grow, so that a reader takes the difference of any two readings for the time between.
+    Counts only grow, so the difference of two readings describes the time between them.
     """
 
     __slots__ = ("counts",)
@@ -34,7 +34,7 @@ class LatencyHistogram:
 
 
 def summed(histograms: Iterable[LatencyHistogram]) -> list[int]:
-    """The counts of several together."""
+    """The sum of several histograms' counts."""
     none = [0] * NUM_BUCKETS
     return [sum(bucket) for bucket in zip(none, *(h.counts for h in histograms), strict=True)]
 
@@ -52,7 +52,7 @@ class ModelTotals:
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, of requests that have ended."""
     num_prefix_hits: int = 0
-    """Of these, found."""
+    """Those of them that were found."""
     num_recovered: int = 0
     """Requests that lost their worker group and were queued again."""
     num_inexact_recoveries: int = 0
@@ -60,11 +60,11 @@ class ModelTotals:
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     """From a request's acceptance to its first token."""
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """From one token of a sequence to its next."""
+    """Between two consecutive tokens of a sequence."""
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
-        """A running sequence's first tokens so far are computed; with the last of them came its
-        next token."""
+        """Note that a running sequence's first `num_tokens` tokens are computed; with `is_last`,
+        its next token has been sampled."""
         seq_group = seq.seq_group
         seq_group.clock.timeline.add(RequestEvent.PREFILLED, now_us, num_tokens)
         is_first_token = is_last and seq.choice_index == 0 and not seq.output_token_ids
@@ -96,18 +96,18 @@ class WorkerGroupSnapshot:
     num_free_gpu_blocks: int
     num_cpu_blocks: int
     num_free_cpu_blocks: int
-    """Not needed by swapped-out sequences."""
+    """Blocks that no swapped-out sequence needs."""
     num_running_sequences: int
     num_steps: int
     """Results received since the group joined."""
     block_size: int
     max_num_seqs: int
     us_per_decode_step: float
-    """0 if not known, as the next."""
+    """0 if unknown, as the next."""
     us_per_prefill_token: float
     plan_us: int
-    """Of the group's time since it joined, like the next three, which add up to it: planning that
-    its worker waited for."""
+    """Planning that the worker waited for. This and the next three add up to the time since the
+    group joined."""
     wire_us: int
     forward_us: int
     sample_us: int
@@ -130,12 +130,12 @@ class CoreSnapshot:
     num_swapped_out_blocks: int
     """Blocks moved from devices to hosts since start."""
     num_swapped_in_blocks: int
-    """And back."""
+    """Blocks moved from hosts to devices since start."""
     first_token_counts: list[int]
-    """As in `LatencyHistogram`, like the next."""
+    """By bucket, as in `LatencyHistogram`; so is the next."""
     inter_token_counts: list[int]
     models: list[ModelSnapshot]
-    """All that worker groups have ever served."""
+    """All models that were ever served or are requested."""
     num_by_tenant: dict[str, int]
-    """Live requests."""
+    """Live requests by tenant."""
     worker_groups: list[WorkerGroupSnapshot] = field(default_factory=list)

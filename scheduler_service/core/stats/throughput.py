@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from scheduler_service.core.step_plan import StepResult
 
 _WEIGHT = 0.1
-"""Of the newest value in a moving average: about the last ten count."""
+"""Weight of the newest value in a moving average: about the last ten count."""
 
 
 class MovingAverage:
@@ -22,8 +22,8 @@ class MovingAverage:
 
 
 class MovingRatio:
-    """What a thing costs, by moving averages of costs and of numbers of things: many things at
-    once count for more than few. Unknown until the first of them."""
+    """Cost per item, as the ratio of moving averages of costs and of item counts, so that large
+    batches have more weight. Unknown until the first value."""
 
     def __init__(self, weight: float = _WEIGHT) -> None:
         self.least: float | None = None
@@ -34,7 +34,7 @@ class MovingRatio:
 
     @property
     def mean(self) -> float | None:
-        """The present cost of one."""
+        """The present cost of one item."""
         if self._cost.mean is None or not self._number.mean:
             return None
         return self._cost.mean / self._number.mean
@@ -50,7 +50,7 @@ class MovingRatio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWork:
-    """What there is to do for the worker in a step."""
+    """The work of one step."""
 
     num_tokens: int
     """Tokens computed, of prefills and decodes."""
@@ -58,14 +58,14 @@ class StepWork:
     num_moved_blocks: int
     """Blocks swapped out and in."""
     swaps_in: bool
-    """Whether any of them were swapped in, which the worker may do beside the rest."""
+    """Whether any of them are swapped in, which may overlap with the computation."""
     num_attended_pairs: int
-    """Pairs of a token that is computed and one that it attends to, rounded up: every token of a
-    chunk counts as its last."""
+    """Pairs of a computed token and a token that it attends to, rounded up: every token of a chunk
+    counts as many as the last one."""
 
 
 class StepRates:
-    """Moving averages of what things cost a worker group, in microseconds of its own time.
+    """Moving averages of a worker group's costs, in microseconds of its own time.
 
     A step without prefills measures the cost of a decode step; the extra time of a step with
     prefills is divided among their tokens. A step that swaps in measures only the cost of moving
@@ -80,12 +80,12 @@ class StepRates:
 
     @property
     def us_per_decode_step(self) -> float | None:
-        """A step in which every running sequence computes one token."""
+        """Cost of a step in which every running sequence computes one token."""
         return self._decode_step.mean
 
     @property
     def least_us_per_decode_step(self) -> float | None:
-        """The least that decode steps have ever cost on average."""
+        """Lowest average cost of decode steps ever measured."""
         return self._decode_step.least
 
     @property
@@ -128,14 +128,14 @@ class StepRates:
 
 LEAST_DELAY_S, MOST_DELAY_S = 0.1, 60.0
 _DEPARTURE_WEIGHT = 0.04
-"""Of the newest departure in the averages: about the last 25 count, as answers differ in length."""
+"""Weight of the newest departure: about the last 25 count, because answers differ in length."""
 _LEAST_SAMPLES = 8
 
 
 class QueueThroughput:
-    """Moving averages of what leaves a queue in the time in which something waits in it.
+    """Moving averages of the rate at which requests leave a queue while it is not empty.
 
-    What leaves at once, without a wait, says nothing of how long one would be.
+    Requests that leave at once, without a wait, say nothing about how long a wait would be.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class QueueThroughput:
 
     @property
     def us_per_token(self) -> float | None:
-        """Time in which requests leave that have one prompt token together."""
+        """Time per prompt token of the requests that leave; None if too little was measured."""
         return _settled(self._tokens)
 
     def note(self, now_us: int, *, num_requests: int, num_tokens: int, is_empty: bool) -> None:
@@ -165,7 +165,7 @@ class QueueThroughput:
             self._since_us = now_us
 
     def interrupt(self) -> None:
-        """The time since the last note does not count: nothing could have left."""
+        """Ignore the time since the last note: no request could have left."""
         self._since_us = None
 
 
@@ -191,5 +191,5 @@ def retry_delay_s(
 
 
 def bounded_delay_s(seconds: float) -> float:
-    """A delay that is worth waiting, and not too long to look again."""
+    """A delay within LEAST_DELAY_S and MOST_DELAY_S."""
     return min(max(seconds, LEAST_DELAY_S), MOST_DELAY_S)
