@@ -129,11 +129,6 @@ class ChaosCluster:
             if member.is_expected_to_run:
                 member.send(signal.SIGUSR1)
 
-    def logs_with(self, words: str) -> list[str]:
-        """The names of logs that contain these words."""
-        logs = [member.log for member in self.members.values()]
-        return [log.name for log in logs if log and words in log.read_text(errors="replace")]
-
     async def __aenter__(self) -> Self:
         for member in self.members.values():
             member.start()

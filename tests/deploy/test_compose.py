@@ -1,4 +1,4 @@
-"""docker-compose.yml: what Compose accepts, and what our programs do."""
+"""docker-compose.yml is valid for Compose, and its commands for our programs."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_the_environment_file_names_every_variable() -> None:
     assert named == used | {"COMPOSE_PROFILES"}
 
 
-def test_only_what_people_call_is_published_and_only_to_this_machine() -> None:
+def test_only_user_facing_ports_are_published_and_only_on_loopback() -> None:
     published = {name: s.spec["ports"] for name, s in services().items() if "ports" in s.spec}
     assert published == {
         "frontend": ["127.0.0.1:7600:7600", "127.0.0.1:8000:8000"],
@@ -79,8 +79,8 @@ def test_only_what_people_call_is_published_and_only_to_this_machine() -> None:
     }
 
 
-def test_prometheus_asks_every_service_of_ours_where_it_tells() -> None:
-    """At its own port, by its name: Compose's name server knows all replicas."""
+def test_prometheus_scrapes_every_service_of_ours_at_its_metrics_port() -> None:
+    """At its own port, by its service name, which Compose resolves to all replicas."""
     jobs = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     asked = {
         (name, source["port"])
@@ -88,8 +88,10 @@ def test_prometheus_asks_every_service_of_ours_where_it_tells() -> None:
         for source in job["dns_sd_configs"]
         for name in source["names"]
     }
-    told = {(name, int(_flag(service_of(name), "--metrics-port").split(":")[1])) for name in OURS}
-    assert asked == told
+    exported = {
+        (name, int(_flag(service_of(name), "--metrics-port").split(":")[1])) for name in OURS
+    }
+    assert asked == exported
     assert all(_flag(service_of(name), "--metrics-port").startswith("0.0.0.0:") for name in OURS)
 
 

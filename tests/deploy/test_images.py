@@ -1,4 +1,4 @@
-"""The Dockerfile: what a linter says of it, and that versions in it are those that were tested."""
+"""The Dockerfile passes a linter, and its versions are those that were tested."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The manifests: what Kubernetes accepts, and what our programs do."""
+"""The manifests are valid for Kubernetes, and their commands for our programs."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ from tools.launch import ROOT
 from worker_service.__main__ import app as worker_app
 
 VERSIONS = ("1.27", kubernetes_validate.latest_version())
-"""The oldest whose probes speak gRPC for good, and the newest there is a schema of."""
+"""The oldest version with stable gRPC probes, and the newest with a schema."""
 
 SCHEMA = json.loads((Path(__file__).parent / "leaderworkerset.v1.json").read_text())
 
@@ -94,7 +94,7 @@ def test_names_and_labels_agree(name: str) -> None:
 
 
 def _selector(manifest: Manifest) -> dict[str, str] | None:
-    """Of the pods that an object is about, by their labels."""
+    """Labels of the pods that an object creates or selects."""
     if manifest["kind"] == "Service":
         return dict(manifest["spec"]["selector"])
     if manifest["kind"] in ("Deployment", "PodDisruptionBudget"):
@@ -182,7 +182,7 @@ def test_services_lead_to_ports(name: str) -> None:
 
 
 def test_a_core_can_be_reached_before_it_has_workers() -> None:
-    """Workers come by its Service, which leads to nobody who is not ready."""
+    """Workers connect through its Service, which routes to ready pods only."""
     (core,) = (c for c in containers(overlay("cpu")) if c.name == "core")
     assert {probe["service"] for _, probe in core.probes()} == {"liveness"}
     (deployment,) = (
@@ -216,7 +216,7 @@ def metrics_ports(container: Container) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("container", all_containers())
-def test_each_of_its_processes_tells_metrics_at_a_port_that_is_declared(
+def test_each_of_its_processes_exports_metrics_at_a_declared_port(
     container: Container,
 ) -> None:
     role, *arguments = container.arguments

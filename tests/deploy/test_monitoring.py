@@ -38,7 +38,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def selectors(expression: Any) -> Iterator[Any]:
-    """The time series that an expression asks for. Fails on what is no PromQL."""
+    """The time series in an expression. Fails if it is not PromQL."""
     if isinstance(expression, promql.VectorSelector):
         yield expression
         return
@@ -60,7 +60,7 @@ EXPRESSIONS = [*dashboard.expressions(), *(rule["expr"] for rule in alerts())]
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_a_query_is_promql_and_asks_for_what_is_told(expression: str) -> None:
+def test_a_query_is_promql_over_metrics_that_are_exported(expression: str) -> None:
     names = exported()
     found = list(selectors(parsed(expression)))
     assert found
@@ -121,7 +121,7 @@ def test_prometheus_asks_every_service_and_reads_the_alerts() -> None:
         assert (PROMETHEUS / name).is_file()
 
 
-def test_every_alert_says_how_bad_it_is_and_what_is_wrong() -> None:
+def test_every_alert_has_a_severity_and_a_summary() -> None:
     assert len({rule["alert"] for rule in alerts()}) == len(alerts())
     for rule in alerts():
         assert rule["labels"]["severity"] in ("warning", "critical")

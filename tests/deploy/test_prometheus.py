@@ -55,7 +55,7 @@ def test_promtool_finds_nothing_wrong() -> None:
 
 
 def test_pods_are_scraped_at_each_port_of_metrics_as_the_service_they_are(tmp_path: Path) -> None:
-    """The pods are listed as Kubernetes would list them: Debian's Prometheus cannot ask it."""
+    """Lists pods as Kubernetes would, because Debian's Prometheus lacks that discovery."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "kubernetes.yml").read_text())
     config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
     [job] = config["scrape_configs"]
@@ -76,7 +76,7 @@ def test_pods_are_scraped_at_each_port_of_metrics_as_the_service_they_are(tmp_pa
 
 
 def listed_pods() -> Iterator[dict[str, Any]]:
-    """The group overlay's, a target for each port."""
+    """The targets of the group overlay, one for each port."""
     meta = "__meta_kubernetes_"
     for container in containers(overlay("group")):
         for name, port in container.ports.items():
@@ -95,13 +95,13 @@ def test_alerts_fire_when_they_should_and_not_before() -> None:
 
 
 class Prometheus:
-    """A server that scrapes some services, as our own configuration says but for where they are."""
+    """A server with our own configuration, but for the addresses of the services."""
 
     def __init__(self, folder: Path, services: dict[str, list[Service]]) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self._targets = folder / "targets"
         self._targets.mkdir()
-        self.tell(services)
+        self.set_targets(services)
         config = folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(self._config()))
         self.log = folder / "prometheus.log"
@@ -127,8 +127,8 @@ class Prometheus:
             job["file_sd_configs"] = [{"files": files, "refresh_interval": INTERVAL}]
         return config
 
-    def tell(self, services: dict[str, list[Service]]) -> None:
-        """Where the services of each job are."""
+    def set_targets(self, services: dict[str, list[Service]]) -> None:
+        """Set the addresses of each job's services."""
         for job, those in services.items():
             targets = [found[1] for each in those if (found := TOLD.search(each.log))]
             file = self._targets / f"{job}.json"
@@ -136,7 +136,7 @@ class Prometheus:
             file.with_suffix(".new").rename(file)
 
     def get(self, path: str, **parameters: str) -> Any:
-        """What its HTTP API answers."""
+        """The answer of its HTTP API."""
         query = urllib.parse.urlencode(parameters)
         url = f"http://{self.address}/api/v1/{path}?{query}"
         with urllib.request.urlopen(url, timeout=10) as response:
@@ -145,7 +145,7 @@ class Prometheus:
         return answer["data"]
 
     def values(self, expression: str) -> list[float]:
-        """What an instant query finds now; without what is not a number."""
+        """The values of an instant query, without NaN."""
         found = [float(each["value"][1]) for each in self.get("query", query=expression)["result"]]
         return [value for value in found if not math.isnan(value)]
 
@@ -163,7 +163,7 @@ class Prometheus:
 
 @contextmanager
 def load(address: str) -> Iterator[None]:
-    """Requests that swap, share prefixes, fork, search and are given up, without an end."""
+    """Requests that swap, share prefixes, fork, search and are cancelled, without end."""
     ended = threading.Event()
 
     def run(index: int) -> None:
@@ -212,7 +212,7 @@ def test_no_panel_is_empty_while_there_is_load(tmp_path: Path) -> None:
                 c.workers[0].kill()
                 c.start_worker()
                 c.wait_num_ready(2)
-                prometheus.tell(services())
+                prometheus.set_targets(services())
                 check_panels(prometheus)
             check_rules(prometheus)
         finally:
@@ -220,7 +220,7 @@ def test_no_panel_is_empty_while_there_is_load(tmp_path: Path) -> None:
 
 
 def check_panels(prometheus: Prometheus) -> None:
-    """Every query finds something, and those of what happened find that it did."""
+    """Every query returns data, and those for events that occurred count them."""
     waiting = {
         expression: expression.replace("$__rate_interval", RATE_INTERVAL).replace("$model", ".*")
         for expression in dashboard.expressions()

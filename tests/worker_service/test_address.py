@@ -46,7 +46,7 @@ def test_on_all_interfaces_the_one_towards_the_core_is_advertised(host: str) -> 
 
 
 @pytest.mark.parametrize("core", [None, UnixAddress("/core")])
-def test_on_all_interfaces_a_core_on_this_machine_is_told_loopback(
+def test_on_all_interfaces_loopback_is_advertised_to_a_core_on_this_machine(
     core: UnixAddress | None,
 ) -> None:
     assert advertised(TcpAddress("0.0.0.0", 7620), core) == TcpAddress("127.0.0.1", 7620)

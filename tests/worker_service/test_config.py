@@ -1,4 +1,4 @@
-"""Settings that cannot be are refused by name."""
+"""Invalid settings are refused by name."""
 
 import pytest
 
@@ -39,6 +39,6 @@ def test_a_model_is_served_under_the_last_part_of_its_path(model: str, name: str
     assert config.model_name == "other"
 
 
-def test_ids_are_drawn_anew_for_each_process() -> None:
+def test_each_process_draws_new_ids() -> None:
     first, second = NetworkConfig(), NetworkConfig()
     assert len({first.group_id, first.worker_id, second.group_id, second.worker_id}) == 4

@@ -1,4 +1,4 @@
-"""Cores are counted as they can be used, and threads stay where they are put."""
+"""Usable cores are counted, and threads stay on the CPUs that they are pinned to."""
 
 import os
 import threading

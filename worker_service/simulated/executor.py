@@ -54,11 +54,6 @@ class SimulatedRunner:
         self._num_cpu_blocks = num_cpu_blocks
         self.reset()
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences known."""
-        return len(self._table)
-
     def reset(self) -> None:
         """Forget all sequences and the contents of the caches."""
         self._memory = MemoryModel(

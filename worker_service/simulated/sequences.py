@@ -46,10 +46,6 @@ class SimulatedSequenceTable:
         self._max_blocks = -(-max_model_len // memory.block_size)
         self._known: dict[int, KnownSequence] = {}
 
-    def __len__(self) -> int:
-        """Number of sequences known."""
-        return len(self._known)
-
     def get(self, seq_id: int, field: str) -> KnownSequence:
         """A known sequence. Raises InvalidPlan, naming the plan's field."""
         sequence = self._known.get(seq_id)

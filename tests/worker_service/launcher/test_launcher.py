@@ -6,7 +6,7 @@ import sys
 from worker_service.launcher.launcher import LocalHost
 
 
-async def test_a_rank_that_has_just_ended_does_not_keep_the_others_from_being_told() -> None:
+async def test_a_rank_that_has_just_ended_does_not_keep_the_others_from_being_signalled() -> None:
     """The launcher may signal all ranks before it has noticed that some have ended."""
     host = LocalHost(
         arguments=[],

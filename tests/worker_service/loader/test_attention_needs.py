@@ -49,5 +49,5 @@ def test_features_are_read_from_their_keys(config: dict[str, Any], features: set
         ({"text_config": {"hidden_size": 64, "num_attention_heads": 8}}, 8),
     ],
 )
-def test_the_head_size_is_told_or_follows(config: dict[str, Any], size: int) -> None:
+def test_the_head_size_is_given_or_derived(config: dict[str, Any], size: int) -> None:
     assert _needs(config).head_dim == size

@@ -38,7 +38,7 @@ def linears(model: NativeModel) -> list[Linear]:
 
 
 class Watch:
-    """Called between two targets; the most originals that were filled and still there."""
+    """Called after each target; records the maximum number of filled originals in memory."""
 
     def __init__(self, model: NativeModel) -> None:
         self._packing = EagerPacking(model)
@@ -56,7 +56,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
-def test_at_most_one_layer_is_there_twice(family: str) -> None:
+def test_at_most_one_layer_is_in_memory_twice(family: str) -> None:
     model = empty_model(family)
     watch = Watch(model)
     load_weights(model, open_checkpoint(checkpoint(family)), on_filled=watch, show_progress=False)
@@ -64,7 +64,7 @@ def test_at_most_one_layer_is_there_twice(family: str) -> None:
     assert all(linear.weight is None for linear in linears(model))
 
 
-def test_made_up_weights_are_packed_as_they_come_too() -> None:
+def test_dummy_weights_are_packed_one_by_one_too() -> None:
     model = empty_model("llama")
     watch = Watch(model)
     fill_dummy_weights(model.weight_targets(), on_filled=watch)

@@ -61,7 +61,7 @@ def test_a_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
         _load(tmp_path)
 
 
-def test_a_hub_id_that_cannot_be_reached_tells_what_was_tried(
+def test_the_error_for_an_unreachable_hub_names_what_was_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import huggingface_hub.constants
@@ -154,7 +154,7 @@ def test_a_shard_that_the_index_names_must_be_there(llama: Path) -> None:
         _load(llama)
 
 
-def test_the_route_through_transformers_names_faults_as_well(tmp_path: Path) -> None:
+def test_the_transformers_backend_names_faults_as_well(tmp_path: Path) -> None:
     path = make_checkpoint("olmo2", tmp_path / "olmo2")
     file = path / "model.safetensors"
     whole = file.read_bytes()

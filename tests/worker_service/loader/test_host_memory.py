@@ -1,4 +1,4 @@
-"""What is freed while a model is loaded does not stay with the process."""
+"""Memory that is freed while a model is loaded returns to the system."""
 
 import ctypes
 import subprocess

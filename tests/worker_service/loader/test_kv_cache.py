@@ -1,4 +1,4 @@
-"""What the KV cache of a loaded model is like: its blocks, its type, its scales."""
+"""The KV cache of a loaded model: block size, dtype, scales."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_scales_come_from_the_checkpoint_where_it_has_them(tmp_path: Path) -> No
     assert float((found - expected).norm() / expected.norm()) < 0.1
 
 
-def test_scales_mean_nothing_to_a_cache_of_the_models_own_type(tmp_path: Path) -> None:
+def test_scales_are_ignored_by_a_cache_of_the_models_own_dtype(tmp_path: Path) -> None:
     scales = {"model.layers.0.self_attn.k_scale": torch.tensor(0.25)}
     path = _with_scales(make_checkpoint("llama", tmp_path / "llama"), scales)
     assert torch.equal(_logits(_load(path)), _logits(_load(checkpoint("llama"))))

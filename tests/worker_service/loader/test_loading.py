@@ -35,7 +35,7 @@ def _logits(loaded: LoadedModel) -> torch.Tensor:
     return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
 
 
-def test_what_was_left_open_is_resolved() -> None:
+def test_automatic_settings_are_resolved() -> None:
     loaded = _load(checkpoint("llama"))
     assert loaded.config.dtype == "float32"
     assert loaded.config.device == "cpu"
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_the_inner_model_alone_loads(
     assert torch.equal(_logits(_load(inner)), _logits(_load(checkpoint(family))))
 
 
-def test_a_tied_head_may_be_in_the_checkpoint_all_the_same(tmp_path: Path) -> None:
+def test_a_tied_head_may_be_in_the_checkpoint(tmp_path: Path) -> None:
     copied = Path(shutil.copytree(checkpoint("llama_tied"), tmp_path / "tied"))
     file = copied / "model.safetensors"
     tensors = load_file(file)
@@ -107,7 +107,7 @@ def test_the_embedded_model_is_known_by_its_name() -> None:
     assert "tokenizer.json" in dict(iter_assets(loaded.model_dir))
 
 
-def test_a_bar_is_drawn_when_it_is_asked_for(
+def test_a_progress_bar_is_drawn_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _load(checkpoint("llama"), show_progress=False)
@@ -129,7 +129,7 @@ def test_a_bar_is_drawn_when_it_is_asked_for(
     ],
 )
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_auto_takes_a_half_type_on_cpus_that_have_it_only(
+def test_auto_takes_a_half_precision_type_only_on_cpus_that_support_it(
     monkeypatch: pytest.MonkeyPatch, key: str, saved: str, native: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
@@ -143,7 +143,7 @@ def test_auto_keeps_the_checkpoints_type_on_gpus() -> None:
     assert resolve_dtype("auto", {"dtype": "float16"}, torch.device("cuda")) == torch.float16
 
 
-def test_workers_take_gpus_in_turn_and_ranks_of_one_model_each_its_own() -> None:
+def test_workers_may_share_gpus_and_ranks_of_one_model_may_not() -> None:
     whole = [gpu_number(None, local_rank, 2, is_alone=True) for local_rank in range(4)]
     assert whole == [0, 1, 0, 1]
     assert gpu_number(1, 0, 2, is_alone=True) == 1
@@ -208,7 +208,7 @@ def test_a_model_without_a_tokenizer_has_no_tokenizer_file(tmp_path: Path) -> No
     assert list(dict(iter_assets(tmp_path))) == ["config.json"]
 
 
-def test_the_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> None:
+def test_the_fingerprint_differs_between_models_but_not_between_copies(tmp_path: Path) -> None:
     original = checkpoint("llama")
     copied = Path(shutil.copytree(original, tmp_path / "copy"))
     assert fingerprint(copied) == fingerprint(original)
@@ -220,7 +220,7 @@ def test_the_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> No
     assert fingerprint(copied) != fingerprint(original)
 
 
-def test_batch_invariance_can_be_asked_for_where_it_is_kept() -> None:
+def test_batch_invariance_can_be_required_where_it_holds() -> None:
     assert _load(checkpoint("llama"), batch_invariant=True).batch_invariant
     with pytest.raises(InvalidOption, match="reference is not batch-invariant"):
         _load(checkpoint("llama"), batch_invariant=True, attention_backend="reference")

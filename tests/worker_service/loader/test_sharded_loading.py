@@ -55,7 +55,7 @@ def is_replicated(name: str) -> bool:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_read_the_whole_between_them_and_each_its_part(
+def test_ranks_read_disjoint_parts_that_make_up_the_whole(
     family: str, tensor: int, pipeline: int
 ) -> None:
     folder = checkpoint(family)
@@ -98,14 +98,14 @@ def test_dummy_weights_are_parts_of_the_same() -> None:
         assert torch.equal(weight.target, expected[weight.source_index])
 
 
-def test_a_rank_tells_the_parameters_of_all() -> None:
+def test_a_rank_reports_the_parameters_of_all_ranks() -> None:
     alone = load_model(ModelConfig(model=str(checkpoint("llama")), device="cpu"))
     for layout in layouts(2, 2):
         config = ModelConfig(model=str(checkpoint("llama")), device="cpu", layout=layout)
         assert load_model(config).model.num_parameters == alone.model.num_parameters
 
 
-def test_a_tensor_that_is_no_ranks_is_unexpected(tmp_path: Path) -> None:
+def test_a_tensor_of_no_rank_is_unexpected(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, num_hidden_layers=3)
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(

@@ -1,4 +1,4 @@
-"""Shared layers: right, and the same bits for a row wherever it stands."""
+"""Shared layers: correct, and batch-invariant to the bit."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_a_product_by_onednn_has_the_same_bits_for_any_number_of_rows(
         )
 
 
-def test_rows_are_padded_to_few_numbers_and_little() -> None:
+def test_rows_are_padded_to_few_sizes_by_an_eighth_at_most() -> None:
     padded = {num_rows: num_padded_rows(num_rows) for num_rows in range(2, 8193)}
     assert num_padded_rows(1) == 2
     assert all(padded[num_rows] == num_rows for num_rows in range(2, 65))

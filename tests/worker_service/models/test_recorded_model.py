@@ -1,4 +1,4 @@
-"""Whole models on a CPU: a recorded step gives the bits of one that is not."""
+"""Whole models on a CPU: recorded and eager steps give the same bits."""
 
 import logging
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def _steps() -> Iterator[list[tuple[int, int, list[int]]]]:
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
-def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
+def test_a_recorded_step_gives_the_same_bits_as_an_eager_one(
     family: str, dtype: str, num_threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -62,7 +62,7 @@ def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
     assert torch.equal(recorded.kv_cache.nan_to_num(), eager.kv_cache.nan_to_num())
 
 
-def test_a_model_whose_layers_torch_computes_runs_as_it_is() -> None:
+def test_a_model_with_layers_of_torch_runs_eagerly() -> None:
     model = _model("llama", "float16")
     assert not isinstance(model._run, RecordedModel)
     assert PagedDriver(model).run([(0, 0, _tokens(5, 0))])[0].isfinite().all()

@@ -90,7 +90,7 @@ def test_dynamic_angles_beyond_it_are_those_of_a_sequence_that_ends_there() -> N
         ("yarn, untruncated", 256),
     ],
 )
-def test_a_stretched_model_serves_the_stretched_length(name: str, length: int) -> None:
+def test_a_scaled_model_serves_the_scaled_length(name: str, length: int) -> None:
     settings = RotarySettings.from_config(_config(name).to_dict(), HEAD_DIM)
     assert settings.max_model_len() == length
 

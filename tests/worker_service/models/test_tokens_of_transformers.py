@@ -97,7 +97,7 @@ def test_dynamic_rotary_scaling_follows_a_sequence_past_the_trained_length() -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_take_the_route_they_are_meant_to(family: str) -> None:
+def test_families_are_native_or_run_through_transformers_as_intended(family: str) -> None:
     kind = NativeModel if family in NATIVE_FAMILIES else TransformersModel
     assert isinstance(_loaded(family).model, kind)
 

@@ -1,4 +1,4 @@
-"""What the route through `transformers` refuses, by name, and how it treats some oddities."""
+"""Models that the transformers backend refuses, and its special cases."""
 
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,8 @@ def test_a_length_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
 def test_long_rotary_factors_are_chosen_by_the_length_served(
     max_model_len: int, prompt_len: int, tmp_path: Path
 ) -> None:
-    """Short factors within the trained length, long ones beyond: as `transformers` has it for
-    sequences of those lengths."""
+    """Short factors within the trained length, long ones beyond, as in `transformers` for sequences
+    of those lengths."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -147,7 +147,7 @@ _TAKEN_TO_THE_HOST = (
 
 
 class _KeepsNumbers(TorchDispatchMode):
-    """Whatever takes a number of a tensor to the host, as a condition does, raises."""
+    """Raises on each operation that copies a tensor's value to the host, as a condition does."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -157,7 +157,7 @@ class _KeepsNumbers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2", "phi3"])
-def test_a_forward_pass_looks_at_no_number_on_the_host(family: str) -> None:
+def test_a_forward_pass_copies_nothing_to_the_host(family: str) -> None:
     loaded = load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype="float32"))
     driver = PagedDriver(loaded.model)
     with _KeepsNumbers():
@@ -166,7 +166,7 @@ def test_a_forward_pass_looks_at_no_number_on_the_host(family: str) -> None:
 
 
 class _Misplaced:
-    """A model that takes a token's place in the batch for its position."""
+    """A model that uses a token's index in the batch as its position."""
 
     architecture = "MisplacedForCausalLM"
     vocab_size = VOCAB_SIZE
