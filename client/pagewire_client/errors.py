@@ -108,10 +108,8 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.ABORTED: RequestAborted,
-    grpc.StatusCode.DATA_LOSS: ServerError,
-    grpc.StatusCode.INTERNAL: ServerError,
-    grpc.StatusCode.UNKNOWN: ServerError,
 }
+"""By the code of a call's status; `ServerError` for all others."""
 _BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
 
 # The service gives every error a reason. An error without one, and with these codes and words,

@@ -2,7 +2,7 @@
 
     limits_of(sampling_pb2.SamplingParams.DESCRIPTOR)["top_p"].lte
 
-`find_violation` checks a message by them. What has to be looked at is found once per message type,
+`find_violation` checks a message by them. The fields to check are determined once per message type,
 so that a check costs no more than the comparisons.
 """
 
@@ -156,7 +156,7 @@ class _Checks(NamedTuple):
     """What is checked of one message type."""
 
     present: dict[int, _Check]
-    """By the number of a field that is looked at where it is present."""
+    """By number of a field that is checked if it is present."""
 
     always: tuple[tuple[str, _Check], ...]
     """Fields whose default value is out of their limits."""

@@ -65,46 +65,6 @@ class RankFlags:
         )
 
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TorchrunEnvironment:
-    """A rank's place, read from torchrun's variables."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    master: str
-    """`HOST:PORT`."""
-
-    @property
-    def group_id(self) -> str:
-        """The same name on all ranks."""
-        return f"torchrun-{self.master}"
-
-
-def read_torchrun(variables: Mapping[str, str]) -> TorchrunEnvironment | None:
-    """A rank's place from the environment's `variables`; None if torchrun has not set them.
-
-    Raises InvalidOption for numbers that are none.
-    """
-    if any(name not in variables for name in _NEEDED):
-        return None
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        text = variables.get(name, "0")
-        if not text.isdecimal():
-            raise InvalidOption(f"{name}: expected a number in the environment, got {text!r}")
-        numbers[name] = int(text)
-    return TorchrunEnvironment(
-        rank=numbers["RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_rank=numbers["LOCAL_RANK"],
-        master=f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankAssignment:
     """A process that is one rank, usually the only one."""
@@ -151,9 +111,8 @@ def assign_rank(flags: RankFlags, variables: Mapping[str, str]) -> RankAssignmen
         return RankAssignment(
             group=GroupConfig(layout=layout), group_id=flags.group_id, local_rank=flags.local_rank
         )
-    torchrun = read_torchrun(variables)
-    if torchrun is not None:
-        return _from_torchrun(flags, torchrun)
+    if all(name in variables for name in _TORCHRUN_VARIABLES):
+        return _from_torchrun(flags, variables)
     return RanksToLaunch(
         ranks=range(world_size), group_id=flags.group_id, first_local_rank=flags.local_rank
     )
@@ -210,23 +169,36 @@ def _index_on_node(flags: RankFlags, rank: int) -> int:
     return rank % max(1, world_size // max(1, flags.num_nodes))
 
 
-def _from_torchrun(flags: RankFlags, torchrun: TorchrunEnvironment) -> RankAssignment:
-    layout = flags.layout_of(0)
-    if torchrun.world_size != layout.world_size:
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _from_torchrun(flags: RankFlags, variables: Mapping[str, str]) -> RankAssignment:
+    expected = flags.layout_of(0).world_size
+    rank, world_size, local_rank = (
+        _number(variables, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    if world_size != expected:
         raise InvalidOption(
-            f"tensor_parallel_size: {flags.sizes} make {layout.world_size} ranks, but the"
-            f" environment's WORLD_SIZE is {torchrun.world_size}"
+            f"tensor_parallel_size: {flags.sizes} make {expected} ranks, but the"
+            f" environment's WORLD_SIZE is {world_size}"
         )
+    master = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     return RankAssignment(
         group=GroupConfig(
-            layout=flags.layout_of(torchrun.rank),
-            distributed_init=flags.distributed_init or torchrun.master,
+            layout=flags.layout_of(rank), distributed_init=flags.distributed_init or master
         ),
-        group_id=flags.group_id or torchrun.group_id,
-        local_rank=torchrun.local_rank,
-        address_offset=torchrun.local_rank,
-        metrics_offset=torchrun.local_rank,
+        group_id=flags.group_id or f"torchrun-{master}",
+        local_rank=local_rank,
+        address_offset=local_rank,
+        metrics_offset=local_rank,
     )
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "0")
+    if not text.isdecimal():
+        raise InvalidOption(f"{name}: expected a number in the environment, got {text!r}")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ refused here as `InvalidPlan`; contradictions to the worker's state are refused 
 """
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from worker_service.plan import (
     RowErrorReason,
     StepPlan,
     StepResult,
+    StepTimings,
     TokenLogprobs,
 )
 from worker_service.sampling_params import Constraint, ConstraintKind, SamplerParams
@@ -30,6 +31,8 @@ _NUMBERS = tuple(
     each.name for each in fields(SamplerParams) if isinstance(each.default, int | float)
 )
 """Sampling parameters that the message has under the same name."""
+
+_TIMINGS = tuple(each.name for each in fields(StepTimings))
 
 _ROW_ERROR_REASONS = {
     RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
@@ -88,35 +91,17 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
             )
             for row, reason in result.errors.items()
         ],
-        timings=plan_pb2.StepTimings(
-            received_us=timings.received_us,
-            started_us=timings.started_us,
-            finished_us=timings.finished_us,
-            cache_ops_us=timings.cache_ops_us,
-            forward_us=timings.forward_us,
-            sample_us=timings.sample_us,
-        ),
+        timings=plan_pb2.StepTimings(**{name: getattr(timings, name) for name in _TIMINGS}),
     )
 
 
 def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
     """The model's properties for the core and the frontends."""
-    return model_pb2.ModelInfo(
-        name=name,
-        fingerprint=facts.fingerprint,
-        architecture=facts.architecture,
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.vocab_size,
-        eos_token_ids=_bytes(np.asarray(facts.eos_token_ids), "<i4"),
-        bos_token_id=facts.bos_token_id,
-        dtype=facts.dtype,
-        block_size=facts.block_size,
-        block_bytes=facts.block_bytes,
-        num_parameters=facts.num_parameters,
-        batch_invariant=facts.batch_invariant,
-        structured_output=facts.structured_output,
-        arithmetic=facts.arithmetic,
-    )
+    values = asdict(facts)
+    values["eos_token_ids"] = _bytes(np.asarray(facts.eos_token_ids), "<i4")
+    for of_worker in ("device", "attention_backend"):
+        del values[of_worker]
+    return model_pb2.ModelInfo(name=name, **values)
 
 
 def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequence:
