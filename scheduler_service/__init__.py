@@ -22,12 +22,13 @@ Both roles share, each in one place:
 `errors.py`          what can go wrong, in our own words
 `status_codes.py`    the same as gRPC statuses with details, and back
 `service_runner.py`  a gRPC server with signals and an orderly end
-`tasks.py`           coroutines that stand and fall together
+`tasks.py`           running coroutines until the first one ends
 `command_line.py`    logging, one-line errors, exit codes
 
 What the worker needs as well, such as servers, addresses and credentials, is in `service_common`.
 
 What others may rely on: nothing here imports torch or touches a model's weights. All state of the
 core is soft: workers register again, frontends submit again with the tokens they have. A request
-ends by its own tokens, its client's wish, its deadline, or an explicit error; never by silence.
+ends by its own tokens, its client's cancellation, its deadline, or an explicit error; never by
+silence.
 """

@@ -11,13 +11,13 @@
     ├── UnknownRequest         no such request is live
     ├── UnknownWorkerGroup     no worker of such a group is registered
     ├── DuplicateRequest       a request with this id is live
-    ├── RequestTakenOver       its client goes on with it elsewhere
-    ├── RequestAborted         the client, or somebody for it, ended the request
+    ├── RequestTakenOver       its client continues it elsewhere
+    ├── RequestAborted         the client, or another call, ended the request
     ├── DeadlineExceeded       the request's time is up
     ├── Unavailable            no worker, or shutting down; safe to retry
     ├── GenerationFailed       the model's numbers or a worker failed this one request
     ├── Unauthenticated        no or wrong credentials
-    └── PermissionDenied       these credentials are not good for that
+    └── PermissionDenied       these credentials do not allow that
 
 The root and three of its classes are `service_common`'s. Nothing here knows gRPC:
 `scheduler_service/status_codes.py` maps each class to a status code.
@@ -86,13 +86,13 @@ class DuplicateRequest(PagewireError):
 
 
 class RequestTakenOver(PagewireError):
-    """A later try at the request has taken it over; nobody waits for this one any more."""
+    """A later try at the request has taken it over; this one has no reader any more."""
 
     reason = "TAKEN_OVER"
 
 
 class RequestAborted(PagewireError):
-    """The request was ended by its client or by somebody for it."""
+    """The request was ended by its client or by another call."""
 
     reason = "ABORTED_BY_CLIENT"
 

@@ -33,7 +33,7 @@ class ServiceRunner(GrpcServer):
         self._signalled = asyncio.Event()
 
     async def wait_for_signal(self, on_signal: Callable[[], None] | None = None) -> None:
-        """Wait for SIGTERM or SIGINT, call `on_signal`, then answer NOT_SERVING for good."""
+        """Wait for SIGTERM or SIGINT, call `on_signal`, then answer NOT_SERVING from then on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)

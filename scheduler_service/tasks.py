@@ -1,4 +1,4 @@
-"""Running several coroutines that stand and fall together."""
+"""Running several coroutines until the first one ends or fails."""
 
 import asyncio
 import logging
@@ -50,8 +50,9 @@ async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def to_its_end(work: Awaitable[Result], patience_s: float) -> Result:
-    """What `work` returns; whoever is cancelled meanwhile first waits for its end, but not long.
+async def to_its_end(work: Awaitable[Result], timeout_s: float) -> Result:
+    """What `work` returns; a caller that is cancelled meanwhile first waits for its
+    end, up to `timeout_s`.
 
     For writes to a stream of gRPC's: a call whose write was cut off cannot be given a status.
     """
@@ -60,6 +61,6 @@ async def to_its_end(work: Awaitable[Result], patience_s: float) -> Result:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         with suppress(Exception):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await task
         raise

@@ -101,7 +101,7 @@ class StreamThreadHandler(logging.Handler):
 
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
-            with suppress(OSError):  # nobody will ever read it
+            with suppress(OSError):  # the reader has closed the pipe
                 self._write(line)
                 self._write_dropped()
             self._lines.task_done()
@@ -186,7 +186,7 @@ class LogThrottle:
 
 class WarningThrottle(logging.Filter):
     """Lets one of a logger's identical warnings by every `INTERVAL_S`, with the number of those
-    left out: for warnings that anybody can cause by sending nonsense."""
+    left out: for warnings that any malformed request causes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from service_common.cluster import NO_CLUSTER, ClusterConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreServiceConfig:
-    """Address and patience of one scheduler core."""
+    """Address and timeouts of one scheduler core."""
 
     listen: str = "127.0.0.1:7610"
     """Where frontends and workers call. Without credentials, keep it on loopback."""

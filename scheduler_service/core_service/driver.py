@@ -62,7 +62,7 @@ class CoreDriver:
         self._follow_up()
 
     def cancel(self, frontend_id: str, handle: int) -> None:
-        """End a request that its client no longer wants."""
+        """End a request that its client has cancelled."""
         self.core.cancel(frontend_id, handle, self.clock())
         self._follow_up()
 

@@ -1,7 +1,7 @@
 """The scheduler core's metrics: names, meanings and buckets, and how they are collected.
 
-Read from the core when Prometheus scrapes, so that they cost a step nothing. `counters` has what
-would otherwise be gone by then.
+Read from the core when Prometheus scrapes, so that they cost a step nothing. `counters` keeps what
+the core does not.
 """
 
 from collections.abc import Iterator

@@ -50,11 +50,11 @@ class StatusWatchers:
         self._board = board
         self._loop = asyncio.get_running_loop()
         self._snapshots: WeakValueDictionary[InspectionDetail, _Snapshot] = WeakValueDictionary()
-        """The latest of each detail that somebody watches."""
+        """The latest snapshot of each detail that has watchers."""
         self._turn = asyncio.Lock()
-        """Held by the watcher that makes the next snapshot; the others queue for it in order."""
+        """Held by the watcher that makes the next snapshot; the others wait in order."""
         self._paid_at = 0.0
-        """When the share covers everything that was spent."""
+        """Time at which the share of the loop covers the processor time spent so far."""
 
     async def serve(
         self,

@@ -36,7 +36,7 @@ class StepTimeout:
     large model on few cores takes minutes for a batch of prompts."""
 
     factor: float = 10.0
-    """How many times longer a step may take than the steps before it let expect."""
+    """How many times longer a step may take than predicted from the steps before it."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers with a ValueError that names the flag."""

@@ -31,8 +31,8 @@ A frontend owns the open client streams and nothing else that would be missed. I
 
 - **To clients.** Text is never taken back and never half a character. A stream ends with OK only
   after every choice's finish reason and the usage; everything else is an error with details.
-  Cancelling, a deadline or an abort reaches the core at once, whether or not anybody reads. A slow
-  reader costs no more memory than its tokens.
+  Cancelling, a deadline or an abort reaches the core at once, whether or not the client reads. A
+  slow reader costs no more memory than its tokens.
 - **To the core.** Requests come complete and in range. At most one message is in flight, with all
   that there was to send when it left. What the core does not know after a loss is submitted again
   with its generated tokens, so that a request's tokens are the same as without the loss.

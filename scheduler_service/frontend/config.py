@@ -20,13 +20,13 @@ class FrontendConfig:
     """Where the scheduler core listens."""
 
     listen: str = "127.0.0.1:7600"
-    """Where clients call. Without keys, anybody who reaches the address may call."""
+    """Where clients call. Without keys, every caller that reaches the address is served."""
 
     health_listen: str | None = None
     """Answer health checks here as well, without TLS or credentials."""
 
     api_keys: Path | None = None
-    """Keys that clients may present, as TOML; without them everybody may call. See
+    """Keys that clients may present, as TOML; without them no key is required. See
     docs/security.md."""
 
     api_key: str | None = field(default=None, repr=False)

@@ -232,7 +232,7 @@ class CoreClient:
                 await self._attach()
             except grpc.aio.AioRpcError as error:
                 self._log_lost(error)
-            # A frontend without its stream is useless; whatever went wrong, a new one may work.
+            # Without its stream a frontend can serve nothing; a new stream may work.
             except Exception:
                 logger.exception("core stream failed")
             if self.is_attached:
@@ -249,8 +249,8 @@ class CoreClient:
             self._outgoing.submit(request)
         call = self._core.stub.Attach()
         try:
-            # A TaskGroup will not do: one that is failing swallows a cancellation (until Python
-            # 3.13), and the loop around this would then never end.
+            # No TaskGroup: one that is failing swallows a cancellation (until Python 3.13), and the
+            # loop in `run` would then never end.
             await run_until_first(self._read(call), self._write(call))
         finally:
             call.cancel()

@@ -92,8 +92,8 @@ COUNTED = {
 
 FINISHED = counter(
     "vllm:request_success_total",
-    "Choices that ended, by `stop` or `length`; requests that ended before, as `abort` by their "
-    "client's wish and as `error` otherwise.",
+    "Choices that ended, by `stop` or `length`; requests that ended before: `abort` if "
+    "their client ended them, else `error`.",
     (*MODEL, "finished_reason"),
 )
 FIRST_TOKEN = histogram(

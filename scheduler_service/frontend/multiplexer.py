@@ -180,7 +180,7 @@ class RequestBatch:
         self._manager = manager
         self._receive = receive
         self._opened = _OpenRequests(manager)
-        self._client_has_gone = False
+        self._is_disconnected = False
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -215,12 +215,12 @@ class RequestBatch:
             self._opened.add(index, stream)
 
     async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:
-        """What is new of one request, by its index; None after the last of all.
+        """The next response and the index of its request; None after the last one.
 
-        Raises the error of the first request that fails: the others are of no use then.
+        Raises the error of the first request that fails; the others' outputs are then discarded.
         """
         opened = self._opened
-        while not self._client_has_gone:
+        while not self._is_disconnected:
             opened.wake.clear()
             if (taken := opened.take()) is not None:
                 index, stream, response = taken
@@ -231,11 +231,11 @@ class RequestBatch:
             if not opened:
                 return None
             await opened.wake.wait()
-        raise RequestAborted("the client has gone")
+        raise RequestAborted("the client has disconnected")
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._client_has_gone = True
+        self._is_disconnected = True
         self._opened.wake.set()
         self._opened.close()

@@ -265,7 +265,7 @@ class RequestManager:
     async def _prepare(
         self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Principal
     ) -> None:
-        """Everything between arrival and submission. Work whose time grows with the request's size
+        """Check, resolve and submit a request. Work whose time grows with the request's size
         runs in threads for large requests, so that other streams' tokens do not wait for it."""
         try:
             if request.ByteSize() > CHECKED_INLINE_BYTES:

@@ -286,7 +286,7 @@ class ModelDirectory:
         self._notify()
 
     async def _try_fetch(self, name: str) -> Files | None:
-        """A model's files; None if nobody can send them now."""
+        """A model's files; None if no worker can send them now."""
         try:
             return await self._fetch(name)
         except Unavailable as error:

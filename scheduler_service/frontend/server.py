@@ -145,8 +145,8 @@ class Frontend:
             await asyncio.to_thread(self._tracing.close)
 
     async def failed(self) -> None:
-        """Wait until a background task fails, and raise its error: without it the frontend would
-        be useless."""
+        """Wait until a background task fails, and raise its error: the frontend cannot serve
+        without it."""
         await until_failure(self._tasks)
 
     def _collect(self) -> Iterator[Family]:

@@ -37,18 +37,18 @@ FINGERPRINT_BYTES = 16
 def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
     """A hash of the prompt and of all parameters except the seed, which a client may learn only
     from the first response."""
-    wish = inference_pb.GenerateRequest()
-    wish.CopyFrom(request)
-    wish.ClearField("request_id")
-    wish.ClearField("attempt")
-    wish.ClearField("resume")
-    wish.ClearField("priority")
-    wish.ClearField("max_hold_ms")
-    wish.ClearField("model")  # absent or named; the core compares which it is
-    wish.sampling_params.ClearField("seed")
-    if not wish.sampling_params.ByteSize():  # there for the seed alone, perhaps
-        wish.ClearField("sampling_params")
-    data = wish.SerializeToString(deterministic=True)
+    reduced = inference_pb.GenerateRequest()
+    reduced.CopyFrom(request)
+    reduced.ClearField("request_id")
+    reduced.ClearField("attempt")
+    reduced.ClearField("resume")
+    reduced.ClearField("priority")
+    reduced.ClearField("max_hold_ms")
+    reduced.ClearField("model")  # absent or named; the core compares which it is
+    reduced.sampling_params.ClearField("seed")
+    if not reduced.sampling_params.ByteSize():  # present only for the seed, if at all
+        reduced.ClearField("sampling_params")
+    data = reduced.SerializeToString(deterministic=True)
     return blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
 
 
@@ -59,11 +59,11 @@ them to a thread would cost more than it saves."""
 T = TypeVar("T")
 
 SEED_BITS = 53
-"""Drawn seeds fit a double, so that a client in any language can send one back unharmed."""
+"""Drawn seeds are exact as a double, so that clients in any language can send one back."""
 
 
 def draw_request_id() -> str:
-    """An id for a request that brings none."""
+    """An id for a request that has none."""
     return uuid.uuid4().hex
 
 
@@ -150,7 +150,8 @@ def resolve_request(
             stop_token_ids=to_column(sorted(stop_token_ids)),
             beam_search=_beam_search(params),
             sampling=_sampler_params(params, model, seed, stop_token_ids),
-            # A stop string is found here: held back, its tokens would be followed by useless ones.
+            # Stop strings are matched in this process: while tokens were held back, the worker
+            # would compute tokens that are then discarded.
             max_hold_ms=0 if params.stop else request.max_hold_ms,
             attempt=request.attempt,
             fingerprint=fingerprint(request),
@@ -195,7 +196,8 @@ def _stop_tokens(
 def _constraint(
     params: sampling_pb2.SamplingParams, model: FrontendModel, stop_token_ids: frozenset[int]
 ) -> sampling_pb2.Constraint:
-    """What the output must match. Ends of sequence that are to be ignored end what cannot go on."""
+    """What the output must match. End-of-sequence tokens that are to be ignored
+    end an output that cannot continue otherwise."""
     if not stop_token_ids:
         raise InvalidArgument(
             "sampling_params.stop_token_ids",
@@ -310,7 +312,7 @@ async def off_the_loop(request: Message, work: Callable[[], T]) -> T:
 
 
 MAX_TOKENIZED = 1 << 18
-"""Token ids of a call without a generation, for models whose length is less."""
+"""Token ids that a call without a generation may have, if the model allows fewer."""
 
 
 def _most_tokens(model: FrontendModel) -> int:

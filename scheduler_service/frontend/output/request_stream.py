@@ -88,7 +88,7 @@ class RequestSpan:
 
 
 MAX_LOGPROBS_PER_RESPONSE = 32_768
-"""Bounds the size of one response (about 1 MB) when a slow reader asked for log probabilities."""
+"""Bounds the size of one response (about 1 MB) for a slow reader with log probabilities."""
 
 
 class RequestStream:
@@ -169,7 +169,7 @@ class RequestStream:
     def begin(self, request: ResolvedRequest) -> None:
         """Set up the choices, with what a resumed request brings.
 
-        Raises InvalidArgument if that cannot have come of the request. Detokenizes what was
+        Raises InvalidArgument if this request cannot have produced it. Detokenizes what was
         resumed, which takes a while for long outputs; call it off the loop then.
         """
         choices = [

@@ -17,7 +17,7 @@ from scheduler_service.frontend.structured_output.sandbox_process import Sandbox
 def texts_of(params: sampling_pb2.SamplingParams) -> list[str]:
     """The texts of a constraint: all of a choice's, otherwise one."""
     kind = params.WhichOneof("structured_output")
-    assert kind is not None, "asked for"
+    assert kind is not None, "the request has a constraint"
     return list(params.choice.choices) if kind == "choice" else [getattr(params, kind)]
 
 
@@ -29,7 +29,7 @@ def constraint_of(
 ) -> sampling_pb2.Constraint:
     """A request's constraint as its worker gets it."""
     kind = params.WhichOneof("structured_output")
-    assert kind is not None, "asked for"
+    assert kind is not None, "the request has a constraint"
     constraint = sampling_pb2.Constraint(
         end_token_ids=to_column(sorted(end_token_ids)),
         last_token_ids=to_column(sorted(last_token_ids)),
@@ -42,29 +42,29 @@ def constraint_of(
 
 
 MAX_REMEMBERED = 4096
-"""Constraints whose answers are kept; an application has a few, and uses them over and over."""
+"""Constraints whose results are cached; an application uses the same few again and again."""
 
 MAX_CHECKS = min(4, max(2, os.cpu_count() or 1))
-"""Constraints tried out at a time."""
+"""Constraints that are compiled at a time."""
 
 MAX_TENANT_CHECKS = MAX_CHECKS - 1
-"""Of one tenant, so that another's need not wait for them."""
+"""The same for one tenant, so that those of others do not have to wait."""
 
-PATIENCE_S = 30.0
-"""For an answer that takes at most a second of processor time: on a machine that is too busy for
-that the request fails, and may be tried again."""
+CHECK_TIMEOUT_S = 30.0
+"""Timeout of a check, which takes at most a second of processor time; on a machine that is too busy
+for that, the request fails and may be retried."""
 
 
 class ConstraintChecker:
-    """Finds what is wrong with constraints.
+    """Checks that constraints can be enforced.
 
-    A few are tried out at a time, fewer of one tenant; those that wait get their turns in order. A
-    check whose request is cancelled keeps its place until it has been answered, so that no tenant
-    can start more checks by cancelling them. The process is started when it is first needed.
+    A few are checked at a time, fewer of one tenant; the others wait in order. A check whose
+    request is cancelled counts until it has finished, so that no tenant can start more checks by
+    cancelling them. The sandbox process is started when it is first needed.
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
+    def __init__(self, timeout_s: float = CHECK_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._sandbox: SandboxProcess | None = None
         self._starting = asyncio.Lock()
         self._places = asyncio.Semaphore(MAX_CHECKS)
@@ -75,9 +75,9 @@ class ConstraintChecker:
         self._checks: set[asyncio.Task[str | None]] = set()
 
     async def check(self, params: sampling_pb2.SamplingParams, tenant: str) -> None:
-        """Raise InvalidArgument, naming the field, unless workers can enforce what `tenant` asks.
+        """Raise InvalidArgument, naming the field, unless workers can enforce the constraint.
 
-        Raises Unavailable if that cannot be found out now.
+        Raises Unavailable if the check cannot be made now.
         """
         kind = params.WhichOneof("structured_output")
         if kind is None:
@@ -88,7 +88,7 @@ class ConstraintChecker:
             self._answers.move_to_end(key)
             problem = self._answers[key]
         else:
-            problem = await self._find_out(key, kind, texts, tenant)
+            problem = await self._check(key, kind, texts, tenant)
         if problem is not None:
             raise InvalidArgument(f"sampling_params.{kind}", problem)
 
@@ -98,8 +98,8 @@ class ConstraintChecker:
         if sandbox is not None:
             await sandbox.close()
 
-    async def _find_out(self, key: bytes, kind: str, texts: list[str], tenant: str) -> str | None:
-        """Wait for a place, then have the sandbox answer, whether or not the caller still waits."""
+    async def _check(self, key: bytes, kind: str, texts: list[str], tenant: str) -> str | None:
+        """Wait until a check may start, then finish it whether or not the caller still waits."""
         tenant_places = self._tenant_places[tenant]
         await tenant_places.acquire()
         try:
@@ -115,17 +115,17 @@ class ConstraintChecker:
             self._places.release()
             tenant_places.release()
             if not check.cancelled():
-                check.exception()  # nobody may be waiting for it
+                check.exception()  # retrieved, as the caller may have been cancelled
 
         check.add_done_callback(end)
         return await asyncio.shield(check)
 
     async def _ask(self, key: bytes, kind: str, texts: list[str]) -> str | None:
-        if key in self._answers:  # found out while this one waited for its place
+        if key in self._answers:  # checked while this one waited
             return self._answers[key]
         sandbox = await self._running_sandbox()
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 problem = await sandbox.find_problem(kind, texts)
         except (TimeoutError, OSError, EOFError) as error:
             if sandbox is self._sandbox:

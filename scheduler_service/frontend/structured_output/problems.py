@@ -1,4 +1,4 @@
-"""What is wrong with a constraint, and where; and which JSON schema keywords are supported."""
+"""Problems of constraints with their locations, and the JSON schema keywords that are supported."""
 
 import json
 import re
@@ -94,10 +94,10 @@ MAX_OPTIONAL_PROPERTIES = 400
 """Of one object: each adds four items to a row of the parser, which has at most
 `lark.LIMITS.max_items_in_row`."""
 
-TRIED_BYTES = 16
+PARSED_BYTES = 16
 """Of a text that matches: its first rows show whether the parser's limits hold."""
 
-MAX_TRIED_PLACES = 200
+MAX_COMPILED_SCHEMAS = 200
 """Schemas within a schema that are compiled by themselves, to locate its problem."""
 
 _NO_BYTE = "NoExtension"
@@ -126,7 +126,10 @@ class _Bytes:
 
 
 def find_problem(kind: str, texts: Sequence[str]) -> str | None:
-    """What is wrong, or None. kind: the field's name in SamplingParams; texts: all of a choice."""
+    """The constraint's problem, or None.
+
+    kind: the field's name in SamplingParams; texts: all of a choice, otherwise one.
+    """
     find = {
         "json_schema": _find_in_schema,
         "regex": _find_in_regex,
@@ -185,7 +188,7 @@ def _schema_reason(message: str) -> str:
 
 def _innermost_with(reason: str, schema: Any) -> str | None:
     """The pointer to the innermost schema that has this problem by itself."""
-    inner_first = list(places(schema))[MAX_TRIED_PLACES::-1]
+    inner_first = list(places(schema))[MAX_COMPILED_SCHEMAS::-1]
     for pointer, inner in inner_first:
         message = _compile(lark.schema_to_lark(inner)) if isinstance(inner, dict) else None
         if message is not None and _schema_reason(message) == reason:
@@ -251,14 +254,14 @@ def _compile(grammar: str) -> str | None:
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=lark.LIMITS)
     if not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error():
-        return _parse_some(matcher)
+        return _parse_start(matcher)
     message = str(matcher.get_error())
     return "nothing matches" if not message or message.startswith(_NO_BYTE) else message
 
 
-def _parse_some(matcher: LLMatcher) -> str | None:
+def _parse_start(matcher: LLMatcher) -> str | None:
     """The parser's complaint about the first bytes of a text that matches."""
-    for _ in range(TRIED_BYTES):
+    for _ in range(PARSED_BYTES):
         mask = matcher.compute_bitmask()
         byte = next((b for b in _PREFERRED if mask[b >> 3] >> (b & 7) & 1), None)
         if byte is None:

@@ -92,7 +92,7 @@ class Sandbox:
 
 
 def _outcome(answer: bytes, status: int) -> str | None:
-    """What is wrong with the constraint that a child has tried out."""
+    """The problem that a child process has found in its constraint."""
     exit_code = os.waitstatus_to_exitcode(status)
     if answer and exit_code == 0:
         problem: str | None = json.loads(answer)["problem"]

@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[3]
 class SandboxProcess:
     """One process and the questions that it has not answered yet.
 
-    An answer that nobody waits for any more is skipped: questions may be cancelled.
+    The answer to a question that was cancelled is skipped.
     """
 
     def __init__(self, process: Process) -> None:

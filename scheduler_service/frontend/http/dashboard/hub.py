@@ -135,7 +135,7 @@ class Hub:
             await asyncio.sleep(RETRY_S)
 
     async def _follow(self) -> None:
-        """Send the core's statuses until it is gone."""
+        """Send the core's statuses until the watch ends."""
         request = pb.SchedulerServiceWatchStatusRequest(
             interval_ms=INTERVAL_MS,
             detail=status_pb2.StatusDetail(

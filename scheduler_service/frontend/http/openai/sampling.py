@@ -15,7 +15,7 @@ from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE, SAMPLING_LIMITS
 
 MAX_ENTRIES = 1024
-"""In one object whose entries are validated one by one."""
+"""Entries of one object that are validated one by one."""
 
 
 def _bounded(value: Any) -> Any:
@@ -35,7 +35,7 @@ DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
 
 
 MAX_JSON_VALUES = 1 << 16
-"""In one JSON object whose contents are free: a schema, or a variable of the template."""
+"""Values in one JSON object of any content: a schema, or a variable of the template."""
 
 
 def _check_json(value: Any) -> Any:
@@ -186,7 +186,7 @@ class SamplingFields(Strict):
         None,
         ge=-1,
         le=MAX_UINT32,
-        description="Most prompt tokens, of a longer prompt the last; -1: as many as leave room.",
+        description="Keep this many last tokens of a longer prompt; -1: as many as fit.",
     )
     truncation_side: Literal["left"] | None = Field(None, description="The prompt's end is kept.")
     use_beam_search: bool | None = Field(

@@ -35,7 +35,7 @@ HOSTILE = {
 
 @pytest.fixture
 async def checker() -> AsyncIterator[ConstraintChecker]:
-    checker = ConstraintChecker(patience_s=600.0)  # a second of a processor, shared by many
+    checker = ConstraintChecker(timeout_s=600.0)  # a second of a processor, shared by many
     yield checker
     await checker.close()
 
