@@ -126,7 +126,8 @@ class SchedulerCore:
             self._end(former, ABORTED, error, now)
         self._registry.add(seq_group)
         seq_group.frontend.outbox.accepted.append(request.handle)
-        event = RequestEvent.RESUMED if request.is_continued else RequestEvent.QUEUED
+        is_continued = seq_group.request.is_continued  # also of a later attempt without tokens
+        event = RequestEvent.RESUMED if is_continued else RequestEvent.QUEUED
         seq_group.note(event, to_us(now))
         for seq in seq_group.waiting():
             results.finish_resumed(seq)

@@ -136,6 +136,13 @@ def test_who_makes_room_shows_how(
     assert names[0] not in ended["a"]
 
 
+def test_a_later_attempt_is_shown_as_resumed_even_without_tokens() -> None:
+    driver = make_driver()
+    record = driver.submit(prompt=list(range(12)), max_tokens=3, request_id="a")
+    driver.try_again(record, "f1", most_received=0)
+    assert events(live(driver)["a"]) == ["RESUMED"]
+
+
 def test_a_lost_worker_shows_in_the_timelines_of_its_requests() -> None:
     driver = make_driver()
     driver.submit(prompt=[1, 2, 3], max_tokens=6, request_id="a")
