@@ -8,10 +8,10 @@ so that a check costs no more than the comparisons.
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -137,85 +137,56 @@ def _limits(field: FieldDescriptor) -> Limits:
 
 def find_violation(message: Message) -> Violation | None:
     """The first field of a message, or of a message in it, that is out of its limits."""
-    checks = _checks(message.DESCRIPTOR)
-    for field, value in message.ListFields():
-        check = checks.present.get(field.number)
-        if check is not None and (violation := check(value, field.name)) is not None:
-            return violation
-    for name, check in checks.always:
-        if (violation := check(getattr(message, name), name)) is not None:
-            return violation
+    values = {field.number: value for field, value in message.ListFields()}
+    for number, field, limits, default in _checked_fields(message.DESCRIPTOR):
+        value = values.get(number, default)
+        if value is not None and (found := _field_violation(field, limits, value)) is not None:
+            return found
     return None
-
-
-_Check: TypeAlias = Callable[[Any, str], Violation | None]
-"""Checks a field's value; called with the field's path."""
-
-
-class _Checks(NamedTuple):
-    """What is checked of one message type."""
-
-    present: dict[int, _Check]
-    """By number of a field that is checked if it is present."""
-
-    always: tuple[tuple[str, _Check], ...]
-    """Fields whose default value is out of their limits."""
 
 
 @lru_cache
-def _checks(descriptor: Descriptor) -> _Checks:
+def _checked_fields(descriptor: Descriptor) -> tuple[tuple[int, FieldDescriptor, Limits, Any], ...]:
+    """The fields that have limits, or contain messages with such fields: with their numbers, limits
+    and the values that stand for absent ones, which are None if those need no check."""
     limits = limits_of(descriptor)
-    present: dict[int, _Check] = {}
-    always = []
-    for field in descriptor.fields:
-        check = _check(field, limits.get(field.name))
-        if check is None:
-            continue
-        present[field.number] = check
-        has_value = field.is_repeated or not field.has_presence
-        default: Any = () if field.is_repeated else field.default_value
-        if has_value and check(default, field.name) is not None:
-            always.append((field.name, check))
-    return _Checks(present, tuple(always))
+    return tuple(
+        (field.number, field, limits.get(field.name, _NO_LIMITS), _default(field))
+        for field in descriptor.fields
+        if field.name in limits
+        or (field.message_type is not None and _checked_fields(field.message_type))
+    )
 
 
-def _check(field: FieldDescriptor, limits: Limits | None) -> _Check | None:
-    """How to check a field; None for one without limits, in it or in its messages."""
-    if field.message_type is not None:
-        each: _Check | None = _check_message if any(_checks(field.message_type)) else None
-    elif limits is None:
+def _default(field: FieldDescriptor) -> Any:
+    if field.is_repeated:
+        return ()
+    return None if field.has_presence else field.default_value
+
+
+_NO_LIMITS = Limits()
+
+
+def _field_violation(field: FieldDescriptor, limits: Limits, value: Any) -> Violation | None:
+    if not field.is_repeated:
+        return _value_violation(field, limits, value, field.name)
+    if (expected := limits.items_violation(len(value))) is not None:
+        return Violation(field.name, expected)
+    if field.message_type is None and field.type != FieldDescriptor.TYPE_STRING:
         return None
-    elif field.type == FieldDescriptor.TYPE_STRING:
-        each = _wrapped(limits.text_violation)
-    elif field.is_repeated:
-        each = None
-    else:
-        each = _wrapped(limits.range_violation)
-    if field.is_repeated and (limits is not None or each is not None):
-        return partial(_check_entries, limits, each)
-    return each
-
-
-def _wrapped(find: Callable[[Any], str | None]) -> _Check:
-    def check(value: Any, path: str) -> Violation | None:
-        expected = find(value)
-        return None if expected is None else Violation(path, expected)
-
-    return check
-
-
-def _check_message(message: Message, path: str) -> Violation | None:
-    inner = find_violation(message)
-    return None if inner is None else Violation(f"{path}.{inner.path}", inner.expected)
-
-
-def _check_entries(
-    limits: Limits | None, each: _Check | None, entries: Any, path: str
-) -> Violation | None:
-    if limits is not None and (expected := limits.items_violation(len(entries))) is not None:
-        return Violation(path, expected)
-    if each is not None:
-        for index, entry in enumerate(entries):
-            if (violation := each(entry, f"{path}[{index}]")) is not None:
-                return violation
+    for index, entry in enumerate(value):
+        violation = _value_violation(field, limits, entry, f"{field.name}[{index}]")
+        if violation is not None:
+            return violation
     return None
+
+
+def _value_violation(
+    field: FieldDescriptor, limits: Limits, value: Any, path: str
+) -> Violation | None:
+    if field.message_type is not None:
+        inner = find_violation(value)
+        return None if inner is None else Violation(f"{path}.{inner.path}", inner.expected)
+    is_text = field.type == FieldDescriptor.TYPE_STRING
+    expected = limits.text_violation(value) if is_text else limits.range_violation(value)
+    return None if expected is None else Violation(path, expected)
