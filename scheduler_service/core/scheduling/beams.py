@@ -21,7 +21,7 @@ from scheduler_service.core.request import ChoiceFinished
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import NewSequence, RowCandidates, RowLogprobs
 

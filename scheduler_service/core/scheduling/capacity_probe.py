@@ -12,7 +12,7 @@ from scheduler_service.core.scheduling.preemption import (
     VictimSelector,
     is_fetch_cheaper,
 )
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.throughput import StepRates
 

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceStatus
 from scheduler_service.core.stats.throughput import StepRates, StepWork
 from scheduler_service.core.step_plan import StepResult

@@ -36,7 +36,7 @@ from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
 from scheduler_service.core.scheduling.pipeline import Pipeline
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.stats.request_timing import RequestEvent
 from scheduler_service.core.stats.scheduler_stats import ModelTotals

@@ -14,7 +14,7 @@ from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
 from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import NewSequence

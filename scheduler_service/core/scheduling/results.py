@@ -9,10 +9,10 @@ from scheduler_service.core.policies import Policy
 from scheduler_service.core.request import ChoiceFinished, RequestFinished, RequestTimings
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.beams import BeamScheduler, deliver_beams, without_beams
-from scheduler_service.core.scheduling.migration import MigratingGroups
+from scheduler_service.core.scheduling.departures import MigratingGroups
 from scheduler_service.core.scheduling.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.scheduling.preemption import SwapManager
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import StepClock
 from scheduler_service.core.stats.scheduler_stats import ModelTotals

@@ -12,13 +12,13 @@ from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
-from scheduler_service.core.scheduling.decode import DecodeScheduler
-from scheduler_service.core.scheduling.migration import MigratingGroups
+from scheduler_service.core.scheduling.step_planner import DecodeScheduler
+from scheduler_service.core.scheduling.departures import MigratingGroups
 from scheduler_service.core.scheduling.pipeline import Pipeline, PipelineDepth
 from scheduler_service.core.scheduling.preemption import Preemption, SwapManager, VictimSelector
 from scheduler_service.core.scheduling.prefill import BatchAdmitter, PrefillScheduler
 from scheduler_service.core.scheduling.results import ResultProcessor, SequenceFinisher
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, request_number
 from scheduler_service.core.stats.request_timing import RequestEvent, RequestPhase, StepClock
 from scheduler_service.core.stats.scheduler_stats import ModelTotals, WorkerGroupSnapshot

@@ -7,7 +7,7 @@ from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceStatus, extend_all
 
 

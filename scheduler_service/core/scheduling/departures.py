@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import SwapManager
-from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import RunningSet
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import RequestEvent
 
